@@ -1,0 +1,4 @@
+"""Hugging Face checkpoints to jaxllm's own form and back: an engine, and a table an architecture.
+
+`python -m convert SRC DST` writes the native form, `--to-hf` a Hugging Face directory.
+"""

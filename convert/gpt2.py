@@ -1,0 +1,100 @@
+"""GPT-2 checkpoints: the tables. Their Conv1D matrices are `[in, out]`, ours `[out, in]`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.tables import (
+    COMMON_ALLOWED,
+    COMMON_IGNORED,
+    REQUIRED,
+    Architecture,
+    Field,
+    Same,
+    Transposed,
+    read_fields,
+    refuse,
+    share,
+    write_fields,
+)
+from jaxllm.config import GPT2Config
+
+FIELDS = (
+    Field("vocab_size", "vocab_size", REQUIRED),
+    Field("n_embd", "hidden_size", REQUIRED),
+    Field("n_inner", "intermediate_size", None),  # 4 x n_embd
+    Field("n_layer", "num_hidden_layers", REQUIRED),
+    Field("n_head", "num_attention_heads", REQUIRED),
+    Field("n_positions", "max_position_embeddings", REQUIRED),
+    Field("activation_function", "hidden_act", "gelu_new"),
+    Field("layer_norm_epsilon", "norm_eps", 1e-5),
+    Field("tie_word_embeddings", "tie_word_embeddings", True),
+    Field("scale_attn_weights", "scale_attn_weights", True),
+    Field("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
+)
+
+TENSORS = (
+    Same("wte.weight", "wte.weight"),
+    Same("wpe.weight", "wpe.weight"),
+    Same("h.{i}.ln_1.weight", "h.{i}.ln_1.weight"),
+    Same("h.{i}.ln_1.bias", "h.{i}.ln_1.bias"),
+    Transposed("h.{i}.attn.c_attn.weight", "h.{i}.attn.c_attn.weight"),
+    Same("h.{i}.attn.c_attn.bias", "h.{i}.attn.c_attn.bias"),
+    Transposed("h.{i}.attn.c_proj.weight", "h.{i}.attn.c_proj.weight"),
+    Same("h.{i}.attn.c_proj.bias", "h.{i}.attn.c_proj.bias"),
+    Same("h.{i}.ln_2.weight", "h.{i}.ln_2.weight"),
+    Same("h.{i}.ln_2.bias", "h.{i}.ln_2.bias"),
+    Transposed("h.{i}.mlp.c_fc.weight", "h.{i}.mlp.c_fc.weight"),
+    Same("h.{i}.mlp.c_fc.bias", "h.{i}.mlp.c_fc.bias"),
+    Transposed("h.{i}.mlp.c_proj.weight", "h.{i}.mlp.c_proj.weight"),
+    Same("h.{i}.mlp.c_proj.bias", "h.{i}.mlp.c_proj.bias"),
+    Same("ln_f.weight", "ln_f.weight"),
+    Same("ln_f.bias", "ln_f.bias"),
+    Same("lm_head.weight", "lm_head.weight"),
+)
+
+GPT2 = Architecture(
+    architectures=("GPT2LMHeadModel",),
+    fields=FIELDS,
+    allowed=COMMON_ALLOWED,
+    # reorder_and_upcast_attn: attention is in float32 here whatever it says. n_ctx: n_positions,
+    # as older files call it a second time; read_config checks that they agree.
+    ignored=COMMON_IGNORED
+    | {
+        "attn_pdrop",
+        "embd_pdrop",
+        "gradient_checkpointing",
+        "n_ctx",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    },
+    tensors=TENSORS,
+    skipped=(r"h\.\d+\.attn\.(bias|masked_bias)",),
+    prefix="transformer.",
+)
+
+
+def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:
+    """config.json to GPT2Config. Raises ConfigError with everything that is wrong."""
+    fields, complaints = read_fields(table, data)
+    if data.get("n_ctx") not in (None, data.get("n_positions")):
+        complaints.append(f"n_ctx {data['n_ctx']} differs from n_positions {data['n_positions']}")
+    refuse("config.json", complaints)
+    head_dim = share("hidden_size", fields, "num_attention_heads")
+    if fields["intermediate_size"] is None:
+        fields["intermediate_size"] = 4 * fields["hidden_size"]
+    heads = fields["num_attention_heads"]
+    return GPT2Config(num_key_value_heads=heads, head_dim=head_dim, **fields)
+
+
+def write_config(config: GPT2Config) -> dict[str, Any]:
+    """GPT2Config to config.json's fields."""
+    return {
+        "architectures": list(GPT2.architectures),
+        "model_type": "gpt2",
+        **write_fields(GPT2, config),
+    }

@@ -1,0 +1,1 @@
+"""The key/value cache: an immutable pytree, and pure functions that make new ones from it."""

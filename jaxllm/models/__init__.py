@@ -1,0 +1,34 @@
+"""Flax modules that name parameters and call `ops`; a file's name is its `model_type`."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ModelConfig
+from jaxllm.models.gpt2 import GPT2
+from jaxllm.models.llama import Llama
+from jaxllm.weights.paths import Params
+from jaxllm.weights.precision import Precision
+
+MODELS: dict[str, Any] = {"llama": Llama, "gpt2": GPT2}
+
+
+def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
+    """The module of this architecture: stateless, hashable, a valid static argument of `jax.jit`.
+
+    precision: float32 everywhere unless given.
+    """
+    return MODELS[config.model_type](config=config, precision=precision or Precision())
+
+
+def init_params(model: nn.Module, key: jax.Array) -> Params:
+    """Random float32 parameters, every tensor from N(0, 0.02): for training and for tests."""
+    token_BT, length_B = jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32)
+    return model.init(key, token_BT, token_BT, length_B)["params"]
+
+
+def param_shapes(model: nn.Module) -> Params:
+    """The form that `params` must have: a `jax.ShapeDtypeStruct` for every parameter."""
+    return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))

@@ -1,0 +1,96 @@
+"""The modules that both architectures share. Flax names parameters here and does nothing else.
+
+A module takes leaves as they are (array, quantized tensor, adapter): what a leaf is, `weights`
+knows. It finds its number format by its own path in `Precision`.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxllm import ops
+from jaxllm.errors import CheckpointError
+from jaxllm.weights.linear import embed, linear
+from jaxllm.weights.precision import Precision
+
+
+@struct.dataclass
+class Trace:
+    """All that a model computes for some tokens; a jitted caller pays only for what it keeps.
+
+    logits: float32 `[B, T, V]`, or `[B, 1, V]` where one column was picked. hidden_states: the
+    embeddings, then each block's output, the last one after the final norm, `[B, T, D]`, as
+    transformers returns them. k, v: one `[B, T, K, H]` a layer, as the cache keeps them.
+    """
+
+    logits: jax.Array
+    hidden_states: tuple[jax.Array, ...]
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+
+
+def leaf(module: nn.Module, name: str, *shape: int) -> Any:
+    """The parameter `name` of `module`; its shape is declared for `init`, never checked here."""
+    if module.is_initializing():
+        return module.param(name, nn.initializers.normal(0.02), shape, jnp.float32)
+    value = module.get_variable("params", name)
+    if value is None:
+        raise CheckpointError(f"params lack {'.'.join((*module.path, name))}")
+    return value
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias` in the module's own number format, returned in x's (or `out`)."""
+
+    features: int
+    bias: bool
+    precision: Precision
+    out: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = leaf(self, "weight", self.features, x.shape[-1])
+        bias = leaf(self, "bias", self.features) if self.bias else None
+        dtype = self.precision.activations_at(".".join(self.path))
+        y = linear(x.astype(dtype), weight, bias)
+        return y.astype(self.out) if self.out else y.astype(dtype).astype(x.dtype)
+
+
+class Embedding(nn.Module):
+    """A table of vectors, which a tied model also uses as its output matrix."""
+
+    rows: int
+    features: int
+
+    @nn.compact
+    def __call__(self, index_BT: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the rows `[B, T, D]` and the table itself."""
+        weight = leaf(self, "weight", self.rows, self.features)
+        return embed(weight, index_BT), weight
+
+
+class RMSNorm(nn.Module):
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ops.rms_norm(x, leaf(self, "weight", x.shape[-1]), eps=self.eps)
+
+
+class LayerNorm(nn.Module):
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight, bias = leaf(self, "weight", x.shape[-1]), leaf(self, "bias", x.shape[-1])
+        return ops.layer_norm(x, weight, bias, eps=self.eps)
+
+
+def pick(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
+    """One column of each row, `[B, 1, D]`; all of them where `column_B` is None."""
+    if column_B is None:
+        return x_BTD
+    return jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)

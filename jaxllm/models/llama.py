@@ -1,0 +1,117 @@
+"""Llama (Touvron et al. 2023) and its family, with Hugging Face's names for the parameters."""
+
+import flax.linen as nn
+import jax
+
+from jaxllm import ops
+from jaxllm.cache.kv import Segment
+from jaxllm.config import LlamaConfig
+from jaxllm.models.layers import Embedding, Linear, RMSNorm, Trace, pick
+from jaxllm.weights.linear import linear
+from jaxllm.weights.precision import Precision
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+class Llama(nn.Module):
+    config: LlamaConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(
+        self,
+        token_BT: jax.Array,
+        position_BT: jax.Array,
+        length_B: jax.Array,
+        segments: tuple[Segment, ...] = (),
+        column_B: jax.Array | None = None,
+    ) -> Trace:
+        """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
+
+        length_B: length of the text each row belongs to (dynamic rotary scaling alone reads it).
+        column_B: the one column of each row whose logits are wanted; None for all.
+        """
+        c, p = self.config, self.precision
+        x, table = Embedding(c.vocab_size, c.hidden_size, name="embed_tokens")(token_BT)
+        x = x.astype(p.activations)
+        angles = ops.rope_angles(
+            c.rope,
+            position_BT,
+            length_B,
+            head_dim=c.head_dim,
+            max_position_embeddings=c.max_position_embeddings,
+        )
+        hidden_states, k, v = [x], [], []
+        for i in range(c.num_hidden_layers):
+            parts = [ops.Part(s.k[i], s.v[i], s.position_BS) for s in segments]
+            x, k_i, v_i = Block(c, p, name=f"layers.{i}")(x, position_BT, angles, parts)
+            hidden_states.append(x)
+            k.append(k_i)
+            v.append(v_i)
+        hidden_states[-1] = x = RMSNorm(c.norm_eps, name="norm")(x)
+        x = pick(x, column_B)
+        if c.tie_word_embeddings:
+            logits = linear(x, table)
+        else:
+            logits = Linear(c.vocab_size, False, p, out="float32", name="lm_head")(x)
+        return Trace(logits, tuple(hidden_states), tuple(k), tuple(v))
+
+
+class Block(nn.Module):
+    config: LlamaConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, position_BT: jax.Array, angles: Angles, parts: list[ops.Part]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        c, p = self.config, self.precision
+        normed = RMSNorm(c.norm_eps, name="input_layernorm")(x)
+        attended, k, v = Attention(c, p, name="self_attn")(normed, position_BT, angles, parts)
+        x = x + attended
+        normed = RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
+        return x + MLP(c, p, name="mlp")(normed), k, v
+
+
+class Attention(nn.Module):
+    config: LlamaConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, position_BT: jax.Array, angles: Angles, parts: list[ops.Part]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        c, p = self.config, self.precision
+        B, T, D = x.shape
+
+        def project(name: str, heads: int) -> jax.Array:
+            y = Linear(heads * c.head_dim, c.attention_bias, p, name=name)(x)
+            return y.reshape(B, T, heads, c.head_dim)
+
+        # New keys and values are rounded as the cache will round them, so that a token attends to
+        # the same numbers whether they come from the cache or from the same chunk.
+        kept = parts[0].k_BSKH.dtype if parts else p.cache
+        q = ops.rotate(project("q_proj", c.num_attention_heads), *angles)
+        k = ops.rotate(project("k_proj", c.num_key_value_heads), *angles).astype(kept)
+        v = project("v_proj", c.num_key_value_heads).astype(kept)
+        out = ops.attend(
+            q,
+            position_BT,
+            [*parts, ops.Part(k, v, position_BT)],
+            scale=c.head_dim**-0.5,
+            window=c.sliding_window,
+        )
+        return Linear(D, c.attention_bias, p, name="o_proj")(out.reshape(B, T, -1)), k, v
+
+
+class MLP(nn.Module):
+    config: LlamaConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c, p = self.config, self.precision
+        gate = Linear(c.intermediate_size, c.mlp_bias, p, name="gate_proj")(x)
+        up = Linear(c.intermediate_size, c.mlp_bias, p, name="up_proj")(x)
+        gated = ops.ACTIVATIONS[c.hidden_act](gate) * up
+        return Linear(x.shape[-1], c.mlp_bias, p, name="down_proj")(gated)

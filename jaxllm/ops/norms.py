@@ -1,0 +1,23 @@
+"""Normalisations over the last axis, computed in float32 whatever comes in."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight_D: jax.Array, *, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * weight`, in x's dtype (Zhang & Sennrich 2019, eq. 4)."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale * _along_last(weight_D, x)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: float) -> jax.Array:
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, in x's dtype (Ba et al. 2016, eq. 4)."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    return (centred * scale * _along_last(weight_D, x) + _along_last(bias_D, x)).astype(x.dtype)
+
+
+def _along_last(vector_D: jax.Array, x: jax.Array) -> jax.Array:
+    return vector_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

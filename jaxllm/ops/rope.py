@@ -1,0 +1,125 @@
+"""Rotary position embedding (Su et al. 2021), in the half-split layout of Hugging Face's Llama.
+
+Angles are float32 whatever the model is in: bfloat16 has eight bits, so position 257 would be 256.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Rope
+
+
+def rope_angles(
+    rope: Rope,
+    position_BT: jax.Array,
+    length_B: jax.Array,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The cosines and sines that `rotate` takes, each float32 `[B, T, head_dim // 2]`.
+
+    position_BT: int32; empty slots (-1) get some finite angle. length_B: the length of the whole
+    text that these tokens belong to; only `dynamic` scaling depends on it.
+    """
+    if rope.rope_type == "dynamic":
+        inverse_BF = _dynamic_frequencies(rope, length_B, head_dim, max_position_embeddings)
+        magnitude = 1.0
+    else:
+        inverse_F, magnitude = inverse_frequencies(rope, head_dim=head_dim)
+        inverse_BF = jnp.asarray(inverse_F)[None]
+    angle_BTF = position_BT.astype(jnp.float32)[:, :, None] * inverse_BF[:, None, :]
+    return jnp.cos(angle_BTF) * magnitude, jnp.sin(angle_BTF) * magnitude
+
+
+def rotate(x_BTNH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Array:
+    """Turn each pair `(x[i], x[i + H/2])` by its angle; float32 inside, x's dtype out."""
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BTF[:, :, None, :], sin_BTF[:, :, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTNH.dtype)
+
+
+def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float]:
+    """Radians per position of each rotary pair, and the factor on cosines and sines.
+
+    Returns (float32 `[head_dim // 2]`, float). `default`: theta^(-2i/H). `linear`: positions
+    divided by the factor (Chen et al. 2023). `llama3`: long wavelengths divided by the factor,
+    short ones kept, a linear blend between (Meta's Llama 3.1 reference). `yarn`: the blend by
+    number of rotations, and the attention factor, of Peng et al. 2023 (sections 3.2, 3.4).
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    inverse = rope.rope_theta**-exponent
+    magnitude = 1.0
+    if rope.rope_type == "linear":
+        inverse = inverse / _given(rope.factor)
+    elif rope.rope_type == "llama3":
+        inverse = _llama3(rope, inverse)
+    elif rope.rope_type == "yarn":
+        inverse, magnitude = _yarn(rope, inverse, head_dim), _yarn_magnitude(rope)
+    return inverse.astype(np.float32), magnitude
+
+
+def _llama3(rope: Rope, inverse: np.ndarray) -> np.ndarray:
+    factor, low, high = (
+        _given(rope.factor),
+        _given(rope.low_freq_factor),
+        _given(rope.high_freq_factor),
+    )
+    turns = _given(rope.original_max_position_embeddings) * inverse / (2 * math.pi)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return keep * inverse + (1 - keep) * inverse / factor
+
+
+def _yarn(rope: Rope, inverse: np.ndarray, head_dim: int) -> np.ndarray:
+    context = _given(rope.original_max_position_embeddings)
+
+    def pair_that_turns(times: float) -> float:
+        return (
+            head_dim
+            * math.log(context / (times * 2 * math.pi))
+            / (2 * math.log(rope.rope_theta))
+        )
+
+    low = pair_that_turns(rope.beta_fast or 32.0)
+    high = pair_that_turns(rope.beta_slow or 1.0)
+    if rope.truncate is not False:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the published remedy for a ramp of no width
+    interpolate = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return interpolate * inverse / _given(rope.factor) + (1 - interpolate) * inverse
+
+
+def _yarn_magnitude(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def at(scale: float) -> float:
+        factor = _given(rope.factor)
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return at(rope.mscale) / at(rope.mscale_all_dim)
+    return at(1.0)
+
+
+def _dynamic_frequencies(
+    rope: Rope, length_B: jax.Array, head_dim: int, max_position_embeddings: int
+) -> jax.Array:
+    """NTK-aware scaling whose base grows with the text, as in transformers (`dynamic`)."""
+    factor = _given(rope.factor)
+    length = jnp.maximum(length_B, max_position_embeddings).astype(jnp.float32)
+    stretch = (factor * length / max_position_embeddings) - (factor - 1)
+    base_B = rope.rope_theta * stretch ** (head_dim / (head_dim - 2))
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    return 1.0 / (base_B[:, None] ** exponent[None, :])
+
+
+def _given(value: float | None) -> float:
+    assert value is not None  # Rope has checked that its type's fields are there
+    return value

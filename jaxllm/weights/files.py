@@ -1,0 +1,199 @@
+"""Safetensors files, tensor by tensor: what is in one, reading it lazily, writing it in a stream.
+
+Reading goes through safetensors' own reader first, which checks the container. What is written here
+has every tensor on a 64-byte boundary, so that it can be mapped into memory and used as it lies.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxllm.errors import CheckpointError
+
+ALIGNMENT = 64  # bytes: what XLA:CPU needs to use a buffer without copying it
+_FILLER = "__align."  # names of the tensors that only fill gaps: the format allows no holes
+
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "LazyTensor":
+        """One that is in memory already."""
+        return cls(array.dtype, array.shape, lambda: array)
+
+    def astype(self, dtype: np.dtype) -> "LazyTensor":
+        """The same numbers in another format, converted when read."""
+        if dtype == self.dtype:
+            return self
+        return LazyTensor(dtype, self.shape, lambda: self.read().astype(dtype))
+
+    def transposed(self) -> "LazyTensor":
+        """The matrix transposed, in row-major order, when read."""
+        return LazyTensor(
+            self.dtype, self.shape[::-1], lambda: np.ascontiguousarray(self.read().T)
+        )
+
+
+def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
+    """What a safetensors file holds, by name, in the order of the file; nothing is read yet.
+
+    mapped: tensors are views of the file mapped into memory (which must not change meanwhile);
+    otherwise each `read()` fills a buffer of its own, aligned so that XLA can take it over.
+
+    Raises CheckpointError for a file that is no well-formed safetensors file.
+    """
+    try:
+        with safe_open(path, framework="numpy"):  # the container is sound, or this raises
+            pass
+        with open(path, "rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size), object_pairs_hook=_without_duplicates)
+    except (SafetensorError, OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
+    start = 8 + size
+    whole = np.memmap(path, np.uint8, "r") if mapped else None
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__" or name.startswith(_FILLER):
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"{path}: tensor {name} is {entry['dtype']}, which is not known")
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        if whole is not None:
+            read = _view(whole[begin:end], dtype, shape)
+        else:
+            read = _reader(path, begin, end, dtype, shape)
+        tensors[name] = LazyTensor(dtype, shape, read)
+    return tensors
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, LazyTensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a safetensors file, one tensor in memory at a time, each on a 64-byte boundary.
+
+    The file appears under its name only when it is complete. progress: told of bytes written.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    # Tensors of odd sizes come last: what precedes them needs no filling.
+    names = sorted(tensors, key=lambda name: tensors[name].nbytes % ALIGNMENT != 0)
+    offset = 0
+    plan: list[tuple[LazyTensor | None, int]] = []
+    for name in names:
+        if gap := -offset % ALIGNMENT:
+            header[f"{_FILLER}{len(plan)}"] = _entry("U8", (gap,), offset, gap)
+            plan.append((None, gap))
+            offset += gap
+        tensor = tensors[name]
+        header[name] = _entry(_NAMES[tensor.dtype], tensor.shape, offset, tensor.nbytes)
+        plan.append((tensor, tensor.nbytes))
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor, size in plan:
+                data = bytes(size) if tensor is None else _bytes_of(tensor)
+                file.write(data)
+                progress(size)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def first_non_finite(array: np.ndarray) -> int | None:
+    """The flat index of the first NaN or infinity in a float array, or None; reads it once."""
+    bits = {2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize]
+    exponent = bits(np.array(np.inf, array.dtype).view(bits))
+    flat = array.reshape(-1).view(bits)
+    for start in range(0, flat.size, 1 << 18):  # blocks that stay in the processor's cache
+        bad = (flat[start : start + (1 << 18)] & exponent) == exponent
+        if bad.any():
+            return start + int(bad.argmax())
+    return None
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate name {next(n for n in names if names.count(n) > 1)!r}")
+    return result
+
+
+def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+
+
+def _view(
+    raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]
+) -> Callable[[], np.ndarray]:
+    return lambda: np.asarray(raw).view(dtype).reshape(shape)
+
+
+def _reader(
+    path: Path, begin: int, end: int, dtype: np.dtype, shape: tuple[int, ...]
+) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        raw = np.empty(end - begin + ALIGNMENT, np.uint8)
+        raw = raw[-raw.ctypes.data % ALIGNMENT :][: end - begin]
+        with open(path, "rb", buffering=0) as file:
+            file.seek(begin)
+            done = 0
+            while done < raw.size:
+                count = file.readinto(memoryview(raw)[done:])
+                if not count:
+                    raise CheckpointError(f"{path}: ends in the middle of a tensor")
+                done += count
+        return raw.view(dtype).reshape(shape)
+
+    return read
+
+
+def _bytes_of(tensor: LazyTensor) -> memoryview:
+    array = np.ascontiguousarray(tensor.read())
+    assert array.dtype == tensor.dtype
+    assert array.shape == tensor.shape
+    return memoryview(array.reshape(-1).view(np.uint8))
