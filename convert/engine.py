@@ -47,9 +47,7 @@ def open_hf(directory: Path) -> Checkpoint:
     check_names(tensors, config, str(directory))
     generation = read_json(directory / "generation_config.json", missing={})
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
-    return Checkpoint(
-        directory, config, tensors, {**ids, **generation}, native_precision(tensors)
-    )
+    return Checkpoint(directory, config, tensors, {**ids, **generation}, native_precision(tensors))
 
 
 def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
@@ -75,9 +73,7 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
     return read(table, data), table
 
 
-def write_hf(
-    directory: Path, checkpoint: Checkpoint, *, show_progress: bool | None = None
-) -> None:
+def write_hf(directory: Path, checkpoint: Checkpoint, *, show_progress: bool | None = None) -> None:
     """Write a Hugging Face directory that transformers loads; config.json comes last.
 
     Raises CheckpointError if `directory` already holds a checkpoint.
@@ -108,9 +104,7 @@ def write_hf(
     write_json(directory / "config.json", {**data, **ids, "torch_dtype": dtype})
 
 
-def _rows(
-    table: Architecture, config: ModelConfig
-) -> list[tuple[Same | Transposed, str, str]]:
+def _rows(table: Architecture, config: ModelConfig) -> list[tuple[Same | Transposed, str, str]]:
     """Every row of the weight table for every layer: (row, their name, our path)."""
     rows: list[tuple[Same | Transposed, str, str]] = []
     for row in table.tensors:

@@ -63,10 +63,12 @@ LLAMA = Architecture(
     architectures=("LlamaForCausalLM",),
     fields=FIELDS,
     allowed={**COMMON_ALLOWED, "pretraining_tp": (1, None)},
-    ignored=COMMON_IGNORED
-    | {"attention_dropout", "rope_theta", "rope_scaling", "rope_parameters"},
+    ignored=COMMON_IGNORED | {"attention_dropout", "rope_theta", "rope_scaling", "rope_parameters"},
     tensors=TENSORS,
-    skipped=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
+    skipped=(
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"model\.rotary_emb\.inv_freq",
+    ),
     prefix="",
 )
 

@@ -1,0 +1,82 @@
+"""jaxllm: language-model inference as pure functions in JAX and Flax.
+
+Names are imported from their homes when they are first used, so that `import jaxllm` (and with it
+`jaxllm --help`) does not wait for JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxllm import errors
+    from jaxllm.api import LM, Completion, Piece, load
+    from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
+    from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig, Rope
+    from jaxllm.decode.generate import Finish, Generated, generate, stream
+    from jaxllm.decode.sampling import GREEDY, Sampler, make_sampler, row_keys, sample
+    from jaxllm.models import build, init_params, param_shapes
+    from jaxllm.steps import Output, decode_step, forward, prefill
+    from jaxllm.weights.precision import Override, Precision, cast
+
+_HOMES = {
+    "jaxllm.api": ("LM", "Completion", "Piece", "load"),
+    "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "commit", "init_cache"),
+    "jaxllm.config": ("GPT2Config", "LlamaConfig", "ModelConfig", "Rope"),
+    "jaxllm.decode.generate": ("Finish", "Generated", "generate", "stream"),
+    "jaxllm.decode.sampling": ("GREEDY", "Sampler", "make_sampler", "row_keys", "sample"),
+    "jaxllm.models": ("build", "init_params", "param_shapes"),
+    "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
+    "jaxllm.weights.precision": ("Override", "Precision", "cast"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__version__ = "0.1.0"
+__all__ = [
+    "GREEDY",
+    "LM",
+    "Completion",
+    "Delta",
+    "Finish",
+    "GPT2Config",
+    "Generated",
+    "KVCache",
+    "LlamaConfig",
+    "ModelConfig",
+    "Output",
+    "Override",
+    "Piece",
+    "Precision",
+    "Rope",
+    "Sampler",
+    "Segment",
+    "build",
+    "cast",
+    "commit",
+    "decode_step",
+    "errors",
+    "forward",
+    "generate",
+    "init_cache",
+    "init_params",
+    "load",
+    "make_sampler",
+    "param_shapes",
+    "prefill",
+    "row_keys",
+    "sample",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("jaxllm.errors")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

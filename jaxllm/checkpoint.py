@@ -131,9 +131,7 @@ def load_params(
     return params
 
 
-def _to_device(
-    path: str, tensor: LazyTensor, dtype: np.dtype, complaints: list[str]
-) -> jax.Array:
+def _to_device(path: str, tensor: LazyTensor, dtype: np.dtype, complaints: list[str]) -> jax.Array:
     array = tensor.read()
     if (bad := first_non_finite(array)) is not None:
         complaints.append(f"{path} holds {array.reshape(-1)[bad]} at index {bad}")
@@ -202,5 +200,3 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def _module(path: str) -> str:
     return path.rpartition(".")[0]
-
-

@@ -81,10 +81,9 @@ class Rope:
         complaints += [
             f"{n} must be a positive number, got {v!r}"
             for n, v in given.items()
-            if n != "truncate"
-            and (isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v < 1e12)
+            if n != "truncate" and (type(v) not in (int, float) or not 0 < v < 1e12)
         ]
-        if not isinstance(self.truncate, bool | None):
+        if type(self.truncate) not in (bool, type(None)):
             complaints.append(f"truncate must be true or false, got {self.truncate!r}")
         if complaints:
             raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
@@ -226,9 +225,7 @@ def config_from_dict(data: dict[str, Any]) -> ModelConfig:
 
 def _build(kind: type, fields: dict[str, Any], what: str) -> Any:
     known = {f.name: f for f in dataclasses.fields(kind)}
-    missing = [
-        n for n, f in known.items() if n not in fields and f.default is dataclasses.MISSING
-    ]
+    missing = [n for n, f in known.items() if n not in fields and f.default is dataclasses.MISSING]
     unknown = [n for n in fields if n not in known]
     if missing or unknown:
         raise ConfigError(

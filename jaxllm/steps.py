@@ -24,8 +24,7 @@ Array = Any  # a jax or numpy array, or a tracer of one
 Parts = tuple[Segment, ...]
 
 
-@struct.dataclass
-class Output:
+class Output(struct.PyTreeNode):
     """What `forward` returns.
 
     logits: float32 `[B, T, V]`. delta: what `commit` takes. hidden_states: the embeddings, then
@@ -105,7 +104,7 @@ def prefill(
     check_fits(cache, positions_BT)
     if _is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
         raise TokenError("prefill: a row without a single real token has no last logits")
-    B, T = tokens_BT.shape
+    T = tokens_BT.shape[1]
     width = chunk if chunk <= T else min(chunk, max(8, 1 << (T - 1).bit_length()))
     padding = ((0, 0), (0, -T % width))
     tokens_BT = jnp.pad(tokens_BT, padding)
@@ -277,9 +276,7 @@ def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
             )
 
 
-def _positions(
-    cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None
-) -> jax.Array:
+def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> jax.Array:
     """Positions that go on from the cache; -1 past each row's length."""
     B, T = shape
     column = jnp.arange(T, dtype=jnp.int32)[None]

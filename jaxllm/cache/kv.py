@@ -4,7 +4,6 @@ A slot is described by its position, never by its index, so padding, unequal len
 gaps need no further bookkeeping. Keys are stored already rotated.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,7 @@ from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.weights.precision import DTYPES
 
 
-@struct.dataclass
-class Segment:
+class Segment(struct.PyTreeNode):
     """Keys and values of some tokens.
 
     k, v: one `[B or 1, S, K, H]` array a layer. position_BS: int32 `[B or 1, S]`, absolute, -1
@@ -30,7 +28,6 @@ class Segment:
     token_BS: jax.Array
 
 
-@struct.dataclass
 class Delta(Segment):
     """The keys and values that `forward` computed for T new tokens and `commit` writes.
 
@@ -38,8 +35,7 @@ class Delta(Segment):
     """
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Frozen segments shared by reference, and one tail that `commit` extends.
 
     cursor: int32 scalar, the tail's slots below it have been written. More than `capacity` means
@@ -147,8 +143,12 @@ def extend(cache: KVCache, delta: Delta) -> KVCache:
     tail = cache.tail
     return cache.replace(
         tail=Segment(
-            k=tuple(_write(old, new, cache.cursor) for old, new in zip(tail.k, delta.k, strict=True)),
-            v=tuple(_write(old, new, cache.cursor) for old, new in zip(tail.v, delta.v, strict=True)),
+            k=tuple(
+                _write(old, new, cache.cursor) for old, new in zip(tail.k, delta.k, strict=True)
+            ),
+            v=tuple(
+                _write(old, new, cache.cursor) for old, new in zip(tail.v, delta.v, strict=True)
+            ),
             position_BS=_write(tail.position_BS, delta.position_BS, cache.cursor),
             token_BS=_write(tail.token_BS, delta.token_BS, cache.cursor),
         ),
@@ -181,7 +181,7 @@ def _write(old_BSX: jax.Array, new_BTX: jax.Array, cursor: jax.Array) -> jax.Arr
 
 
 def check_usable(cache: KVCache) -> None:
-    """Raise, by name, for a cache that was donated or that has overflowed inside a compiled loop."""
+    """Raise, by name, for a cache that was donated, or that overflowed in a compiled loop."""
     if isinstance(cache.cursor, jax.core.Tracer):
         return
     if any(x.is_deleted() for x in jax.tree.leaves(cache) if isinstance(x, jax.Array)):

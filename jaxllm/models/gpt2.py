@@ -99,7 +99,5 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c, p = self.config, self.precision
-        inner = ops.ACTIVATIONS[c.hidden_act](
-            Linear(c.intermediate_size, True, p, name="c_fc")(x)
-        )
+        inner = ops.ACTIVATIONS[c.hidden_act](Linear(c.intermediate_size, True, p, name="c_fc")(x))
         return Linear(x.shape[-1], True, p, name="c_proj")(inner)

@@ -17,8 +17,7 @@ from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.precision import Precision
 
 
-@struct.dataclass
-class Trace:
+class Trace(struct.PyTreeNode):
     """All that a model computes for some tokens; a jitted caller pays only for what it keeps.
 
     logits: float32 `[B, T, V]`, or `[B, 1, V]` where one column was picked. hidden_states: the
@@ -36,7 +35,7 @@ def leaf(module: nn.Module, name: str, *shape: int) -> Any:
     """The parameter `name` of `module`; its shape is declared for `init`, never checked here."""
     if module.is_initializing():
         return module.param(name, nn.initializers.normal(0.02), shape, jnp.float32)
-    value = module.get_variable("params", name)
+    value: Any = module.get_variable("params", name)
     if value is None:
         raise CheckpointError(f"params lack {'.'.join((*module.path, name))}")
     return value

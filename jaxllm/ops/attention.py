@@ -64,9 +64,7 @@ def attend(
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
-def visible(
-    q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None
-) -> jax.Array:
+def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:
     """Which slots each query sees, bool `[B, T, S]`: the one formula behind every mask."""
     q, k = q_position_BT[:, :, None], k_position_BS[:, None, :]
     seen = (k >= 0) & (k <= q)

@@ -79,9 +79,7 @@ def _yarn(rope: Rope, inverse: np.ndarray, head_dim: int) -> np.ndarray:
 
     def pair_that_turns(times: float) -> float:
         return (
-            head_dim
-            * math.log(context / (times * 2 * math.pi))
-            / (2 * math.log(rope.rope_theta))
+            head_dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
         )
 
     low = pair_that_turns(rope.beta_fast or 32.0)

@@ -64,9 +64,7 @@ class LazyTensor:
 
     def transposed(self) -> "LazyTensor":
         """The matrix transposed, in row-major order, when read."""
-        return LazyTensor(
-            self.dtype, self.shape[::-1], lambda: np.ascontiguousarray(self.read().T)
-        )
+        return LazyTensor(self.dtype, self.shape[::-1], lambda: np.ascontiguousarray(self.read().T))
 
 
 def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
@@ -120,11 +118,11 @@ def write_tensors(
     offset = 0
     plan: list[tuple[LazyTensor | None, int]] = []
     for name in names:
+        tensor = tensors[name]
         if gap := -offset % ALIGNMENT:
             header[f"{_FILLER}{len(plan)}"] = _entry("U8", (gap,), offset, gap)
             plan.append((None, gap))
             offset += gap
-        tensor = tensors[name]
         header[name] = _entry(_NAMES[tensor.dtype], tensor.shape, offset, tensor.nbytes)
         plan.append((tensor, tensor.nbytes))
         offset += tensor.nbytes
@@ -134,9 +132,8 @@ def write_tensors(
     try:
         with open(partial, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for tensor, size in plan:
-                data = bytes(size) if tensor is None else _bytes_of(tensor)
-                file.write(data)
+            for item, size in plan:
+                file.write(bytes(size) if item is None else _bytes_of(item))
                 progress(size)
         os.replace(partial, path)
     finally:
@@ -167,9 +164,7 @@ def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[s
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
 
 
-def _view(
-    raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]
-) -> Callable[[], np.ndarray]:
+def _view(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
     return lambda: np.asarray(raw).view(dtype).reshape(shape)
 
 
@@ -183,7 +178,7 @@ def _reader(
             file.seek(begin)
             done = 0
             while done < raw.size:
-                count = file.readinto(memoryview(raw)[done:])
+                count = file.readinto(raw[done:].data)
                 if not count:
                     raise CheckpointError(f"{path}: ends in the middle of a tensor")
                 done += count
@@ -192,8 +187,8 @@ def _reader(
     return read
 
 
-def _bytes_of(tensor: LazyTensor) -> memoryview:
+def _bytes_of(tensor: LazyTensor) -> "memoryview[int]":
     array = np.ascontiguousarray(tensor.read())
     assert array.dtype == tensor.dtype
     assert array.shape == tensor.shape
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data

@@ -90,6 +90,4 @@ def cast(params: Params, precision: Precision) -> Params:
 
 def _check(name: str, dtype: str) -> None:
     if dtype not in DTYPES:
-        raise ConfigError(
-            f"precision: {name} must be one of {', '.join(DTYPES)}, got {dtype!r}"
-        )
+        raise ConfigError(f"precision: {name} must be one of {', '.join(DTYPES)}, got {dtype!r}")

@@ -1,0 +1,255 @@
+"""The command `jaxllm`: text to stdout, everything about it to stderr, a reason for every failure."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from convert import command
+from jaxllm.errors import JaxllmError
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM, Piece
+
+app = typer.Typer(
+    help="Language-model inference as pure functions in JAX and Flax.",
+    epilog="Example: jaxllm generate -p 'Once upon a time' --temperature 0.8 --seed 1",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="A directory, demo:llama, demo:gpt2, or hf:owner/name."),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")
+]
+NewTokens = Annotated[
+    int | None, typer.Option("--max-new-tokens", "-n", help="Default: 256, or what fits.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sample at this temperature; 0 and by default: greedy.")
+]
+TopK = Annotated[int | None, typer.Option(help="Sample among the k best tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Sample among the best tokens of mass p.")]
+Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
+
+
+@app.command(epilog="Example: echo 'Once upon a time' | jaxllm generate -m demo:gpt2 -p - -n 80")
+def generate(
+    model: Model = "demo:llama",
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")
+    ] = "",
+    max_new_tokens: NewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
+    ] = False,
+) -> None:
+    """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
+    text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "do_sample": True if top_k is not None or top_p is not None else None,
+        "seed": seed,
+    }
+    start = time.perf_counter()
+    lm = _load(model, dtype)
+    loaded = time.perf_counter()
+    if echo and not as_json:
+        _write(text)
+    pieces = []
+    with _waiting("compiling and reading the prompt") as ready:
+        for piece in lm.stream(text, **options):
+            if not pieces:
+                first = time.perf_counter()
+                ready()
+            pieces.append(piece)
+            if not as_json:
+                # Without a tokenizer there is no text: the ids are the output.
+                _write(piece.text if lm.tokenizer else f"{piece.token} ")
+    if as_json:
+        _print_json(lm, text, pieces, loaded - start, first - loaded)
+    elif sys.stdout.isatty():
+        _write("\n")
+    _note(
+        f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
+        f" tokens/s; loaded in {loaded - start:.1f} s, first token after {first - loaded:.1f} s"
+    )
+
+
+@app.command(epilog="Example: jaxllm chat -m ~/models/TinyLlama-1.1B-Chat --temperature 0.7")
+def chat(
+    model: Model = "demo:llama",
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_new_tokens: NewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+) -> None:
+    """Talk with a model in its chat template, a line at a time; end with Ctrl-D or /quit."""
+    lm = _load(model, dtype)
+    messages = [{"role": "system", "content": system}] if system else []
+    lm.chat_prompt([*messages, {"role": "user", "content": "?"}])  # refuse before the first line
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "do_sample": True if top_k is not None or top_p is not None else None,
+    }
+    for turn, line in enumerate(_lines()):
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for piece in lm.stream(lm.chat_prompt(messages), seed=seed + turn, **options):
+            _write(piece.text)
+            answer += piece.text
+        _write("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
+@app.command(epilog="Example: jaxllm info -m ~/models/TinyLlama-1.1B")
+def info(
+    model: Annotated[str, typer.Argument(help="As --model of generate.")] = "demo:llama",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""
+    from jaxllm.api import open_checkpoint
+    from jaxllm.checkpoint import is_native
+    from jaxllm.text.tokenizer import has_tokenizer
+    from jaxllm.weights.precision import DTYPES
+
+    opened = open_checkpoint(model)
+    config = opened.config
+    count = sum(t.nbytes // t.dtype.itemsize for t in opened.tensors.values())
+    size = sum(t.nbytes for t in opened.tensors.values())
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    facts = {
+        "path": str(opened.directory),
+        "form": "jaxllm" if is_native(opened.directory) else "Hugging Face",
+        **config.to_dict(),
+        "parameters": count,
+        "bytes": size,
+        "dtype": opened.precision.weights,
+        "cache_bytes_per_token": numbers * DTYPES[opened.precision.cache](0).nbytes,
+        "tokenizer": has_tokenizer(opened.directory),
+    }
+    if as_json:
+        _write(json.dumps(facts) + "\n")
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = f"{value:,}" if type(value) is int else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+        _write(f"{name:{width}}  {shown}\n")
+
+
+app.command(epilog=command.EXAMPLES)(command.convert)
+
+
+def main() -> None:
+    """The entry point: run the command; a failure is one line and a non-zero exit."""
+    _run(app)
+
+
+def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
+    """Run one command as a program of its own, with the same manners."""
+    single = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
+    single.command(epilog=epilog)(function)
+    _run(lambda: single(prog_name=name))
+
+
+def _run(program: Callable[[], Any]) -> None:
+    try:
+        program()
+    except JaxllmError as error:
+        _note(f"jaxllm: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _note("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _load(model: str, dtype: str | None) -> "LM":
+    from jaxllm.api import load
+
+    return load(model, dtype=dtype)
+
+
+def _lines() -> Iterator[str]:
+    """What a person types, until the end of input or /quit."""
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/quit":
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[Callable[[], None]]:
+    """A spinner on a terminal's stderr; yields the function that takes it away."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status(what)
+    status.start()
+    try:
+        yield status.stop
+    finally:
+        status.stop()
+
+
+def _print_json(
+    lm: "LM", prompt: str, pieces: "list[Piece]", load_s: float, first_token_s: float
+) -> None:
+    report = {
+        "prompt": prompt,
+        "text": "".join(p.text for p in pieces) if lm.tokenizer else None,
+        "tokens": [p.token for p in pieces],
+        "logprobs": [round(p.logprob, 6) for p in pieces],
+        "finish_reason": pieces[-1].finish_reason,
+        "load_s": round(load_s, 3),
+        "first_token_s": round(first_token_s, 3),
+        "tokens_per_second": round(pieces[-1].tokens_per_second, 2),
+    }
+    _write(json.dumps(report, ensure_ascii=False) + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

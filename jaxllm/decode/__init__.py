@@ -1,0 +1,1 @@
+"""Decoding algorithms: they see only the steps, never a model's inside."""

@@ -1,0 +1,256 @@
+"""Generation: a prefill, then one compiled loop that samples and decodes until every row has ended.
+
+`generate` runs the loop on the device, `stream` runs the same body a token at a time from Python.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import Any, Required, TypedDict, Unpack
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import KVCache, Segment, extend, init_cache
+from jaxllm.decode.sampling import GREEDY, Sampler, row_keys, sample
+from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.steps import prefill, run
+from jaxllm.weights.paths import Params
+
+_EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
+_NO_TOKEN = -1
+
+Buffers = tuple[jax.Array, jax.Array]
+
+
+class Finish(IntEnum):
+    """Why a row ended."""
+
+    RUNNING = 0
+    EOS = 1
+    LENGTH = 2
+    NON_FINITE = 3
+
+
+class Generated(struct.PyTreeNode):
+    """What `generate` returns.
+
+    token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; an end-of-text token is part of
+    its row. logprob_BT: float32, each token's log-probability under the model, before any
+    sampler. length_B: tokens of each row. finish_B: a `Finish`. cache: holds the prompt and every
+    token but each row's last, so that a longer text goes on from the last token.
+    """
+
+    token_BT: jax.Array
+    logprob_BT: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
+    cache: KVCache
+
+
+class State(struct.PyTreeNode):
+    """Where generation stands: the one value that the loop carries.
+
+    token_B: sampled, not yet in the cache. budget_B: how many tokens a row may have in all.
+    """
+
+    tail: KVCache
+    token_B: jax.Array
+    logprob_B: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
+    budget_B: jax.Array
+    eos_E: jax.Array
+    key_B: jax.Array
+    sampler: Sampler
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take beside model, parameters and prompts.
+
+    max_new_tokens: a number, or one a row; required. lengths_B: the prompts' lengths, where they
+    are padded on the right. sampler: greedy by default. seed: a number, or keys `[B]`.
+    eos_token_ids: a row ends with any of them. cache: what the prompts go on from; it stays valid.
+    chunk: tokens of a prompt that are run at once.
+    """
+
+    max_new_tokens: Required[int | Sequence[int]]
+    lengths_B: Any
+    sampler: Sampler
+    seed: int | jax.Array
+    eos_token_ids: Sequence[int]
+    cache: KVCache | None
+    chunk: int
+
+
+def generate(
+    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[Options]
+) -> Generated:
+    """Continue each prompt `[B, T]` until it ends: one prefill, one compiled while-loop.
+
+    options: see `Options`. Only shapes compile: a prompt's content, its length within a bucket,
+    sampler values, seed, budgets and end-of-text ids do not.
+
+    Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
+    cache or the model, SamplingError for a budget below one.
+    """
+    state, frozen = _begin(model, params, tokens_BT, **options)
+    longest = int(np.max(options["max_new_tokens"]))
+    state, token_BT, logprob_BT = _loop(model, params, frozen, state, bucket(longest))
+    return Generated(
+        token_BT[:, :longest],
+        logprob_BT[:, :longest],
+        state.length_B,
+        state.finish_B,
+        state.tail.replace(frozen=frozen),
+    )
+
+
+def stream(
+    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[Options]
+) -> Iterator[Generated]:
+    """As `generate`, a token at a time: yields what came since, with T = 1.
+
+    The caches inside what is yielded are written over by the next step; the last one is the
+    caller's. Prefill runs, and errors are raised, when the first item is asked for.
+    """
+    state, frozen = _begin(model, params, tokens_BT, **options)
+    ended_B = np.zeros(state.token_B.shape, bool)
+    while True:
+        yield Generated(
+            jnp.where(ended_B, _NO_TOKEN, state.token_B)[:, None],
+            jnp.where(ended_B, 0.0, state.logprob_B)[:, None],
+            state.length_B,
+            state.finish_B,
+            state.tail.replace(frozen=frozen),
+        )
+        ended_B = np.asarray(state.finish_B) != Finish.RUNNING
+        if ended_B.all():
+            return
+        state = _one(model, params, frozen, state)
+
+
+def bucket(tokens: int) -> int:
+    """The capacity made for this many tokens: powers of two, so that few programs are compiled."""
+    return max(128, 1 << (tokens - 1).bit_length())
+
+
+def _begin(
+    model: nn.Module,
+    params: Params,
+    tokens_BT: Any,
+    *,
+    max_new_tokens: int | Sequence[int],
+    lengths_B: Any = None,
+    sampler: Sampler = GREEDY,
+    seed: int | jax.Array = 0,
+    eos_token_ids: Sequence[int] = (),
+    cache: KVCache | None = None,
+    chunk: int = 256,
+) -> tuple[State, tuple[Segment, ...]]:
+    """Check the room, prefill, and sample the first token of each row."""
+    B, T = np.shape(tokens_BT)
+    budget_B = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (B,))
+    if budget_B.min() < 1:
+        raise SamplingError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    longest = int(budget_B.max())
+    start = 0 if cache is None else int(cache.next_position_B.max())
+    limit = model.config.position_limit
+    if start + T + longest - 1 > limit:
+        raise CapacityError(
+            f"{start + T} tokens and {longest} new ones do not fit into the model's {limit}"
+            " positions. Shorten the prompt or max_new_tokens"
+        )
+    needed = T + longest - 1  # the last token is never run
+    fresh = cache is None
+    if cache is None:
+        cache = init_cache(model.config, B, bucket(needed), dtype=model.precision.cache)
+    elif int(cache.cursor) + needed > cache.capacity:
+        raise CapacityError(
+            f"{T} tokens and {longest} new ones do not fit: {int(cache.cursor)} of the cache's"
+            f" {cache.capacity} slots are used. Make the cache with a larger capacity"
+        )
+    logits_BV, cache = prefill(
+        model, params, cache, tokens_BT, lengths_B=lengths_B, chunk=chunk, donate=fresh
+    )
+    slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
+    eos = [*eos_token_ids, *[_NO_TOKEN] * (slots - len(eos_token_ids))]
+    state = State(
+        tail=cache.replace(frozen=()),
+        token_B=jnp.zeros((B,), jnp.int32),
+        logprob_B=jnp.zeros((B,), jnp.float32),
+        length_B=jnp.zeros((B,), jnp.int32),
+        finish_B=jnp.full((B,), Finish.RUNNING, jnp.int32),
+        budget_B=jnp.asarray(budget_B),
+        eos_E=jnp.asarray(eos, jnp.int32),
+        key_B=row_keys(seed, B) if isinstance(seed, int) else seed,
+        sampler=sampler,
+    )
+    return _first(state, logits_BV), cache.frozen
+
+
+def _pick(state: State, logits_BV: jax.Array) -> State:
+    """Sample the next token of every row that still runs, and see whether it ends."""
+    running_B = state.finish_B == Finish.RUNNING
+    key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.tail.next_position_B)
+    token_B = sample(key_B, logits_BV, state.sampler)
+    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+    finite_B = jnp.isfinite(logits_BV).all(axis=1)
+    length_B = state.length_B + (running_B & finite_B).astype(jnp.int32)
+    finish_B = jnp.where(length_B >= state.budget_B, Finish.LENGTH, Finish.RUNNING)
+    finish_B = jnp.where((token_B[:, None] == state.eos_E[None]).any(axis=1), Finish.EOS, finish_B)
+    finish_B = jnp.where(finite_B, finish_B, Finish.NON_FINITE)
+    return state.replace(
+        token_B=jnp.where(running_B, token_B, state.token_B),
+        logprob_B=jnp.where(running_B, logprob_B, state.logprob_B),
+        length_B=length_B,
+        finish_B=jnp.where(running_B, finish_B, state.finish_B),
+    )
+
+
+def _advance(model: nn.Module, params: Params, frozen: tuple[Segment, ...], state: State) -> State:
+    """Run the sampled tokens, commit them (of running rows only), and sample the next."""
+    running_B = state.finish_B == Finish.RUNNING
+    tail = state.tail
+    position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
+    segments = (*frozen, tail.tail)
+    trace, delta = run(model, params, segments, state.token_B[:, None], position_BT)
+    return _pick(state.replace(tail=extend(tail, delta)), trace.logits[:, 0])
+
+
+@partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
+def _loop(
+    model: nn.Module, params: Params, frozen: tuple[Segment, ...], state: State, width: int
+) -> tuple[State, jax.Array, jax.Array]:
+    rows = jnp.arange(state.token_B.shape[0])
+
+    def keep(state: State, length_B: jax.Array, buffers: Buffers) -> Buffers:
+        # Each row writes at its own length; one without a new token writes outside: dropped.
+        at_B = jnp.where(state.length_B > length_B, length_B, width)
+        token_BT, logprob_BT = buffers
+        return (
+            token_BT.at[rows, at_B].set(state.token_B, mode="drop"),
+            logprob_BT.at[rows, at_B].set(state.logprob_B, mode="drop"),
+        )
+
+    def unfinished(carry: tuple[State, Buffers]) -> jax.Array:
+        return (carry[0].finish_B == Finish.RUNNING).any()
+
+    def body(carry: tuple[State, Buffers]) -> tuple[State, Buffers]:
+        before, buffers = carry
+        state = _advance(model, params, frozen, before)
+        return state, keep(state, before.length_B, buffers)
+
+    B = rows.shape[0]
+    buffers = (jnp.full((B, width), _NO_TOKEN, jnp.int32), jnp.zeros((B, width), jnp.float32))
+    buffers = keep(state, jnp.zeros((B,), jnp.int32), buffers)
+    state, (token_BT, logprob_BT) = jax.lax.while_loop(unfinished, body, (state, buffers))
+    return state, token_BT, logprob_BT
+
+
+_first = jax.jit(_pick, donate_argnums=0)
+_one = jax.jit(_advance, static_argnums=0, donate_argnums=3)

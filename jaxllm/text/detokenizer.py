@@ -1,0 +1,60 @@
+"""Text from token ids, one at a time: what can be printed now, and never half a character.
+
+Tokens that are bytes go through an incremental UTF-8 decoder. Any other token is decoded beside the
+one before it, because only its neighbour says whether its leading space belongs to the text; what
+the neighbour adds is cut off again. The work per token does not grow with the text.
+"""
+
+import codecs
+from collections.abc import Sequence
+from itertools import islice
+
+from jaxllm.text.tokenizer import Tokenizer
+
+_LONGEST_CHARACTER = 4
+
+
+class Detokenizer:
+    """The text of a growing sequence of token ids.
+
+    * The pieces of ids that encode a text, concatenated, are `tokenizer.decode` of all the ids.
+    * A character appears in the piece that completes it. Bytes that cannot become a character appear
+      as U+FFFD as soon as that is certain: after at most three more tokens.
+    * Special tokens are left out, as in `decode`; with `skip_special=False` they appear as written.
+    * After `prompt`, the text goes on where the prompt's ends (in Llama, with a leading space).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prompt: Sequence[int] = (), skip_special: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._previous: list[int] = []
+        shown = (index for index in reversed(prompt) if int(index) not in self._skipped)
+        for index in reversed(list(islice(shown, _LONGEST_CHARACTER))):
+            self.push(index)
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes, "" while a character is incomplete.
+
+        Raises:
+          TokenError: the id is not a token of the tokenizer; the state is as before.
+        """
+        raw = self._tokenizer.token_bytes(token_id)
+        if int(token_id) in self._skipped:
+            return ""
+        previous, self._previous = self._previous, [int(token_id)]
+        if raw is not None:
+            return self._utf8.decode(raw)
+        before = self._decode(previous)
+        return self.flush() + self._decode([*previous, token_id])[len(before) :]
+
+    def flush(self) -> str:
+        """Return what is left at the end: U+FFFD where a character was never completed, else ""."""
+        rest = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return rest
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=False)

@@ -1,0 +1,231 @@
+"""The three forms in which checkpoints ship tokenizers, all read as one `tokenizer.json` tree.
+
+What the configuration files add (special tokens, which token begins a text) is merged into that tree
+here, so that nothing above needs to know where a tokenizer came from. `auto_map`, `tokenizer_class`
+and every other field that names code is ignored.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.text.byte_level import read_byte_level
+from jaxllm.text.files import read_json
+from jaxllm.text.spm import added_token, read_sentencepiece
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+
+# What a role's token is called where no file says (GPT-2's own tokenizer_config.json does not).
+_USUAL_NAMES = {"bos": ("<s>", "<|endoftext|>"), "eos": ("</s>", "<|endoftext|>")}
+_FORMS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
+
+
+@dataclass(frozen=True)
+class TokenizerTree:
+    """A tokenizer as data: what `tokenizers` reads, and what it does not know.
+
+    `tree` has the structure of a `tokenizer.json`; every added token in it has its final id. `roles`
+    maps each of `ROLES` to its token's text, where the checkpoint has one. `adds_bos` is what the
+    checkpoint says of the beginning of a prompt.
+    """
+
+    tree: dict[str, Any]
+    roles: Mapping[str, str]
+    adds_bos: bool
+
+
+def find_form(directory: Path) -> tuple[str, ...] | None:
+    """Return the names of the files of the first form that is complete in a directory."""
+    for names in _FORMS:
+        if all((directory / name).exists() for name in names):
+            return names
+    return None
+
+
+def read_tree(directory: Path) -> TokenizerTree:
+    """Return the tokenizer in a directory.
+
+    Raises:
+      CheckpointError: there is none, or one of its files is malformed or contradicts another.
+    """
+    form = find_form(directory)
+    if form is None:
+        looked_for = ", ".join(" with ".join(names) for names in _FORMS)
+        raise CheckpointError(f"no tokenizer in {directory}: looked for {looked_for}")
+    config = _read_config(directory)
+    own_roles: dict[str, str] = {}
+    match form[0]:
+        case "tokenizer.json":
+            tree = read_json(directory / "tokenizer.json")
+        case "vocab.json":
+            tree = read_byte_level(
+                directory, add_prefix_space=config.get("add_prefix_space") is True
+            )
+        case _:
+            tree, own_roles = read_sentencepiece(directory / "tokenizer.model")
+    model, added = tree.get("model"), tree.setdefault("added_tokens", [])
+    if not isinstance(model, dict) or not isinstance(added, list):
+        raise CheckpointError(f"{directory / form[0]}: it needs a 'model' and 'added_tokens'")
+    if (unknown := token_text(model.get("unk_token"))) is not None:
+        own_roles["unk"] = unknown
+
+    known = _known_ids(directory / form[0], tree)
+    tokens = _declared_tokens(directory, config)
+    for content, token in tokens.items():
+        if known.setdefault(content, token["id"]) != token["id"]:
+            raise CheckpointError(
+                f"{directory}: {content!r} is token {known[content]} in {form[0]} "
+                f"but token {token['id']} in the configuration"
+            )
+    roles = _find_roles(directory, config, known, default=own_roles)
+    special = {*roles.values(), *_listed_special(directory, config)}
+    tree["added_tokens"] = _merge_added(added, tokens, special, known)
+    tree["truncation"] = tree["padding"] = None
+    says = config.get("add_bos_token")
+    if not isinstance(says, bool):
+        says = form[0] == "tokenizer.model" or _begins_with(tree, roles.get("bos"))
+    return TokenizerTree(tree, roles, says and "bos" in roles)
+
+
+def token_text(value: Any) -> str | None:
+    """Return the text of a token written as a string or as an AddedToken's fields, else None."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) and content else None
+
+
+def read_special_tokens(directory: Path) -> dict[str, str]:
+    """Return `{"bos_token": "<s>", ...}` as the configuration files in a directory name them.
+
+    Raises:
+      CheckpointError: a file is malformed.
+    """
+    config = _read_config(directory)
+    names = ((f"{role}_token", token_text(config.get(f"{role}_token"))) for role in ROLES)
+    return {name: content for name, content in names if content is not None}
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / name).exists():
+            config |= read_json(directory / name)
+    return config
+
+
+def _known_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
+    vocab = tree["model"].get("vocab")
+    try:
+        match vocab:
+            case dict():
+                known = dict(vocab)
+            case list():
+                known = {piece: index for index, (piece, _) in enumerate(vocab)}
+            case _:
+                raise TypeError("no vocabulary")
+        known |= {token["content"]: token["id"] for token in tree["added_tokens"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its vocabulary or added tokens are malformed") from error
+    if not all(isinstance(index, int) and 0 <= index < 2**31 for index in known.values()):
+        raise CheckpointError(f"{path}: a token id is not an integer from 0 to 2**31 - 1")
+    if len(set(known.values())) != len(known):
+        raise CheckpointError(f"{path}: two tokens have the same id")
+    return known
+
+
+def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the tokens of `added_tokens.json` and of the configuration's `added_tokens_decoder`."""
+    declared: dict[str, dict[str, Any]] = {}
+    if (path := directory / "added_tokens.json").exists():
+        for content, index in read_json(path).items():
+            if not isinstance(index, int):
+                raise CheckpointError(f"{path}: the id of {content!r} should be an integer")
+            declared[content] = added_token(index, content, special=False)
+    decoder = config.get("added_tokens_decoder") or {}
+    path = directory / "tokenizer_config.json"
+    if not isinstance(decoder, dict):
+        raise CheckpointError(f"{path}: added_tokens_decoder should be an object")
+    for index, fields in decoder.items():
+        content = token_text(fields)
+        if content is None or not index.isdecimal():
+            raise CheckpointError(f"{path}: added_tokens_decoder[{index!r}] is not a token")
+        token = added_token(int(index), content, special=False)
+        flags = fields if isinstance(fields, dict) else {}
+        declared[content] = token | {k: v for k, v in flags.items() if k in token and k != "id"}
+    return declared
+
+
+def _listed_special(directory: Path, config: dict[str, Any]) -> set[str]:
+    listed: set[str] = set()
+    for field in ("additional_special_tokens", "extra_special_tokens"):
+        values = config.get(field) or []
+        if not isinstance(values, list | dict):
+            raise CheckpointError(f"{directory}: {field} should be a list or an object")
+        texts = (token_text(v) for v in (values.values() if isinstance(values, dict) else values))
+        listed |= {text for text in texts if text is not None}
+    return listed
+
+
+def _find_roles(
+    directory: Path, config: dict[str, Any], known: Mapping[str, int], *, default: dict[str, str]
+) -> dict[str, str]:
+    """Return role -> text; a named token that the vocabulary lacks has no id, so no role."""
+    roles = {}
+    for role in ROLES:
+        field = f"{role}_token"
+        if field in config:
+            content = token_text(config[field])
+            if content is None and config[field] not in (None, "", False):
+                raise CheckpointError(f"{directory}: {field} should be a token, a string or null")
+        else:
+            usual = (name for name in _USUAL_NAMES.get(role, ()) if name in known)
+            content = default.get(role) or next(usual, None)
+        if content is not None and content in known:
+            roles[role] = content
+    return roles
+
+
+def _merge_added(
+    added: Iterable[dict[str, Any]],
+    declared: Mapping[str, dict[str, Any]],
+    special: Iterable[str],
+    known: Mapping[str, int],
+) -> list[dict[str, Any]]:
+    """Return all added tokens by id; special ones match the text as written, before normalization.
+
+    A character that a configuration makes its padding ("!") stays a character.
+    """
+    merged = dict(declared) | {token["content"]: token for token in added}
+    for content in special:
+        if content in merged:
+            merged[content] = merged[content] | {"special": True}
+        elif content in known and len(content) > 1:
+            merged[content] = added_token(known[content], content, special=True)
+    tokens = (t | {"normalized": False} if t.get("special") else t for t in merged.values())
+    return sorted(tokens, key=lambda token: token["id"])
+
+
+def _begins_with(tree: dict[str, Any], bos: str | None) -> bool:
+    """Whether the tree's post-processor puts this token before a single text."""
+    processor = tree.get("post_processor")
+    if not isinstance(processor, dict):
+        return False
+    steps = processor.get("processors") or [processor]
+    for step in steps if isinstance(steps, list) else []:
+        single = step.get("single") if isinstance(step, dict) else None
+        first = single[0] if isinstance(single, list) and single else None
+        special = first.get("SpecialToken") if isinstance(first, dict) else None
+        if isinstance(special, dict) and special.get("id") == bos:
+            return True
+    return False

@@ -1,0 +1,145 @@
+"""SentencePiece models as `tokenizer.json` trees.
+
+A SentencePiece BPE model has no list of merges: at each step it joins the neighbours whose
+concatenation is the piece with the highest score (Kudo and Richardson, 2018, arXiv:1808.06226; the
+leftmost of equals). A merge for every way to split a piece, ordered by the piece's score, does the
+same. Control, unknown and byte pieces are no one's concatenation, so text never becomes one of them.
+"""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.text.files import read_bytes
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BPE = 2
+_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
+_KINDS = ("", "NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE")
+
+
+def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the `tokenizer.json` tree of a SentencePiece BPE model, and its role -> token table.
+
+    Raises:
+      CheckpointError: not a SentencePiece model, or one that a `tokenizers` BPE cannot reproduce.
+    """
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2  # type: ignore[import-untyped]
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(read_bytes(path))
+    except DecodeError as error:
+        raise CheckpointError(f"{path} is not a SentencePiece model") from error
+    pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    _check_supported(path, pieces, trainer, normalizer)
+
+    normalizers = _normalizers(normalizer)
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if normalizer.add_dummy_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = pieces[trainer.unk_id][0]
+    tree = {
+        "version": "1.0",
+        "added_tokens": [
+            added_token(index, piece, special=kind != _USER_DEFINED)
+            for index, (piece, _, kind) in enumerate(pieces)
+            if kind in (_CONTROL, _USER_DEFINED) or index == trainer.unk_id
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": trainer.byte_fallback,
+            "vocab": {piece: index for index, (piece, _, _) in enumerate(pieces)},
+            "merges": derive_merges({p: score for p, score, kind in pieces if kind == _NORMAL}),
+        },
+    }
+    ids = {"bos": trainer.bos_id, "eos": trainer.eos_id, "pad": trainer.pad_id}
+    roles = {role: pieces[index][0] for role, index in ids.items() if 0 <= index < len(pieces)}
+    return tree, {**roles, "unk": unknown}
+
+
+def derive_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Return the merges that build these pieces, the highest score first.
+
+    Among the ways to build one piece, the one with the longest left half comes first: for a run of
+    one character that is also the leftmost.
+    """
+    merges = [
+        (-score, -cut, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    return [(left, right) for _, _, left, right in sorted(merges)]
+
+
+def added_token(index: int, content: str, *, special: bool) -> dict[str, Any]:
+    """Return an entry of `added_tokens`, to be found in the text as it is written.
+
+    A user-defined piece is matched after normalization, since it may hold the escaped space.
+    """
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    return {"id": index, "content": content, **flags, "normalized": not special, "special": special}
+
+
+def _normalizers(spec: Any) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    if spec.precompiled_charsmap:
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if spec.remove_extra_whitespaces:
+        edges = {"Regex": rf"\A +|[ {SPACE}]+\z"}
+        steps.append({"type": "Replace", "pattern": edges, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if spec.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    return [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+
+
+def _check_supported(
+    path: Path, pieces: list[tuple[str, float, int]], trainer: Any, normalizer: Any
+) -> None:
+    names, kinds = {piece for piece, _, _ in pieces}, {kind for _, _, kind in pieces}
+    byte_names = {piece for piece, _, kind in pieces if kind == _BYTE}
+    complaints = [
+        complaint
+        for complaint, is_wrong in (
+            ("it is no BPE model (unigram, word or char)", trainer.model_type != _BPE),
+            ("it has no pieces", not pieces),
+            ("two of its pieces are equal", len(names) != len(pieces)),
+            ("its unknown piece is out of range", not 0 <= trainer.unk_id < len(pieces)),
+            ("it has UNUSED pieces", _KINDS.index("UNUSED") in kinds),
+            ("it writes spaces as suffixes", trainer.treat_whitespace_as_suffix),
+            ("it does not escape spaces", not normalizer.escape_whitespaces),
+            (
+                "it has user-defined pieces and a dummy prefix",
+                _USER_DEFINED in kinds and normalizer.add_dummy_prefix,
+            ),
+            (
+                "it falls back to bytes but lacks some of the 256 byte pieces",
+                trainer.byte_fallback and byte_names != {f"<0x{b:02X}>" for b in range(256)},
+            ),
+        )
+        if is_wrong
+    ]
+    if complaints:
+        raise CheckpointError(
+            f"{path} cannot be used: {'; '.join(complaints)}. Ship a tokenizer.json beside it, "
+            "for example with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )

@@ -1,0 +1,228 @@
+"""Text to token ids and back: a thin value over the `tokenizers` library.
+
+What is a special token is never decided by the text: two objects are built from the checkpoint's
+files, and only the one behind `parse_special=True` knows how control tokens are written.
+"""
+
+import json
+import operator
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from jaxllm.errors import CheckpointError, JaxllmError, TokenError
+from jaxllm.text.byte_level import symbols_to_bytes
+from jaxllm.text.formats import TOKENIZER_FILES, TokenizerTree, find_form, read_tree
+
+__all__ = ["TOKENIZER_FILES", "Tokenizer", "has_tokenizer"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a directory holds the files of a tokenizer, in any of the three forms."""
+    return find_form(Path(path)) is not None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Tokenizer:
+    """A checkpoint's tokenizer, immutable and free to be shared by threads.
+
+    * `encode` adds no token that was not asked for, and without `parse_special=True` no text becomes
+      a special token (the unknown token alone stands for what the vocabulary cannot write).
+    * Ids are those of the checkpoint: no token is added, renumbered or dropped. `vocab_size` is one
+      more than the largest; the model's embedding may be larger.
+    * `bos_id`, `eos_id`, `pad_id`, `unk_id` are None where the checkpoint has no such token.
+    * `adds_bos` says whether the checkpoint wants prompts to begin with `bos_id`; `encode` does not
+      act on it.
+    * Encoding is deterministic and never truncates: a file's dropout, truncation and padding are off.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    unk_id: int | None
+    adds_bos: bool
+    special_ids: frozenset[int]
+    name: str
+    _plain: tokenizers.Tokenizer = field(repr=False)
+    _parsing: tokenizers.Tokenizer = field(repr=False)
+    _tokens: Mapping[int, str] = field(repr=False)
+    _bytes_in: str | None = field(repr=False)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Self:
+        """Return the tokenizer of a checkpoint's directory.
+
+        Read in this order: `tokenizer.json`; `vocab.json` with `merges.txt` (GPT-2's byte-level
+        BPE); `tokenizer.model` (SentencePiece BPE). Special tokens come from
+        `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`.
+
+        Raises:
+          CheckpointError: none of these is there, or a file is malformed or contradicts another.
+        """
+        directory = Path(path)
+        return cls._from_tree(directory, read_tree(directory))
+
+    @classmethod
+    def _from_tree(cls, directory: Path, source: TokenizerTree) -> Self:
+        tree = source.tree | {"post_processor": None}
+        parsing = _build(directory, tree)
+        for token in tree["added_tokens"]:
+            if parsing.token_to_id(token["content"]) != token["id"]:
+                raise CheckpointError(
+                    f"{directory}: the id {token['id']} of the added token {token['content']!r} "
+                    f"leaves a gap; it would become {parsing.token_to_id(token['content'])}"
+                )
+        tokens = {index: token for token, index in parsing.get_vocab().items()}
+        special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
+        ids = {role: parsing.token_to_id(content) for role, content in source.roles.items()}
+        return cls(
+            vocab_size=max(tokens, default=-1) + 1,
+            bos_id=ids.get("bos"),
+            eos_id=ids.get("eos"),
+            pad_id=ids.get("pad"),
+            unk_id=ids.get("unk"),
+            adds_bos=source.adds_bos,
+            special_ids=frozenset(parsing.token_to_id(content) for content in special),
+            name=directory.resolve().name,
+            _plain=_build(directory, _without_names(tree, special)),
+            _parsing=parsing,
+            _tokens=tokens,
+            _bytes_in=_bytes_in(tree.get("decoder")),
+        )
+
+    def encode(
+        self, text: str, *, bos: bool = False, eos: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        """Return the ids of a text, between `bos_id` and `eos_id` where they are asked for.
+
+        With `parse_special`, special tokens that are written out in the text become control tokens:
+        for a chat template's output, not for what a user typed.
+
+        Raises:
+          TokenError: not a string of Unicode scalar values, or a token that the tokenizer lacks.
+        """
+        if not isinstance(text, str):
+            raise TokenError(f"text to encode should be a string, got {type(text).__name__}")
+        tokenizer = self._parsing if parse_special else self._plain
+        with _library_errors(TokenError, f"{self!r} cannot encode this text"):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        begin = [self._required("bos", self.bos_id)] if bos else []
+        end = [self._required("eos", self.eos_id)] if eos else []
+        return [*begin, *ids, *end]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of some ids, without special tokens unless they are wanted.
+
+        Bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+          TokenError: an id is not a token of this tokenizer.
+        """
+        checked = [self._checked(index) for index in ids]
+        return self._parsing.decode(checked, skip_special_tokens=skip_special)
+
+    def token(self, index: int) -> str:
+        """Return how the vocabulary writes a token ("\u2581the", "<0x0A>"), for people to read.
+
+        Raises:
+          TokenError: the id is not a token of this tokenizer.
+        """
+        return self._tokens[self._checked(index)]
+
+    def id(self, token: str) -> int | None:
+        """Return the id of a token written as the vocabulary writes it, None if there is none."""
+        return self._parsing.token_to_id(token)
+
+    def token_bytes(self, index: int) -> bytes | None:
+        """Return the raw bytes that a token stands for, None where it stands for text.
+
+        All tokens of a byte-level vocabulary are bytes; elsewhere only the byte-fallback ones are.
+
+        Raises:
+          TokenError: the id is not a token of this tokenizer.
+        """
+        token = self.token(index)
+        if self._bytes_in == "every token":
+            return symbols_to_bytes(token)
+        match = _BYTE_TOKEN.fullmatch(token) if self._bytes_in == "byte tokens" else None
+        return bytes.fromhex(match[1]) if match else None
+
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, "
+            f"bos_id={self.bos_id}, eos_id={self.eos_id})"
+        )
+
+    def _checked(self, index: int) -> int:
+        try:
+            number = operator.index(index)
+        except TypeError as error:
+            kind = type(index).__name__
+            raise TokenError(f"a token id should be an integer, got {kind}") from error
+        if number not in self._tokens:
+            raise TokenError(f"token id {number} is not in the vocabulary of {self!r}")
+        return number
+
+    def _required(self, role: str, index: int | None) -> int:
+        if index is None:
+            raise TokenError(f"{self!r} has no {role} token; encode without {role}=True")
+        return index
+
+
+def _build(directory: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
+    with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
+        return tokenizers.Tokenizer.from_str(json.dumps(tree))
+
+
+@contextmanager
+def _library_errors(kind: type[JaxllmError], what: str) -> Iterator[None]:
+    """Turn what `tokenizers` raises, its Rust panics included, into an error of ours."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _without_names(tree: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return a tree with the same ids in which no text can be one of these tokens.
+
+    The tokens get names that nobody can guess, and BPE loses the merges that would make one.
+    """
+    hidden = {name: f"<{secrets.token_hex(16)}>" for name in names}
+    model = dict(tree["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hidden.get(name, name): i for name, i in model["vocab"].items()}
+    else:
+        model["vocab"] = [[hidden.get(name, name), score] for name, score in model["vocab"]]
+    if (unknown := model.get("unk_token")) in hidden:
+        model["unk_token"] = hidden[unknown]
+    if "merges" in model:
+        prefix = len(model.get("continuing_subword_prefix") or "")
+        pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
+        model["merges"] = [
+            [left, right]
+            for left, right in pairs
+            if hidden.keys().isdisjoint((left, right, left + right[prefix:]))
+        ]
+    added = [t | {"content": hidden.get(t["content"], t["content"])} for t in tree["added_tokens"]]
+    return tree | {"model": model, "added_tokens": added}
+
+
+def _bytes_in(decoder: Any) -> str | None:
+    """Return which tokens a decoder turns into bytes: "every token", "byte tokens" or None."""
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return "every token"
+    return "byte tokens" if "ByteFallback" in kinds else None
