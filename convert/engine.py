@@ -5,8 +5,9 @@ complaints come in one error. Nothing outside the directory is opened and nothin
 """
 
 import re
+import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,16 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
     return read(table, data), table
 
 
-def write_hf(directory: Path, checkpoint: Checkpoint, *, show_progress: bool | None = None) -> None:
+def write_hf(
+    directory: Path,
+    checkpoint: Checkpoint,
+    *,
+    files: Iterable[Path] = (),
+    show_progress: bool | None = None,
+) -> None:
     """Write a Hugging Face directory that transformers loads; config.json comes last.
 
-    Raises CheckpointError if `directory` already holds a checkpoint.
+    files: further files to copy (the tokenizer's). Raises CheckpointError if `directory` already holds a checkpoint.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / "config.json").exists():
@@ -98,6 +105,8 @@ def write_hf(directory: Path, checkpoint: Checkpoint, *, show_progress: bool | N
             directory / "model.safetensors", tensors, metadata={"format": "pt"}, progress=advance
         )
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
+    for file in files:
+        shutil.copyfile(file, directory / file.name)
     if checkpoint.generation:
         write_json(directory / "generation_config.json", checkpoint.generation)
     dtype = native_precision(tensors).weights

@@ -79,14 +79,13 @@ class Piece:
 class LM:
     """A language model and what its checkpoint brought with it; nothing here ever changes.
 
-    generation: generation_config.json. tokenizer, chat_template: None where there is none.
+    generation: generation_config.json. tokenizer: None where the checkpoint has none.
     """
 
     config: ModelConfig
     model: nn.Module
     params: Params
     tokenizer: Tokenizer | None
-    chat_template: ChatTemplate | None
     generation: Mapping[str, Any]
     path: Path
 
@@ -143,13 +142,12 @@ class LM:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation, as the checkpoint's chat template spells it.
 
-        messages: `{"role": ..., "content": ...}` each. Raises TemplateError if the template
-        refuses them, CheckpointError where the checkpoint has no template or no tokenizer.
+        messages: `{"role": ..., "content": ...}` each. Raises TemplateError if there is no
+        template or it refuses them, TokenError where the checkpoint has no tokenizer.
         """
-        if self.tokenizer is None or self.chat_template is None:
-            lacks = "tokenizer" if self.tokenizer is None else "chat template"
-            raise CheckpointError(f"{self.path} has no {lacks}; use generate, or name a template")
-        text = self.chat_template.render(messages, **variables)
+        if self.tokenizer is None:
+            raise TokenError(f"{self.path} has no tokenizer: give token ids to generate")
+        text = ChatTemplate.from_directory(self.path).render(messages, **variables)
         return self.tokenizer.encode(text, parse_special=True)
 
     def __repr__(self) -> str:
@@ -274,7 +272,6 @@ def load(
         model=models.build(opened.config, precision),
         params=checkpoint.load_params(opened, precision, show_progress=show_progress),
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_directory(directory),
         generation=opened.generation,
         path=directory,
     )

@@ -67,8 +67,9 @@ def decode_step(
 
     Raises what `forward` raises, and CapacityError when the cache is full.
     """
-    if np.ndim(token_B) != 1:
-        raise TokenError(f"decode_step takes one token a row, [B]; got shape {np.shape(token_B)}")
+    token_B = _as_array(token_B)
+    if token_B.ndim != 1:
+        raise TokenError(f"decode_step takes one token a row, [B]; got shape {token_B.shape}")
     tokens_BT, positions_BT = _checked(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
     return _grow(_DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT)
@@ -227,7 +228,8 @@ def _checked(
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens and positions as int32, or the reason why not."""
     config: ModelConfig = model.config
-    shape = np.shape(tokens_BT)
+    tokens_BT, positions_BT = _as_array(tokens_BT), _as_array(positions_BT)
+    shape = tokens_BT.shape
     if len(shape) != 2 or 0 in shape:
         raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}")
     if cache is not None:
@@ -235,8 +237,8 @@ def _checked(
         _check_cache(config, cache, shape[0])
     if positions_BT is None:
         positions_BT = _positions(cache, shape, None)
-    if np.shape(positions_BT) != shape:
-        raise TokenError(f"positions are {np.shape(positions_BT)}, the tokens {shape}")
+    if positions_BT.shape != shape:
+        raise TokenError(f"positions are {positions_BT.shape}, the tokens {shape}")
     for name, x in (("tokens", tokens_BT), ("positions", positions_BT)):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TokenError(f"{name} must be integers, got {x.dtype}")
@@ -291,6 +293,11 @@ def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array |
         if lengths.min() < 1 or lengths.max() > T:
             raise TokenError(f"lengths must be from 1 to {T}, got {lengths.tolist()}")
     return jnp.where(column < jnp.asarray(lengths_B, jnp.int32)[:, None], position_BT, -1)
+
+
+def _as_array(x: Any) -> Any:
+    """Lists become numpy arrays; jax arrays, tracers and None stay what they are."""
+    return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
 
 
 def _is_concrete(x: Any) -> bool:

@@ -182,13 +182,14 @@ def _write(old_BSX: jax.Array, new_BTX: jax.Array, cursor: jax.Array) -> jax.Arr
 
 def check_usable(cache: KVCache) -> None:
     """Raise, by name, for a cache that was donated, or that overflowed in a compiled loop."""
-    if isinstance(cache.cursor, jax.core.Tracer):
-        return
-    if any(x.is_deleted() for x in jax.tree.leaves(cache) if isinstance(x, jax.Array)):
+    leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
+    if any(x.is_deleted() for x in leaves):
         raise CacheMismatchError(
             "this cache was donated to an earlier step (donate=True) and no longer exists;"
             " use the cache that the step returned"
         )
+    if isinstance(cache.cursor, jax.core.Tracer):
+        return
     if int(cache.cursor) > cache.capacity:
         raise CapacityError(
             f"a compiled loop committed {int(cache.cursor)} tokens to a cache of"

@@ -51,21 +51,26 @@ class Generated(struct.PyTreeNode):
     cache: KVCache
 
 
-class State(struct.PyTreeNode):
-    """Where generation stands: the one value that the loop carries.
+class Plan(struct.PyTreeNode):
+    """What a generation was asked for; the same at every step.
 
-    token_B: sampled, not yet in the cache. budget_B: how many tokens a row may have in all.
+    budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
+    key_B: each row's random key.
     """
 
-    tail: KVCache
-    token_B: jax.Array
-    logprob_B: jax.Array
-    length_B: jax.Array
-    finish_B: jax.Array
     budget_B: jax.Array
     eos_E: jax.Array
     key_B: jax.Array
     sampler: Sampler
+
+
+class Choice(struct.PyTreeNode):
+    """Where each row stands: its newest token, which the cache does not hold yet, and its end."""
+
+    token_B: jax.Array
+    logprob_B: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
 
 
 class Options(TypedDict, total=False):
@@ -97,15 +102,17 @@ def generate(
     Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
     cache or the model, SamplingError for a budget below one.
     """
-    state, frozen = _begin(model, params, tokens_BT, **options)
+    plan, cache, choice = _begin(model, params, tokens_BT, **options)
     longest = int(np.max(options["max_new_tokens"]))
-    state, token_BT, logprob_BT = _loop(model, params, frozen, state, bucket(longest))
+    tail, choice, token_BT, logprob_BT = _loop(
+        model, params, cache.frozen, plan, cache.replace(frozen=()), choice, bucket(longest)
+    )
     return Generated(
         token_BT[:, :longest],
         logprob_BT[:, :longest],
-        state.length_B,
-        state.finish_B,
-        state.tail.replace(frozen=frozen),
+        choice.length_B,
+        choice.finish_B,
+        tail.replace(frozen=cache.frozen),
     )
 
 
@@ -117,20 +124,21 @@ def stream(
     The caches inside what is yielded are written over by the next step; the last one is the
     caller's. Prefill runs, and errors are raised, when the first item is asked for.
     """
-    state, frozen = _begin(model, params, tokens_BT, **options)
-    ended_B = np.zeros(state.token_B.shape, bool)
+    plan, cache, choice = _begin(model, params, tokens_BT, **options)
+    frozen, tail = cache.frozen, cache.replace(frozen=())
+    ended_B = np.zeros(choice.token_B.shape, bool)
     while True:
         yield Generated(
-            jnp.where(ended_B, _NO_TOKEN, state.token_B)[:, None],
-            jnp.where(ended_B, 0.0, state.logprob_B)[:, None],
-            state.length_B,
-            state.finish_B,
-            state.tail.replace(frozen=frozen),
+            jnp.where(ended_B, _NO_TOKEN, choice.token_B)[:, None],
+            jnp.where(ended_B, 0.0, choice.logprob_B)[:, None],
+            choice.length_B,
+            choice.finish_B,
+            tail.replace(frozen=frozen),
         )
-        ended_B = np.asarray(state.finish_B) != Finish.RUNNING
+        ended_B = np.asarray(choice.finish_B) != Finish.RUNNING
         if ended_B.all():
             return
-        state = _one(model, params, frozen, state)
+        tail, choice = _one(model, params, frozen, plan, tail, choice)
 
 
 def bucket(tokens: int) -> int:
@@ -150,7 +158,7 @@ def _begin(
     eos_token_ids: Sequence[int] = (),
     cache: KVCache | None = None,
     chunk: int = 256,
-) -> tuple[State, tuple[Segment, ...]]:
+) -> tuple[Plan, KVCache, Choice]:
     """Check the room, prefill, and sample the first token of each row."""
     B, T = np.shape(tokens_BT)
     budget_B = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (B,))
@@ -178,79 +186,93 @@ def _begin(
     )
     slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
     eos = [*eos_token_ids, *[_NO_TOKEN] * (slots - len(eos_token_ids))]
-    state = State(
-        tail=cache.replace(frozen=()),
-        token_B=jnp.zeros((B,), jnp.int32),
-        logprob_B=jnp.zeros((B,), jnp.float32),
-        length_B=jnp.zeros((B,), jnp.int32),
-        finish_B=jnp.full((B,), Finish.RUNNING, jnp.int32),
+    plan = Plan(
         budget_B=jnp.asarray(budget_B),
         eos_E=jnp.asarray(eos, jnp.int32),
         key_B=row_keys(seed, B) if isinstance(seed, int) else seed,
         sampler=sampler,
     )
-    return _first(state, logits_BV), cache.frozen
+    nothing = Choice(
+        token_B=jnp.zeros((B,), jnp.int32),
+        logprob_B=jnp.zeros((B,), jnp.float32),
+        length_B=jnp.zeros((B,), jnp.int32),
+        finish_B=jnp.full((B,), Finish.RUNNING, jnp.int32),
+    )
+    return plan, cache, _first(plan, nothing, cache.next_position_B, logits_BV)
 
 
-def _pick(state: State, logits_BV: jax.Array) -> State:
-    """Sample the next token of every row that still runs, and see whether it ends."""
-    running_B = state.finish_B == Finish.RUNNING
-    key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.tail.next_position_B)
-    token_B = sample(key_B, logits_BV, state.sampler)
+def _choose(plan: Plan, last: Choice, position_B: jax.Array, logits_BV: jax.Array) -> Choice:
+    """Sample a token for every row that still runs, and see whether it ends with it."""
+    running_B = last.finish_B == Finish.RUNNING
+    key_B = jax.vmap(jax.random.fold_in)(plan.key_B, position_B)
+    token_B = sample(key_B, logits_BV, plan.sampler)
     logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
     finite_B = jnp.isfinite(logits_BV).all(axis=1)
-    length_B = state.length_B + (running_B & finite_B).astype(jnp.int32)
-    finish_B = jnp.where(length_B >= state.budget_B, Finish.LENGTH, Finish.RUNNING)
-    finish_B = jnp.where((token_B[:, None] == state.eos_E[None]).any(axis=1), Finish.EOS, finish_B)
+    length_B = last.length_B + (running_B & finite_B).astype(jnp.int32)
+    finish_B = jnp.where(length_B >= plan.budget_B, Finish.LENGTH, Finish.RUNNING)
+    finish_B = jnp.where((token_B[:, None] == plan.eos_E[None]).any(axis=1), Finish.EOS, finish_B)
     finish_B = jnp.where(finite_B, finish_B, Finish.NON_FINITE)
-    return state.replace(
-        token_B=jnp.where(running_B, token_B, state.token_B),
-        logprob_B=jnp.where(running_B, logprob_B, state.logprob_B),
+    return Choice(
+        token_B=jnp.where(running_B, token_B, last.token_B),
+        logprob_B=jnp.where(running_B, logprob_B, last.logprob_B),
         length_B=length_B,
-        finish_B=jnp.where(running_B, finish_B, state.finish_B),
+        finish_B=jnp.where(running_B, finish_B, last.finish_B),
     )
 
 
-def _advance(model: nn.Module, params: Params, frozen: tuple[Segment, ...], state: State) -> State:
-    """Run the sampled tokens, commit them (of running rows only), and sample the next."""
-    running_B = state.finish_B == Finish.RUNNING
-    tail = state.tail
+def _advance(
+    model: nn.Module,
+    params: Params,
+    frozen: tuple[Segment, ...],
+    plan: Plan,
+    tail: KVCache,
+    choice: Choice,
+) -> tuple[KVCache, Choice]:
+    """Run the chosen tokens, commit them (of running rows only), and choose the next."""
+    running_B = choice.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
     segments = (*frozen, tail.tail)
-    trace, delta = run(model, params, segments, state.token_B[:, None], position_BT)
-    return _pick(state.replace(tail=extend(tail, delta)), trace.logits[:, 0])
+    trace, delta = run(model, params, segments, choice.token_B[:, None], position_BT)
+    tail = extend(tail, delta)
+    return tail, _choose(plan, choice, tail.next_position_B, trace.logits[:, 0])
 
 
-@partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
+@partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)
 def _loop(
-    model: nn.Module, params: Params, frozen: tuple[Segment, ...], state: State, width: int
-) -> tuple[State, jax.Array, jax.Array]:
-    rows = jnp.arange(state.token_B.shape[0])
+    model: nn.Module,
+    params: Params,
+    frozen: tuple[Segment, ...],
+    plan: Plan,
+    tail: KVCache,
+    choice: Choice,
+    width: int,
+) -> tuple[KVCache, Choice, jax.Array, jax.Array]:
+    B = choice.token_B.shape[0]
+    rows = jnp.arange(B)
 
-    def keep(state: State, length_B: jax.Array, buffers: Buffers) -> Buffers:
+    def keep(choice: Choice, length_B: jax.Array, buffers: Buffers) -> Buffers:
         # Each row writes at its own length; one without a new token writes outside: dropped.
-        at_B = jnp.where(state.length_B > length_B, length_B, width)
+        at_B = jnp.where(choice.length_B > length_B, length_B, width)
         token_BT, logprob_BT = buffers
         return (
-            token_BT.at[rows, at_B].set(state.token_B, mode="drop"),
-            logprob_BT.at[rows, at_B].set(state.logprob_B, mode="drop"),
+            token_BT.at[rows, at_B].set(choice.token_B, mode="drop"),
+            logprob_BT.at[rows, at_B].set(choice.logprob_B, mode="drop"),
         )
 
-    def unfinished(carry: tuple[State, Buffers]) -> jax.Array:
-        return (carry[0].finish_B == Finish.RUNNING).any()
+    def unfinished(carry: tuple[KVCache, Choice, Buffers]) -> jax.Array:
+        return (carry[1].finish_B == Finish.RUNNING).any()
 
-    def body(carry: tuple[State, Buffers]) -> tuple[State, Buffers]:
-        before, buffers = carry
-        state = _advance(model, params, frozen, before)
-        return state, keep(state, before.length_B, buffers)
+    def body(carry: tuple[KVCache, Choice, Buffers]) -> tuple[KVCache, Choice, Buffers]:
+        tail, last, buffers = carry
+        tail, choice = _advance(model, params, frozen, plan, tail, last)
+        return tail, choice, keep(choice, last.length_B, buffers)
 
-    B = rows.shape[0]
     buffers = (jnp.full((B, width), _NO_TOKEN, jnp.int32), jnp.zeros((B, width), jnp.float32))
-    buffers = keep(state, jnp.zeros((B,), jnp.int32), buffers)
-    state, (token_BT, logprob_BT) = jax.lax.while_loop(unfinished, body, (state, buffers))
-    return state, token_BT, logprob_BT
+    buffers = keep(choice, jnp.zeros((B,), jnp.int32), buffers)
+    tail, choice, buffers = jax.lax.while_loop(unfinished, body, (tail, choice, buffers))
+    return tail, choice, *buffers
 
 
-_first = jax.jit(_pick, donate_argnums=0)
-_one = jax.jit(_advance, static_argnums=0, donate_argnums=3)
+_first = jax.jit(_choose)
+_one = jax.jit(_advance, static_argnums=0, donate_argnums=4)

@@ -181,7 +181,7 @@ def _keep_until(scores_BV: jax.Array, weight_BV: jax.Array, limit_B1: jax.Array)
     lowest = jnp.full_like(order_BV[:, :1], jnp.iinfo(jnp.int32).min)
     best_B1 = order_BV.max(axis=1, keepdims=True)
     threshold_B1, _ = jax.lax.fori_loop(0, 32, halve, (lowest, best_B1))
-    return order_BV >= threshold_B1
+    return order_BV >= jnp.minimum(threshold_B1, best_B1)
 
 
 def _ordered(x: jax.Array) -> jax.Array:

@@ -32,9 +32,9 @@ class Trace(struct.PyTreeNode):
 
 
 def leaf(module: nn.Module, name: str, *shape: int) -> Any:
-    """The parameter `name` of `module`; its shape is declared for `init`, never checked here."""
+    """The parameter `name` of `module`; its shape is declared for `param_shapes`."""
     if module.is_initializing():
-        return module.param(name, nn.initializers.normal(0.02), shape, jnp.float32)
+        return module.param(name, nn.initializers.zeros, shape, jnp.float32)
     value: Any = module.get_variable("params", name)
     if value is None:
         raise CheckpointError(f"params lack {'.'.join((*module.path, name))}")

@@ -1,18 +1,21 @@
 """Chat templates: a conversation as the one text that a model was trained to continue.
 
-A template is code from a checkpoint, so it runs in `Sandbox`, which is built anew for each rendering
-and stops it by itself, on any thread.
+A template is code from a checkpoint, so it runs in a `Sandbox` that is built anew for each
+rendering and stops it by itself, on any thread.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxllm.errors import TemplateError
 from jaxllm.text.files import read_json, read_text
 from jaxllm.text.formats import read_special_tokens
+
+if TYPE_CHECKING:
+    from jaxllm.text.sandbox import Sandbox
 
 MAX_OUTPUT = 1 << 23
 MAX_SECONDS = 5.0
@@ -21,12 +24,14 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template that is known to be well-formed, and the limits under which it runs.
+    """A well-formed chat template, and the limits under which it runs.
 
-    `special_tokens` are the variables that it finds beside the messages: `("bos_token", "<s>")`.
-    `max_output` is in characters. `max_seconds` is a deadline that is looked at in every turn of a
-    loop, every call and every value built; one operation on values of at most `max_output` characters
-    and 262,144 items lies between two looks.
+    * `special_tokens` are variables that it finds beside the messages: `("bos_token", "<s>")`.
+    * `max_output` bounds, in characters, its output and every value it makes on the way.
+    * `max_seconds` is a deadline. The clock is read at every turn of a loop, every call and every
+      value that is built, in whichever thread renders. What lies between two readings is one
+      operation on values of at most `max_output` characters and 262,144 items, or the compilation
+      of at most 65,536 characters of source.
 
     Raises:
       TemplateError: the source is not a template.
@@ -38,6 +43,136 @@ class ChatTemplate:
     max_seconds: float = MAX_SECONDS
 
     def __post_init__(self) -> None:
-        sandbox = self._sandbox()
         with _one_line_errors("malformed chat template"):
-            sandbox.from_string(self.source)
+            self._sandbox().from_string(self.source)
+
+    @classmethod
+    def from_directory(cls, path: str | Path, *, name: str = "default") -> Self:
+        """Return the chat template of a checkpoint's directory.
+
+        `chat_template.jinja` counts before the `chat_template` of `tokenizer_config.json`, which is
+        a template, or a list of `{"name", "template"}` of which `name` is taken.
+
+        Raises:
+          TemplateError: there is none, none of that name, or it is malformed.
+          CheckpointError: a file is malformed.
+        """
+        directory = Path(path)
+        tokens = tuple(read_special_tokens(directory).items())
+        templates = _read_templates(directory)
+        if name not in templates:
+            found = f"only {', '.join(sorted(templates))}" if templates else "none"
+            raise TemplateError(
+                f"no chat template {name!r} in {directory}: looked in chat_template.jinja and in "
+                f"tokenizer_config.json, found {found}; pass a plain prompt instead"
+            )
+        return cls(templates[name], tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation, ending where the model is to answer.
+
+        A message has a `role` and a `content` (a string or a list of parts; it may be missing
+        beside `tool_calls`). `variables` (`tools`, `documents`, ...) are plain data like JSON, and
+        may replace the special tokens. The output already begins with whatever the template begins
+        with: encode it with `parse_special=True` and without `bos=True`.
+
+        Raises:
+          TemplateError: no such messages, data that is not plain, the template refused or failed,
+            or it exceeded a limit.
+        """
+        _check_messages(messages)
+        given = {
+            "tools": None,
+            "documents": None,
+            **dict(self.special_tokens),
+            **variables,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        plain = {name: _plain(value, name) for name, value in given.items()}
+        with _one_line_errors("the chat template failed"):
+            return self._sandbox().run(self.source, plain)
+
+    def _sandbox(self) -> "Sandbox":
+        from jaxllm.text.budget import Budget
+        from jaxllm.text.sandbox import Sandbox
+
+        return Sandbox(Budget(max_output=self.max_output, max_seconds=self.max_seconds))
+
+
+def _read_templates(directory: Path) -> dict[str, str]:
+    templates: Any = None
+    if (path := directory / "tokenizer_config.json").exists():
+        templates = read_json(path).get("chat_template")
+    if isinstance(templates, str):
+        templates = [{"name": "default", "template": templates}]
+    named = {}
+    for entry in templates if isinstance(templates, list) else [templates]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                named[name] = template
+            case None:
+                continue
+            case _:
+                raise TemplateError(
+                    f"{path}: chat_template should be a string or a list of names and templates"
+                )
+    if (path := directory / "chat_template.jinja").exists():
+        named["default"] = read_text(path)
+    return named
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list | tuple):
+        raise TemplateError(f"messages should be a list of messages, got {type(messages).__name__}")
+    for index, message in enumerate(messages):
+        match message:
+            case {"role": str(), "content": str() | list() | tuple() | None}:
+                continue
+            case {"role": str(), "tool_calls": _} if "content" not in message:
+                continue
+        got = type(message).__name__
+        if isinstance(message, Mapping):
+            got = ", ".join(f"{key}: {type(value).__name__}" for key, value in message.items())
+        raise TemplateError(
+            f"message {index} should have a role and a content that are strings, got {got[:200]!r}"
+        )
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> Any:
+    """Return a copy in which there is nothing but JSON's types: an object's methods are code."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if depth < _MAX_DEPTH:
+        if isinstance(value, Mapping):
+            return {
+                _plain(key, name, depth + 1): _plain(item, name, depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [_plain(item, name, depth + 1) for item in value]
+        raise TemplateError(f"{name} should be plain data, got a {type(value).__name__} in it")
+    raise TemplateError(f"{name} is nested more than {_MAX_DEPTH} levels deep, or contains itself")
+
+
+@contextmanager
+def _one_line_errors(what: str) -> Iterator[None]:
+    """Turn whatever a template provokes into a TemplateError of one printable line."""
+    try:
+        yield
+    except Exception as error:
+        number = getattr(error, "lineno", None)
+        line = "" if number is None else f", line {number}"
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        text = "".join(c if c.isprintable() else " " for c in str(error)[:2000])
+        message = f"{what}{line}: {kind}{' '.join(text.split())[:300]}"
+        raise TemplateError(message) from error

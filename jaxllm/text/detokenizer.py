@@ -18,8 +18,8 @@ class Detokenizer:
     """The text of a growing sequence of token ids.
 
     * The pieces of ids that encode a text, concatenated, are `tokenizer.decode` of all the ids.
-    * A character appears in the piece that completes it. Bytes that cannot become a character appear
-      as U+FFFD as soon as that is certain: after at most three more tokens.
+    * A character appears in the piece that completes it. Bytes that cannot become a character
+      appear as U+FFFD as soon as that is certain: after at most three more tokens.
     * Special tokens are left out, as in `decode`; with `skip_special=False` they appear as written.
     * After `prompt`, the text goes on where the prompt's ends (in Llama, with a leading space).
     """

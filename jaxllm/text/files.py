@@ -1,7 +1,7 @@
 """Reading the small text files beside a checkpoint: bounded, regular files only, nothing executed.
 
-A missing file is the caller's business; everything else that is wrong with one is a `CheckpointError`
-that names it.
+Whether a file is there is the caller's business; everything else that is wrong with it is a
+`CheckpointError` that names it.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The three forms in which checkpoints ship tokenizers, all read as one `tokenizer.json` tree.
 
-What the configuration files add (special tokens, which token begins a text) is merged into that tree
-here, so that nothing above needs to know where a tokenizer came from. `auto_map`, `tokenizer_class`
-and every other field that names code is ignored.
+What the configuration files add (special tokens, which token begins a text) is merged into that
+tree here, so that nothing above needs to know where a tokenizer came from. `auto_map`,
+`tokenizer_class` and every other field that names code is ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,9 +36,9 @@ _FORMS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",
 class TokenizerTree:
     """A tokenizer as data: what `tokenizers` reads, and what it does not know.
 
-    `tree` has the structure of a `tokenizer.json`; every added token in it has its final id. `roles`
-    maps each of `ROLES` to its token's text, where the checkpoint has one. `adds_bos` is what the
-    checkpoint says of the beginning of a prompt.
+    `tree` has the structure of a `tokenizer.json`; every added token in it has its final id.
+    `roles` maps each of `ROLES` to its token's text, where the checkpoint has one. `adds_bos` is
+    what the checkpoint says of the beginning of a prompt.
     """
 
     tree: dict[str, Any]
@@ -83,16 +83,20 @@ def read_tree(directory: Path) -> TokenizerTree:
 
     known = _known_ids(directory / form[0], tree)
     tokens = _declared_tokens(directory, config)
+    names = {index: content for content, index in known.items()}
     for content, token in tokens.items():
-        if known.setdefault(content, token["id"]) != token["id"]:
+        index = known.setdefault(content, token["id"])
+        if index != token["id"] or names.setdefault(index, content) != content:
             raise CheckpointError(
-                f"{directory}: {content!r} is token {known[content]} in {form[0]} "
-                f"but token {token['id']} in the configuration"
+                f"{directory}: the configuration says that {content!r} is token {token['id']}, but "
+                f"{names[index]!r} is token {index} in {form[0]}"
             )
     roles = _find_roles(directory, config, known, default=own_roles)
     special = {*roles.values(), *_listed_special(directory, config)}
     tree["added_tokens"] = _merge_added(added, tokens, special, known)
     tree["truncation"] = tree["padding"] = None
+    if model.get("type", "BPE") == "BPE":
+        model["dropout"] = None
     says = config.get("add_bos_token")
     if not isinstance(says, bool):
         says = form[0] == "tokenizer.model" or _begins_with(tree, roles.get("bos"))
@@ -145,7 +149,7 @@ def _known_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
 
 
 def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the tokens of `added_tokens.json` and of the configuration's `added_tokens_decoder`."""
+    """Return what `added_tokens.json` and `added_tokens_decoder` declare, the latter first."""
     declared: dict[str, dict[str, Any]] = {}
     if (path := directory / "added_tokens.json").exists():
         for content, index in read_json(path).items():
@@ -156,13 +160,13 @@ def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[
     path = directory / "tokenizer_config.json"
     if not isinstance(decoder, dict):
         raise CheckpointError(f"{path}: added_tokens_decoder should be an object")
-    for index, fields in decoder.items():
-        content = token_text(fields)
-        if content is None or not index.isdecimal():
-            raise CheckpointError(f"{path}: added_tokens_decoder[{index!r}] is not a token")
-        token = added_token(int(index), content, special=False)
+    for key, fields in decoder.items():
+        text = token_text(fields)
+        if text is None or not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise CheckpointError(f"{path}: added_tokens_decoder[{key!r}] is not a token")
+        token = added_token(int(key), text, special=False)
         flags = fields if isinstance(fields, dict) else {}
-        declared[content] = token | {k: v for k, v in flags.items() if k in token and k != "id"}
+        declared[text] = token | {k: v for k, v in flags.items() if k in token and k != "id"}
     return declared
 
 

@@ -1,9 +1,9 @@
 """SentencePiece models as `tokenizer.json` trees.
 
 A SentencePiece BPE model has no list of merges: at each step it joins the neighbours whose
-concatenation is the piece with the highest score (Kudo and Richardson, 2018, arXiv:1808.06226; the
-leftmost of equals). A merge for every way to split a piece, ordered by the piece's score, does the
-same. Control, unknown and byte pieces are no one's concatenation, so text never becomes one of them.
+concatenation is the piece with the highest score (Kudo and Richardson, 2018, arXiv:1808.06226).
+A merge for every way to split a piece, ordered by the piece's score, does the same. Control,
+unknown and byte pieces are no one's concatenation, so text never becomes one of them.
 """
 
 import base64
@@ -25,10 +25,11 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
       CheckpointError: not a SentencePiece model, or one that a `tokenizers` BPE cannot reproduce.
     """
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()
+    schema: Any = sentencepiece_model_pb2
+    model = schema.ModelProto()
     try:
         model.ParseFromString(read_bytes(path))
     except DecodeError as error:
@@ -99,17 +100,18 @@ def added_token(index: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def _normalizers(spec: Any) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    if spec.precompiled_charsmap:
-        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
-        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
-    if spec.remove_extra_whitespaces:
-        edges = {"Regex": rf"\A +|[ {SPACE}]+\z"}
-        steps.append({"type": "Replace", "pattern": edges, "content": ""})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if spec.add_dummy_prefix:
-        steps.append({"type": "Prepend", "prepend": SPACE})
-    return [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+    mapped = [{"type": "Precompiled", "precompiled_charsmap": charsmap}] if charsmap else []
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if spec.add_dummy_prefix else []
+    escape = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    if not spec.remove_extra_whitespaces:
+        return [*prefix, *mapped, *escape]
+    edges = {"Regex": rf"\A +|[ {SPACE}]+\z"}
+    trim = [
+        {"type": "Replace", "pattern": edges, "content": ""},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+    ]
+    return [*mapped, *trim, *prefix, *escape]
 
 
 def _check_supported(

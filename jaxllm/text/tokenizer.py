@@ -34,14 +34,14 @@ def has_tokenizer(path: str | Path) -> bool:
 class Tokenizer:
     """A checkpoint's tokenizer, immutable and free to be shared by threads.
 
-    * `encode` adds no token that was not asked for, and without `parse_special=True` no text becomes
-      a special token (the unknown token alone stands for what the vocabulary cannot write).
+    * `encode` adds no token that was not asked for, and without `parse_special=True` no text
+      becomes a special token (the unknown one alone stands for what the vocabulary cannot write).
     * Ids are those of the checkpoint: no token is added, renumbered or dropped. `vocab_size` is one
       more than the largest; the model's embedding may be larger.
     * `bos_id`, `eos_id`, `pad_id`, `unk_id` are None where the checkpoint has no such token.
     * `adds_bos` says whether the checkpoint wants prompts to begin with `bos_id`; `encode` does not
       act on it.
-    * Encoding is deterministic and never truncates: a file's dropout, truncation and padding are off.
+    * Encoding is deterministic and whole: a file's dropout, truncation and padding are off.
     """
 
     vocab_size: int
@@ -91,7 +91,7 @@ class Tokenizer:
             pad_id=ids.get("pad"),
             unk_id=ids.get("unk"),
             adds_bos=source.adds_bos,
-            special_ids=frozenset(parsing.token_to_id(content) for content in special),
+            special_ids=frozenset(t["id"] for t in tree["added_tokens"] if t.get("special")),
             name=directory.resolve().name,
             _plain=_build(directory, _without_names(tree, special)),
             _parsing=parsing,

@@ -1,0 +1,58 @@
+"""A chat template's syntax tree, rewritten so that what it does can be metered as it runs.
+
+The rewriting puts filters of the sandbox around what is there already; the template means the same.
+"""
+
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.visitor import NodeTransformer
+
+# The space keeps these names out of a template's own syntax.
+WEIGH, PACE, CONCATENATE = " weigh", " pace", " concatenate"
+
+
+class Metered(NodeTransformer):
+    """Passes loops, outputs and every expression that builds a value through the budget."""
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.Const(node.data, lineno=node.lineno)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, PACE)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), CONCATENATE)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self._weighed(node) if node.ctx == "load" else self.generic_visit(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        return (
+            self._weighed(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+        )
+
+    def _weighed(self, node: Any) -> nodes.Node:
+        return _filtered(self.generic_visit(node), WEIGH)
+
+    visit_List = visit_Dict = visit_Compare = visit_Test = visit_Filter = _weighed
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`: marks what the model said, for training; here it only groups."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _filtered(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)

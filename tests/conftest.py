@@ -1,0 +1,28 @@
+"""What every test shares: strict numerics, tiny random models, their PyTorch twins, the data."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_platforms", "cpu")
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def data() -> Callable[[str], Path]:
+    """The path of a folder of the shared test data; skips, by name, where it is missing."""
+
+    def find(name: str) -> Path:
+        path = SHARED_DATA / name
+        if not path.exists():
+            pytest.skip(f"test data {name} is not there (set JAXLLM_TEST_DATA)")
+        return path
+
+    return find

@@ -1,0 +1,158 @@
+"""Generation: the compiled loop, the stream and step-by-step decoding are one thing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.decode import generate as module
+from jaxllm.decode.generate import Finish
+from jaxllm.decode.sampling import make_sampler
+from jaxllm.errors import CapacityError, SamplingError
+from tests.twins import random_model, tokens
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def lm(request: pytest.FixtureRequest) -> Any:
+    return random_model(request.param)
+
+
+def test_the_loop_equals_decode_steps(lm: Any) -> None:
+    model, params = lm
+    prompt = tokens(2, 7)
+    cache = jaxllm.init_cache(model.config, 2, 30)
+    logits, cache = jaxllm.prefill(model, params, cache, prompt)
+    expected, logprobs = [], []
+    for _ in range(12):
+        token_B = jnp.argmax(logits, axis=1)
+        expected.append(token_B)
+        rows = jnp.arange(2)
+        logprobs.append(jax.nn.log_softmax(logits)[rows, token_B])
+        logits, cache = jaxllm.decode_step(model, params, cache, token_B, donate=True)
+    result = jaxllm.generate(model, params, prompt, max_new_tokens=12)
+    assert result.token_BT.tolist() == np.stack(expected, 1).tolist()
+    np.testing.assert_allclose(result.logprob_BT, np.stack(logprobs, 1), atol=1e-4)
+    assert result.finish_B.tolist() == [Finish.LENGTH] * 2
+    assert result.cache.length_B.tolist() == [7 + 11] * 2  # all but each row's last token
+
+
+@pytest.mark.parametrize("seed", [0, 2**40])
+def test_a_stream_is_the_loop_a_token_at_a_time(lm: Any, seed: int) -> None:
+    model, params = lm
+    options: Any = {
+        "max_new_tokens": [9, 4],
+        "lengths_B": np.array([3, 7]),
+        "sampler": make_sampler(temperature=0.9, top_k=50),
+        "seed": seed,
+    }
+    whole = jaxllm.generate(model, params, tokens(2, 7), **options)
+    steps = list(jaxllm.stream(model, params, tokens(2, 7), **options))
+    assert np.concatenate([s.token_BT for s in steps], 1).tolist() == whole.token_BT.tolist()
+    assert steps[-1].finish_B.tolist() == whole.finish_B.tolist()
+    assert whole.length_B.tolist() == [9, 4]
+    assert (np.asarray(whole.token_BT)[1, 4:] == -1).all()
+
+
+def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
+    model, params = lm
+    lengths = [2, 9, 5]
+    prompts = tokens(3, 9)
+    sampler = make_sampler(temperature=0.8)
+    keys = jaxllm.row_keys(11, 3)
+    together = jaxllm.generate(
+        model, params, prompts, lengths_B=np.array(lengths), max_new_tokens=10, sampler=sampler,
+        seed=keys,
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        alone = jaxllm.generate(
+            model, params, prompts[row : row + 1, :length], max_new_tokens=10, sampler=sampler,
+            seed=keys[row : row + 1],
+        )  # fmt: skip
+        assert alone.token_BT[0].tolist() == together.token_BT[row].tolist()
+
+
+def test_a_row_ends_at_its_end_of_text_and_grows_no_further(lm: Any) -> None:
+    model, params = lm
+    free = jaxllm.generate(model, params, tokens(2, 5), max_new_tokens=16)
+    eos = int(free.token_BT[0, 3])
+    ended = jaxllm.generate(
+        model, params, tokens(2, 5), max_new_tokens=16, eos_token_ids=[999, eos]
+    )
+    row = free.token_BT[0].tolist()
+    cut = row.index(eos) + 1
+    assert ended.token_BT[0].tolist() == row[:cut] + [-1] * (16 - cut)
+    assert ended.finish_B[0] == Finish.EOS
+    assert ended.length_B[0] == cut
+    assert ended.cache.length_B[0] == 5 + cut - 1
+
+
+def test_going_on_from_the_returned_cache_equals_one_long_run(lm: Any) -> None:
+    model, params = lm
+    prompt = tokens(2, 5)
+    long = jaxllm.generate(model, params, prompt, max_new_tokens=20)
+    cache = jaxllm.init_cache(model.config, 2, 40)
+    first = jaxllm.generate(model, params, prompt, max_new_tokens=8, cache=cache)
+    last_B1 = first.token_BT[:, -1:]
+    rest = jaxllm.generate(model, params, last_B1, max_new_tokens=12, cache=first.cache)
+    assert np.append(first.token_BT, rest.token_BT, 1).tolist() == long.token_BT.tolist()
+
+
+def test_a_row_of_nan_stays_alone_and_is_reported(lm: Any) -> None:
+    model, params = lm
+    table = "embed_tokens" if "embed_tokens" in params else "wte"
+    weight = params[table]["weight"].at[130].set(jnp.nan)
+    if model.config.tie_word_embeddings:
+        pytest.skip("a NaN in a tied table is in every row's logits")
+    broken = {**params, table: {"weight": weight}}
+    prompt = np.array([[1, 2, 3], [1, 130, 3]])
+    result = jaxllm.generate(model, broken, prompt, max_new_tokens=6)
+    assert result.finish_B.tolist() == [Finish.LENGTH, Finish.NON_FINITE]
+    assert result.length_B.tolist() == [6, 0]
+    good = jaxllm.generate(model, params, prompt, max_new_tokens=6)
+    assert result.token_BT[0].tolist() == good.token_BT[0].tolist()
+
+
+def test_one_trace_for_any_content_sampler_seed_budget_and_length(
+    lm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, params = lm
+    traces: list[Any] = []
+    plain = module.run
+    monkeypatch.setattr(module, "run", lambda *a, **k: (traces.append(a), plain(*a, **k))[1])
+    module._loop.clear_cache()
+    module._first.clear_cache()
+    for seed, temperature in enumerate([0.0, 0.5, 1.0, 2.0]):
+        jaxllm.generate(
+            model,
+            params,
+            tokens(2, 5 + seed, seed=seed),
+            lengths_B=np.array([1 + seed, 3]),
+            max_new_tokens=[4 + seed, 9],
+            sampler=make_sampler(temperature=temperature, top_k=3 * seed, top_p=1 / (1 + seed)),
+            seed=seed,
+            eos_token_ids=list(range(seed)),
+        )
+    assert len(traces) == 1
+
+
+def test_prompts_of_many_lengths_cost_few_programs() -> None:
+    from jaxllm import steps
+
+    model, params = random_model("llama", max_position_embeddings=512)
+    before = steps._PREFILL[True]._cache_size()
+    for length in (1, 7, 8, 9, 16, 17, 40, 64, 65, 108, 109, 150, 200):
+        jaxllm.generate(model, params, tokens(1, length), max_new_tokens=20)
+    assert steps._PREFILL[True]._cache_size() - before <= 8
+
+
+def test_budgets_are_checked(lm: Any) -> None:
+    model, params = lm
+    with pytest.raises(SamplingError, match="max_new_tokens"):
+        jaxllm.generate(model, params, tokens(1, 3), max_new_tokens=0)
+    if model.config.model_type == "gpt2":
+        with pytest.raises(CapacityError, match="97 positions"):
+            jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=9)
+        jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=8)  # the last is never run

@@ -1,0 +1,164 @@
+"""Random checkpoints have the published names and shapes, whole or in shards, or are not there."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import make_checkpoint
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from convert.engine import open_hf
+
+SCRIPT = Path(make_checkpoint.__file__)
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 131, "n_embd": 96, "n_head": 3, "n_positions": 37, "n_ctx": 37},
+    "tinyllama": {
+        "vocab_size": 131,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+@pytest.fixture(params=sorted(SMALL))
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kind of checkpoint, made small; its name."""
+    kind: str = request.param
+    model = make_checkpoint.KINDS[kind]
+    config = model.config | SMALL[kind]
+    monkeypatch.setitem(make_checkpoint.KINDS, kind, dataclasses.replace(model, config=config))
+    return kind
+
+
+def make(kind: str, destination: Path, **options: Any) -> dict[str, np.ndarray]:
+    """Make a float32 checkpoint, seed 0, and read all its tensors."""
+    make_checkpoint.make(kind, destination, **({"dtype": "float32", "seed": 0} | options))
+    files = sorted(destination.glob("*.safetensors"))
+    return {name: array for file in files for name, array in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_names_and_shapes_of_the_full_model_are_those_of_transformers(kind: str) -> None:
+    model = make_checkpoint.KINDS[kind]
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**model.config)
+        theirs = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    if kind == "gpt2":  # published without the prefix, and tied
+        del theirs["lm_head.weight"]
+    expected = {k.removeprefix("transformer."): tuple(v.shape) for k, v in theirs.items()}
+    assert dict(model.shapes(model.config)) == expected
+
+
+def test_gpt2_with_one_layer_loads_in_transformers(tmp_path: Path) -> None:
+    destination = tmp_path / "gpt2"
+    command = [sys.executable, SCRIPT, "gpt2", destination, "--layers", "1", "--dtype", "float16"]
+    subprocess.run(command, check=True, cwd=SCRIPT.parents[1])
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        destination, output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.float16
+    assert model.config.n_layer == 1
+    assert model.num_parameters() == 50257 * 768 + 1024 * 768 + 7_087_872 + 2 * 768
+
+
+def test_both_kinds_load_in_transformers_and_in_jaxllm(small: str, tmp_path: Path) -> None:
+    make(small, tmp_path / "m", layers=2, dtype="bfloat16")
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "m", output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert open_hf(tmp_path / "m").config.num_hidden_layers == 2
+
+
+def test_every_tensor_is_random_norms_near_one(small: str, tmp_path: Path) -> None:
+    for name, array in make(small, tmp_path / "m", layers=2).items():
+        norm = array.ndim == 1 and name.endswith("weight")
+        assert abs(array.mean() - norm) < 0.02, name
+        assert 0.01 < array.std() < 0.03, name
+
+
+def test_shards_hold_the_same_numbers_and_the_index_finds_them(small: str, tmp_path: Path) -> None:
+    whole = make(small, tmp_path / "whole", layers=2)
+    parts = make(small, tmp_path / "parts", layers=2, shards=3)
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in whole.values())
+    files = {f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)}
+    assert set(index["weight_map"].values()) == files
+    for file in files:
+        with safe_open(tmp_path / "parts" / file, framework="numpy") as shard:
+            held = set(shard.keys())
+        assert held == {name for name, where in index["weight_map"].items() if where == file}
+    assert open_hf(tmp_path / "parts").tensors.keys() == open_hf(tmp_path / "whole").tensors.keys()
+
+
+def test_as_many_shards_as_tensors_but_no_more(small: str, tmp_path: Path) -> None:
+    model = make_checkpoint.KINDS[small]
+    count = len(dict(model.shapes(model.config)))
+    make(small, tmp_path / "m", shards=count)
+    assert len(list((tmp_path / "m").glob("model-*.safetensors"))) == count
+    with pytest.raises(ValueError, match=f"1 to {count} shards"):
+        make(small, tmp_path / "n", shards=count + 1)
+    with pytest.raises(ValueError, match="at least 1 layer"):
+        make(small, tmp_path / "n", layers=0)
+
+
+def test_the_seed_decides_the_numbers(small: str, tmp_path: Path) -> None:
+    first, again, other = (
+        make(small, tmp_path / str(i), layers=1, seed=seed) for i, seed in enumerate((0, 0, 1))
+    )
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert not any(np.array_equal(first[name], other[name]) for name in first)
+
+
+def test_what_is_there_is_kept_unless_forced(small: str, tmp_path: Path) -> None:
+    make(small, tmp_path, layers=1)
+    with pytest.raises(FileExistsError, match="--force"):
+        make(small, tmp_path, layers=2)
+    assert open_hf(tmp_path).config.num_hidden_layers == 1
+    make(small, tmp_path, layers=2, force=True)
+    assert open_hf(tmp_path).config.num_hidden_layers == 2
+
+
+def test_force_replaces_nothing_but_a_checkpoint(small: str, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="no checkpoint"):
+        make(small, tmp_path, force=True)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_failure_leaves_nothing_behind(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(make_checkpoint, "write_json", fail)
+    with pytest.raises(OSError, match="full"):
+        make(small, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokenizer_files_are_copied(small: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        make(small, tmp_path / "m", tokenizer=source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "secret.txt").write_text("no")
+    make(small, tmp_path / "m", tokenizer=source)
+    assert (tmp_path / "m" / "tokenizer.json").exists()
+    assert not (tmp_path / "m" / "secret.txt").exists()

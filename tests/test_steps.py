@@ -1,0 +1,345 @@
+"""The steps: however a text is run, the same numbers come out, and nothing that reads writes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
+from tests.twins import VOCAB, random_model, tokens
+
+FAMILIES = ["llama", "gpt2"]
+BAR = 1e-5  # float32, ours against ours, other shapes
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lm(request: pytest.FixtureRequest) -> Any:
+    return random_model(request.param)
+
+
+def close(a: Any, b: Any) -> None:
+    scale = max(1.0, float(jnp.abs(b).max()))
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=BAR * scale, rtol=0)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def filled(lm: Any, ids: np.ndarray, capacity: int = 40) -> jaxllm.KVCache:
+    model, params = lm
+    cache = jaxllm.init_cache(model.config, ids.shape[0], capacity)
+    return jaxllm.prefill(model, params, cache, ids)[1]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 23, 300])
+def test_chunked_prefill_equals_no_cache(lm: Any, chunk: int) -> None:
+    model, params = lm
+    ids = tokens(2, 23)
+    whole = jaxllm.forward(model, params, None, ids).logits
+    cache = jaxllm.init_cache(model.config, 2, 23)
+    logits, cache = jaxllm.prefill(model, params, cache, ids, chunk=chunk)
+    close(logits, whole[:, -1])
+    assert cache.length_B.tolist() == [23, 23]
+    assert np.asarray(cache.tail.token_BS).tolist() == ids.tolist()
+
+
+def test_prefill_across_attention_blocks_equals_no_cache() -> None:
+    model, params = random_model("llama", max_position_embeddings=1024)
+    ids = tokens(2, 700)
+    whole = jaxllm.forward(model, params, None, ids).logits
+    cache = jaxllm.init_cache(model.config, 2, 900)
+    logits, cache = jaxllm.prefill(model, params, cache, ids[:, :690], chunk=200)
+    close(logits, whole[:, 689])
+    for column in range(690, 700):
+        logits, cache = jaxllm.decode_step(model, params, cache, ids[:, column], donate=True)
+        close(logits, whole[:, column])
+
+
+def test_token_by_token_equals_no_cache(lm: Any) -> None:
+    model, params = lm
+    ids = tokens(2, 23)
+    whole = jaxllm.forward(model, params, None, ids).logits
+    cache = jaxllm.init_cache(model.config, 2, 23)
+    for column in range(23):
+        logits, cache = jaxllm.decode_step(model, params, cache, ids[:, column])
+        close(logits, whole[:, column])
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both", "scattered"])
+def test_padding_anywhere_equals_each_row_alone(lm: Any, side: str) -> None:
+    model, params = lm
+    lengths, width = [5, 11, 1], 13
+    ids = tokens(3, width)
+    positions = np.full((3, width), -1)
+    rng = np.random.default_rng(0)
+    for row, length in enumerate(lengths):
+        where = {
+            "left": np.arange(width - length, width),
+            "right": np.arange(length),
+            "both": np.arange(length) + 1,
+            "scattered": np.sort(rng.choice(width, length, replace=False)),
+        }[side]
+        positions[row, where] = np.arange(length)
+    cache = jaxllm.init_cache(model.config, 3, 20)
+    logits, cache = jaxllm.prefill(model, params, cache, ids, positions_BT=positions, chunk=4)
+    assert cache.length_B.tolist() == lengths
+    assert cache.next_position_B.tolist() == lengths
+    after, _ = jaxllm.decode_step(model, params, cache, np.array([3, 1, 4]))
+    for row, token in enumerate([3, 1, 4]):
+        alone = ids[row][positions[row] >= 0][None]
+        close(logits[row], jaxllm.forward(model, params, None, alone).logits[0, -1])
+        longer = np.append(alone, [[token]], axis=1)
+        close(after[row], jaxllm.forward(model, params, None, longer).logits[0, -1])
+
+
+def test_trailing_padding_takes_no_slots(lm: Any) -> None:
+    model, params = lm
+    cache = jaxllm.init_cache(model.config, 2, 8)
+    ids = tokens(2, 13)
+    _, cache = jaxllm.prefill(model, params, cache, ids, lengths_B=np.array([6, 8]), chunk=5)
+    assert int(cache.cursor) == 8  # the widest row, not the padded width of 15
+
+
+def test_reading_a_cache_changes_not_one_byte_of_it(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 9))
+    before = bits(cache)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
+    first = jaxllm.forward(model, params, cache, tokens(2, 4, seed=1))
+    again = jaxllm.forward(model, params, cache, tokens(2, 4, seed=1))
+    assert bits(first.logits) == bits(again.logits)
+    jaxllm.decode_step(model, params, cache, np.array([1, 2]))
+    jaxllm.prefill(model, params, cache, tokens(2, 6))
+    jaxllm.generate(model, params, tokens(2, 3), max_new_tokens=4, cache=cache)
+    assert bits(cache) == before
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)] == pointers
+
+
+def test_forward_copies_no_cache(lm: Any) -> None:
+    """The compiled program's memory does not grow with the cache: blocks are read in place."""
+    from jaxllm.steps import _forward
+
+    model, params = lm
+    ids, positions = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 7, jnp.int32)
+
+    def temporary(capacity: int) -> int:
+        cache = jaxllm.init_cache(model.config, 1, capacity)
+        lowered = _forward.lower(model, params, cache.segments, ids, positions, False)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    config, more = model.config, (1 << 16) - (1 << 12)
+    cache_grows_by = 2 * 4 * more * config.num_key_value_heads * config.head_dim  # one layer's
+    assert temporary(1 << 16) - temporary(1 << 12) < 0.01 * cache_grows_by
+
+
+def test_one_cache_two_futures(lm: Any) -> None:
+    model, params = lm
+    ids = tokens(1, 9)
+    cache = filled(lm, ids)
+    for token in (5, 77):
+        logits, grown = jaxllm.decode_step(model, params, cache, np.array([token]))
+        fresh = np.append(ids, [[token]], axis=1)
+        close(logits, jaxllm.forward(model, params, None, fresh).logits[:, -1])
+        assert grown.length_B.tolist() == [10]
+    assert cache.length_B.tolist() == [9]
+
+
+def test_commit_of_a_forward_is_a_decode_step(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 9))
+    out = jaxllm.forward(model, params, cache, np.array([[3], [4]]))
+    logits, stepped = jaxllm.decode_step(model, params, cache, np.array([3, 4]))
+    close(out.logits[:, 0], logits)
+    committed = jaxllm.commit(cache, out.delta)
+    close(
+        jaxllm.forward(model, params, committed, np.array([[5], [6]])).logits,
+        jaxllm.forward(model, params, stepped, np.array([[5], [6]])).logits,
+    )
+
+
+def test_donated_commit_writes_in_place_and_the_old_cache_is_refused_by_name(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 9))
+    delta = jaxllm.forward(model, params, cache, np.array([[3], [4]])).delta
+    pointers = [x.unsafe_buffer_pointer() for x in (*cache.tail.k, *cache.tail.v)]
+    grown = jaxllm.commit(cache, delta, donate=True)
+    assert [x.unsafe_buffer_pointer() for x in (*grown.tail.k, *grown.tail.v)] == pointers
+    for use in (
+        lambda: jaxllm.forward(model, params, cache, np.array([[3], [4]])),
+        lambda: jaxllm.commit(cache, delta),
+        lambda: jaxllm.decode_step(model, params, cache, np.array([3, 4])),
+    ):
+        with pytest.raises(CacheMismatchError, match="donated"):
+            use()
+
+
+def test_garbage_in_empty_slots_changes_no_bit(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 9), capacity=600)
+    empty = (cache.tail.position_BS < 0)[:, :, None, None]
+    dirty = cache.replace(
+        tail=cache.tail.replace(
+            k=tuple(jnp.where(empty, jnp.nan, k) for k in cache.tail.k),
+            v=tuple(jnp.where(empty, jnp.nan, v) for v in cache.tail.v),
+        )
+    )
+    token_B = np.array([3, 4])
+    clean_logits, _ = jaxllm.decode_step(model, params, cache, token_B)
+    dirty_logits, _ = jaxllm.decode_step(model, params, dirty, token_B)
+    assert bits(clean_logits) == bits(dirty_logits)
+
+
+def test_causality_by_gradient(lm: Any) -> None:
+    model, params = lm
+    ids = tokens(1, 12)
+    table = "embed_tokens" if "embed_tokens" in params else "wte"
+
+    def logit(embedding: jax.Array, column: int) -> jax.Array:
+        changed = {**params, table: {"weight": embedding}}
+        return jaxllm.forward(model, changed, None, ids).logits[0, column].sum()
+
+    # Distinct tokens, so that an embedding row stands for one position.
+    ids = np.arange(12)[None]
+    for column in (0, 4, 11):
+        gradient = jax.grad(logit)(params[table]["weight"], column)
+        moved = np.abs(np.asarray(gradient))[:12].max(axis=1) > 0
+        if model.config.tie_word_embeddings:  # the head sees every row: judge by hidden state
+            continue
+        assert moved.tolist() == [i <= column for i in range(12)]
+
+
+def test_causality_by_perturbation(lm: Any) -> None:
+    model, params = lm
+    ids = tokens(1, 12)
+    before = jaxllm.forward(model, params, None, ids).logits
+    for column in (0, 4, 11):
+        changed = ids.copy()
+        changed[0, column] = (changed[0, column] + 1) % VOCAB
+        moved = jnp.abs(jaxllm.forward(model, params, None, changed).logits - before).max(axis=2)
+        assert (np.asarray(moved[0]) > 0).tolist() == [i >= column for i in range(12)]
+
+
+def test_rows_do_not_see_each_other(lm: Any) -> None:
+    model, params = lm
+    ids = tokens(3, 8)
+    rows = jaxllm.forward(model, params, None, ids).logits
+    permuted = jaxllm.forward(model, params, None, ids[[2, 0, 1]]).logits
+    assert bits(permuted) == bits(rows[jnp.array([2, 0, 1])])
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_overwritten(lm: Any) -> None:
+    model, params = lm
+    ids = tokens(1, 10)
+    cache = filled(lm, ids, capacity=12)
+    before = bits(cache)
+    with pytest.raises(CapacityError, match="3 more tokens do not fit: 10 of the cache's 12"):
+        jaxllm.prefill(model, params, cache, tokens(1, 3), chunk=2)
+    with pytest.raises(CapacityError, match="do not fit"):
+        jaxllm.generate(model, params, tokens(1, 1), max_new_tokens=3, cache=cache)
+    with pytest.raises(CapacityError, match="3 more tokens"):
+        jaxllm.commit(cache, jaxllm.forward(model, params, cache, tokens(1, 3)).delta)
+    assert bits(cache) == before
+    # A last chunk whose padding alone runs past the end fits, and lands where it should.
+    _, full = jaxllm.prefill(model, params, cache, tokens(1, 2), chunk=8)
+    assert np.asarray(full.tail.token_BS)[0].tolist() == [*ids[0], *tokens(1, 2)[0]]
+    assert bits(full.tail.k[0][:, :10]) == bits(cache.tail.k[0][:, :10])
+    with pytest.raises(CapacityError, match="1 more tokens do not fit: 12 of the cache's 12"):
+        jaxllm.decode_step(model, params, full, np.array([1]))
+
+
+def test_an_overflow_inside_a_compiled_loop_drops_the_token_and_shows(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(1, 10), capacity=11)
+
+    @jax.jit
+    def three_steps(params: Any, cache: jaxllm.KVCache) -> jaxllm.KVCache:
+        for _ in range(3):
+            _, cache = jaxllm.decode_step(model, params, cache, jnp.array([1]))
+        return cache
+
+    after = three_steps(params, cache)
+    assert bits(after.tail.k[0][:, :10]) == bits(cache.tail.k[0][:, :10])
+    with pytest.raises(CapacityError, match="the last 2 were dropped"):
+        jaxllm.forward(model, params, after, tokens(1, 1))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1, -(2**31)])
+def test_token_ids_out_of_range_are_refused(lm: Any, token: int) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 3))
+    ids = np.array([[5, 6], [5, token]])
+    with pytest.raises(TokenError, match=rf"token id {token} .* vocabulary of {VOCAB}"):
+        jaxllm.forward(model, params, None, ids)
+    with pytest.raises(TokenError, match="token id"):
+        jaxllm.prefill(model, params, cache, ids)
+    with pytest.raises(TokenError, match="token id"):
+        jaxllm.decode_step(model, params, cache, np.array([5, token]))
+    with pytest.raises(TokenError, match="token id"):
+        jaxllm.generate(model, params, ids, max_new_tokens=2)
+    # Inside jit nothing can be raised: NaN in that row shows it, not another token's numbers.
+    logits = jax.jit(lambda p, t: jaxllm.forward(model, p, None, t).logits)(params, ids)
+    assert np.isnan(np.asarray(logits)[1, 1]).all()
+    assert not np.isnan(np.asarray(logits)[0]).any()
+
+
+def test_positions_the_model_lacks_are_refused() -> None:
+    model, params = random_model("gpt2")
+    with pytest.raises(TokenError, match="position 97 is outside the model"):
+        jaxllm.forward(model, params, None, tokens(1, 98))
+    with pytest.raises(TokenError, match="position -2"):
+        jaxllm.forward(model, params, None, tokens(1, 1), positions_BT=np.array([[-2]]))
+    with pytest.raises(CapacityError, match="97 positions"):
+        jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=9)
+
+
+def test_wrong_shapes_and_foreign_caches_are_refused(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 3))
+    with pytest.raises(TokenError, match=r"\[B, T\]"):
+        jaxllm.forward(model, params, None, np.array([1, 2]))
+    with pytest.raises(TokenError, match="integers"):
+        jaxllm.forward(model, params, None, np.array([[1.5]]))
+    with pytest.raises(TokenError, match="lengths"):
+        jaxllm.prefill(model, params, cache, tokens(2, 3), lengths_B=np.array([0, 3]))
+    with pytest.raises(CacheMismatchError, match="2 rows, the tokens 1"):
+        jaxllm.forward(model, params, cache, tokens(1, 1))
+    other, _ = random_model("llama", num_hidden_layers=3)
+    with pytest.raises(CacheMismatchError, match="another model"):
+        foreign = jaxllm.init_cache(other.config, 2, 8)
+        jaxllm.forward(model, params, foreign, tokens(2, 1))
+
+
+def test_a_list_is_as_good_as_an_array(lm: Any) -> None:
+    model, params = lm
+    a = jaxllm.forward(model, params, None, [[1, 2, 3]]).logits
+    b = jaxllm.forward(model, params, None, np.array([[1, 2, 3]])).logits
+    assert bits(a) == bits(b)
+
+
+def test_steps_run_under_jit_vmap_and_grad(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 5))
+    plain, _ = jaxllm.decode_step(model, params, cache, np.array([1, 2]))
+    compiled, _ = jax.jit(lambda p, c, t: jaxllm.decode_step(model, p, c, t))(
+        params, cache, jnp.array([1, 2])
+    )
+    close(compiled, plain)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
+    mapped, _ = jax.vmap(lambda c, t: jaxllm.decode_step(model, params, c, t))(
+        stacked, jnp.array([[1, 2], [3, 4]])
+    )
+    close(mapped[0], plain)
+
+    def loss(v: jax.Array) -> jax.Array:
+        changed = cache.replace(tail=cache.tail.replace(v=(v, *cache.tail.v[1:])))
+        return jaxllm.forward(model, params, changed, np.array([[1], [2]])).logits[0, 0, 7]
+
+    gradient = np.asarray(jax.grad(loss)(cache.tail.v[0]))
+    assert np.isfinite(gradient).all()
+    assert np.abs(gradient[0, :5]).max() > 0  # what the row has seen
+    assert np.abs(gradient[0, 5:]).max() == 0  # empty slots
+    assert np.abs(gradient[1]).max() == 0  # another row

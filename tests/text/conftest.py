@@ -1,0 +1,123 @@
+"""Small tokenizers of each kind, trained here: the claims mean something without the data."""
+
+import functools
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from jaxllm.text import Tokenizer as JaxTokenizer
+
+SENTENCES = [
+    "The <s>cat</s> sat on the mat, and the <s>dog</s> did not.",
+    "  Two  spaces,\ttabs\nand new lines\n\n    are text too.",
+    "Fünf große Bäume; 漢字 and かな; emoji \U0001f600\U0001f680; numbers 12345 and 3.14159.",
+    "<|endoftext|> is written like this, <unk> like that.",
+] * 8
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `vocab.json` and `merges.txt` of a byte-level BPE."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    directory = tmp_path_factory.mktemp("byte_level")
+    tokenizer.model.save(str(directory))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mergeable_specials(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `tokenizer.json` whose BPE merges spell its own special tokens."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([*SENTENCES, *["<s>", "</s>"] * 20], trainer)
+    directory = tmp_path_factory.mktemp("mergeable_specials")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def train_spm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Train a SentencePiece model, by its trainer's options, into a directory of its own."""
+
+    def train(**options: Any) -> Path:
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(SENTENCES),
+            model_writer=model,
+            minloglevel=3,
+            **{
+                "model_type": "bpe",
+                "vocab_size": 420,
+                "byte_fallback": True,
+                "character_coverage": 0.98,
+                "normalization_rule_name": "identity",
+                "remove_extra_whitespaces": False,
+                "hard_vocab_limit": False,
+                **options,
+            },
+        )
+        directory = tmp_path_factory.mktemp("spm")
+        (directory / "tokenizer.model").write_bytes(model.getvalue())
+        return directory
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def spm(train_spm: Callable[..., Path]) -> Path:
+    """A directory with a small `tokenizer.model` in the manner of Llama's."""
+    return train_spm()
+
+
+@pytest.fixture(scope="session")
+def real_form(
+    data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """A directory with some of the files of a tokenizer in the shared data, one for each choice."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(name: str, *files: str) -> Path:
+        source = data(name)
+        if (name, *files) not in made:
+            made[name, *files] = tmp_path_factory.mktemp(name)
+            for file in files:
+                shutil.copy(source / file, made[name, *files])
+        return made[name, *files]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[[Path], JaxTokenizer]:
+    """Load a tokenizer once a session."""
+    return functools.cache(JaxTokenizer.from_directory)
+
+
+@pytest.fixture
+def write_json(tmp_path: Path) -> Callable[[str, Any], Path]:
+    """Write a JSON file into the test's directory and return the directory."""
+
+    def write(name: str, content: Any) -> Path:
+        (tmp_path / name).write_text(json.dumps(content))
+        return tmp_path
+
+    return write

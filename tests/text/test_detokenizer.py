@@ -1,0 +1,128 @@
+"""Detokenizing one token at a time prints what decoding them all would, and no half characters."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.errors import TokenError
+from jaxllm.text import Detokenizer, Tokenizer
+
+TEXTS = st.text() | st.lists(
+    st.sampled_from([" ", "  ", "\n", "é", "漢字", "😀👩‍🚀", "�", "the", "<s>"])
+    | st.text(max_size=4)
+).map("".join)
+SMALL = ["byte_level", "spm", "mergeable_specials"]
+REAL = [
+    ("llama_tokenizer", "tokenizer.json", "tokenizer_config.json"),
+    ("gpt2_tokenizer", "tokenizer.json"),
+    ("stories260K", "tokenizer.model", "tokenizer_config.json"),
+]
+
+
+@pytest.fixture(params=[*SMALL, *REAL], ids=str)
+def tokenizer(
+    request: pytest.FixtureRequest,
+    real_form: Callable[..., Path],
+    load: Callable[[Path], Tokenizer],
+) -> Tokenizer:
+    which = request.param
+    return load(request.getfixturevalue(which) if which in SMALL else real_form(*which))
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+def test_the_pieces_of_any_text_are_the_whole(tokenizer: Tokenizer) -> None:
+    @given(TEXTS)
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text)
+        printed = pieces(tokenizer, ids)
+        assert "".join(printed) == tokenizer.decode(ids)
+        assert "\ufffd" in text or "\ufffd" not in "".join(printed)
+        assert printed[-1] == ""
+
+    check()
+
+
+def test_a_continuation_is_the_rest_of_the_whole(tokenizer: Tokenizer) -> None:
+    @given(TEXTS, TEXTS)
+    def check(prompt: str, text: str) -> None:
+        before = tokenizer.encode(prompt, bos=tokenizer.bos_id is not None)
+        ids = tokenizer.encode(text)
+        detokenizer = Detokenizer(tokenizer, prompt=before)
+        printed = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+        assert tokenizer.decode(before) + printed == tokenizer.decode(before + ids)
+
+    check()
+
+
+def test_bytes_of_any_kind_come_out_as_decode_has_them(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+
+    @given(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
+    def check(ids: list[int]) -> None:
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+    check()
+
+
+def byte(tokenizer: Tokenizer, value: int) -> int:
+    return next(
+        i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([value])
+    )
+
+
+@pytest.mark.parametrize("name", ["byte_level", "spm"])
+def test_a_character_appears_with_its_last_byte(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = Tokenizer.from_directory(request.getfixturevalue(name))
+    ids = [byte(tokenizer, value) for value in "é😀".encode()]
+    assert pieces(tokenizer, ids) == ["", "é", "", "", "", "😀", ""]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "spm"])
+def test_invalid_bytes_hold_nothing_back_for_ever(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = Tokenizer.from_directory(request.getfixturevalue(name))
+    stray, lead = byte(tokenizer, 0x80), byte(tokenizer, 0xF0)
+    assert pieces(tokenizer, [stray] * 3) == ["\ufffd", "\ufffd", "\ufffd", ""]
+    assert pieces(tokenizer, [lead] * 3) == ["", "\ufffd", "\ufffd", "\ufffd"]
+    [letter] = tokenizer.encode("x") if name == "byte_level" else [tokenizer.id("x") or 0]
+    assert pieces(tokenizer, [lead, letter]) == ["", "\ufffdx", ""]
+
+
+def test_special_tokens_are_skipped_unless_wanted(spm: Path) -> None:
+    tokenizer = Tokenizer.from_directory(spm)
+    ids = tokenizer.encode("the cat", bos=True, eos=True)
+    assert "".join(pieces(tokenizer, ids)) == "the cat"
+    detokenizer = Detokenizer(tokenizer, skip_special=False)
+    assert "".join(map(detokenizer.push, ids)) == tokenizer.decode(ids, skip_special=False)
+
+
+def test_an_unknown_id_is_refused_and_changes_nothing(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+    first, second = (byte(tokenizer, value) for value in "é".encode())
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer.push(first)
+    with pytest.raises(TokenError):
+        detokenizer.push(tokenizer.vocab_size)
+    assert detokenizer.push(second) == "é"
+
+
+def test_the_work_per_token_does_not_grow(spm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_directory(spm)
+    decode, longest = Tokenizer.decode, 0
+
+    def counted(self: Tokenizer, ids: list[int], *, skip_special: bool = True) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(self, ids, skip_special=skip_special)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    pieces(tokenizer, tokenizer.encode("the cat sat 漢 " * 200))
+    assert longest == 2

@@ -1,0 +1,330 @@
+"""Tokenizers: the checkpoint's ids, no token that was not asked for, refusals that name a file."""
+
+import ast
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxllm.text
+from jaxllm.errors import CheckpointError, TokenError
+from jaxllm.text import TOKENIZER_FILES, Tokenizer, has_tokenizer
+from jaxllm.text.byte_level import symbols_to_bytes
+
+SPECIALS = ["<s>", "</s>", "<unk>", "<|endoftext|>", "<0x41>"]
+TEXTS = st.text() | st.lists(
+    st.sampled_from([*SPECIALS, " ", "   ", "▁", "\n", "s>", "<", "the", "é", "😀"]) | st.text()
+).map("".join)
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+
+def tree(vocab: dict[str, int] | list[Any], **fields: Any) -> dict[str, Any]:
+    """A tokenizer.json over single characters."""
+    model = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": None}
+    return {"version": "1.0", "model": model | fields.pop("model", {}), "added_tokens": []} | fields
+
+
+def added(index: int, content: str, **fields: Any) -> dict[str, Any]:
+    return {"id": index, "content": content, "special": True, **FLAGS, **fields}
+
+
+def test_every_byte_has_one_symbol() -> None:
+    pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for character in map(chr, range(0x800)):
+        [(symbols, _)] = pre_tokenizer.pre_tokenize_str(character)
+        assert symbols_to_bytes(symbols) == character.encode()
+
+
+def test_any_text_survives_byte_level_bpe(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+
+    @given(TEXTS)
+    def check(text: str) -> None:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["byte_level", "mergeable_specials", "spm"])
+def test_no_text_becomes_a_special_token(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = Tokenizer.from_directory(request.getfixturevalue(name))
+    control = tokenizer.special_ids - {tokenizer.unk_id}
+    assert control
+
+    @given(TEXTS)
+    def check(text: str) -> None:
+        assert control.isdisjoint(tokenizer.encode(text))
+
+    check()
+
+
+def test_merges_that_spell_a_special_token_are_not_used(mergeable_specials: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(mergeable_specials / "tokenizer.json"))
+    raw.encode_special_tokens = True
+    tokenizer = Tokenizer.from_directory(mergeable_specials)
+    assert tokenizer.bos_id in raw.encode("<s>").ids
+    assert tokenizer.bos_id not in tokenizer.encode("<s>")
+    assert tokenizer.decode(tokenizer.encode("a <s>cat</s>")) == "a <s>cat</s>"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "BPE", "vocab": {"<": 0, "s": 1, ">": 2, "<s>": 3}, "ignore_merges": True},
+        {"type": "Unigram", "vocab": [["<", -2.0], ["s", -2.0], [">", -2.0], ["<s>", 0.0]]},
+    ],
+)
+def test_vocabularies_that_contain_a_special_token_do_not_find_it_in_text(
+    model: dict[str, Any], write_json: Callable[[str, Any], Path]
+) -> None:
+    content = tree([], model=model, added_tokens=[added(3, "<s>")])
+    tokenizer = Tokenizer.from_directory(write_json("tokenizer.json", content))
+    assert tokenizer.encode("<s>") == [0, 1, 2]
+    assert tokenizer.encode("<s>", parse_special=True) == [3]
+
+
+def test_special_tokens_are_added_only_when_asked_for(spm: Path) -> None:
+    tokenizer = Tokenizer.from_directory(spm)
+    ids = tokenizer.encode("the cat")
+    assert tokenizer.encode("the cat", bos=True, eos=True) == [1, *ids, 2]
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode([1, *ids, 2]) == "the cat"
+    assert tokenizer.decode([1, *ids, 2], skip_special=False) == "<s> the cat</s>"
+    assert tokenizer.encode("<s>the cat</s>", parse_special=True) == [1, *ids, 2]
+
+
+def test_a_token_that_the_tokenizer_lacks_is_refused(write_json: Callable[..., Path]) -> None:
+    tokenizer = Tokenizer.from_directory(write_json("tokenizer.json", tree({"a": 0})))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos) == (None, None, False)
+    with pytest.raises(TokenError, match="has no bos token"):
+        tokenizer.encode("a", bos=True)
+    with pytest.raises(TokenError, match="has no eos token"):
+        tokenizer.encode("a", eos=True)
+
+
+def test_ids_outside_the_vocabulary_are_refused(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+    for bad in (-1, tokenizer.vocab_size, 2**40, 1.5, "1", None):
+        with pytest.raises(TokenError):
+            tokenizer.decode([0, bad])  # type: ignore[list-item]
+        with pytest.raises(TokenError):
+            tokenizer.token(bad)  # type: ignore[arg-type]
+    assert tokenizer.decode(np.array([65], np.int32)) == tokenizer.decode([65])
+
+
+def test_text_that_is_not_unicode_is_refused(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+    for bad in ("a\ud800", b"a", None, ["a"]):
+        with pytest.raises(TokenError):
+            tokenizer.encode(bad)  # type: ignore[arg-type]
+
+
+def test_tokens_and_ids_are_inverse(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+    assert [tokenizer.id(tokenizer.token(i)) for i in range(tokenizer.vocab_size)] == list(
+        range(tokenizer.vocab_size)
+    )
+    assert tokenizer.id("no such token") is None
+    assert repr(tokenizer).startswith("Tokenizer('byte_level")
+
+
+def test_nothing_is_cut_padded_or_left_to_chance(write_json: Callable[[str, Any], Path]) -> None:
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+    model = {"merges": ["a a"], "dropout": 0.5}
+    content = tree({"a": 0, "aa": 1}, truncation=truncation, padding=padding, model=model)
+    tokenizer = Tokenizer.from_directory(write_json("tokenizer.json", content))
+    assert {tuple(tokenizer.encode("a" * 12)) for _ in range(50)} == {(1,) * 6}
+
+
+@pytest.mark.parametrize(
+    ("file", "config"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<e>"}),
+        ("tokenizer_config.json", {"eos_token": {"__type": "AddedToken", "content": "<e>"}}),
+        ("special_tokens_map.json", {"eos_token": {"content": "<e>", "lstrip": False}}),
+    ],
+)
+def test_special_tokens_are_read_in_every_spelling(
+    file: str, config: dict[str, Any], write_json: Callable[[str, Any], Path]
+) -> None:
+    write_json("tokenizer.json", tree({"<": 0, "e": 1, ">": 2, "<e>": 3}))
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Code", None]}, "tokenizer_class": "Evil"}
+    tokenizer = Tokenizer.from_directory(write_json(file, config))
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (3, None)
+    assert tokenizer.encode("<e>") == [0, 1, 2]
+    assert tokenizer.encode("<e>", parse_special=True) == [3]
+
+
+def test_added_tokens_keep_the_ids_that_the_configuration_gives_them(
+    write_json: Callable[[str, Any], Path],
+) -> None:
+    write_json("tokenizer.json", tree({"<": 0, "e": 1, ">": 2}, added_tokens=[added(3, "<e>")]))
+    write_json("added_tokens.json", {"<tool>": 4})
+    decoder = {"3": {"content": "<e>"}, "5": {"content": "<f>", "special": True}}
+    directory = write_json("tokenizer_config.json", {"added_tokens_decoder": decoder})
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.encode("<e><tool><f>", parse_special=True) == [3, 4, 5]
+    assert tokenizer.encode("<e><tool>") == [0, 1, 2, 4]
+    assert (tokenizer.vocab_size, tokenizer.special_ids) == (6, {3, 5})
+
+
+@pytest.mark.parametrize("decoder", [{"3": "<f>"}, {"4": "<e>"}, {"5": "<f>"}])
+def test_a_configuration_that_contradicts_the_vocabulary_is_refused(
+    decoder: dict[str, str], write_json: Callable[[str, Any], Path]
+) -> None:
+    write_json("tokenizer.json", tree({"<": 0, "e": 1, ">": 2}, added_tokens=[added(3, "<e>")]))
+    directory = write_json("tokenizer_config.json", {"added_tokens_decoder": decoder})
+    with pytest.raises(CheckpointError, match=r"token \d in|leaves a gap"):
+        Tokenizer.from_directory(directory)
+
+
+def test_a_null_token_is_no_token_and_an_unknown_one_has_no_id(
+    write_json: Callable[[str, Any], Path],
+) -> None:
+    write_json("tokenizer.json", tree({"a": 0, "</s>": 1, "!": 2}))
+    config = {"eos_token": None, "bos_token": "<nowhere>", "pad_token": "!"}
+    tokenizer = Tokenizer.from_directory(write_json("tokenizer_config.json", config))
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (None, None, 2)
+    assert tokenizer.decode(tokenizer.encode("a!")) == "a !"
+
+
+def test_gpt2_needs_no_configuration(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+    assert tokenizer.bos_id == tokenizer.eos_id == tokenizer.id("<|endoftext|>")
+    assert not tokenizer.adds_bos
+
+
+@pytest.mark.parametrize("says", [None, True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_adds_bos_is_the_configuration_s_word_or_else_the_post_processor_s(
+    says: bool | None, nested: bool, write_json: Callable[[str, Any], Path]
+) -> None:
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, sequence],
+        "pair": [sequence],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    processor = {"type": "Sequence", "processors": [template]} if nested else template
+    write_json("tokenizer.json", tree({"a": 0, "<s>": 1}, post_processor=processor))
+    config = {"add_bos_token": says, "bos_token": "<s>"}
+    tokenizer = Tokenizer.from_directory(write_json("tokenizer_config.json", config))
+    assert tokenizer.adds_bos is (says is not False)
+    assert tokenizer.encode("a") == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b""),
+        ("tokenizer.json", b"[" * 100_000),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"\xff\xfe"),
+        ("tokenizer.json", json.dumps(tree({"a": 0, "b": 0})).encode()),
+        ("tokenizer.json", json.dumps(tree({"a": -1})).encode()),
+        ("tokenizer.json", json.dumps(tree({"a": 0}, added_tokens=[{"id": 1}])).encode()),
+        ("tokenizer.json", json.dumps(tree({"a": 0}, decoder={"type": "Evil"})).encode()),
+        ("tokenizer.json", json.dumps(tree({"a": 0}, added_tokens=[added(7, "<s>")])).encode()),
+        ("tokenizer.json", json.dumps(tree({"a": 0}, model={"merges": ["a b"]})).encode()),
+        ("tokenizer.model", b"\x00\xffno such model"),
+        ("tokenizer.model", b""),
+        ("merges.txt", b"#version: 0.2\na b c\n"),
+        ("vocab.json", b'{"a": 0}'),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b'{"eos_token": 3}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": "<s>"}}'),
+        ("special_tokens_map.json", b"[]"),
+        ("added_tokens.json", b'{"<s>": "3"}'),
+    ],
+)
+def test_a_malformed_file_is_refused_by_name(
+    name: str, content: bytes, byte_level: Path, tmp_path: Path
+) -> None:
+    if name not in ("tokenizer.json", "tokenizer.model"):
+        shutil.copytree(byte_level, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as error:
+        Tokenizer.from_directory(tmp_path)
+    assert tmp_path.name in str(error.value)
+
+
+def test_a_fifo_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_an_absent_tokenizer_names_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    assert not has_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json.*merges\.txt.*tokenizer\.model"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_all_files_of_a_tokenizer_are_listed(byte_level: Path, spm: Path) -> None:
+    for directory in (byte_level, spm):
+        assert has_tokenizer(directory)
+        assert {path.name for path in directory.iterdir()} <= set(TOKENIZER_FILES)
+
+
+def test_threads_get_the_serial_answer(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level)
+    texts = [f"the {i} <|endoftext|> cat" * (i % 7) for i in range(400)]
+    serial = [tokenizer.encode(text, parse_special=i % 2 == 0) for i, text in enumerate(texts)]
+    with ThreadPoolExecutor(8) as pool:
+        parallel = pool.map(
+            lambda i: tokenizer.encode(texts[i], parse_special=i % 2 == 0), range(len(texts))
+        )
+        assert list(parallel) == serial
+
+
+def test_importing_text_imports_no_array_library() -> None:
+    for path in Path(jaxllm.text.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots = {name.split(".")[0] for name in names}
+            assert roots.isdisjoint({"jax", "flax", "torch", "transformers", "numpy"}), path
+
+
+def test_the_order_of_the_forms(byte_level: Path, spm: Path, tmp_path: Path) -> None:
+    for path in (*byte_level.iterdir(), *spm.iterdir()):
+        shutil.copy(path, tmp_path)
+    assert Tokenizer.from_directory(tmp_path).id("<|endoftext|>") is not None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree({"a": 0})))
+    assert Tokenizer.from_directory(tmp_path).vocab_size == 1
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_mutilated_tokenizer_json_never_gets_past_a_checkpoint_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    fields = {"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}}
+    content = tree({"a": 0, "<s>": 1}, added_tokens=[added(1, "<s>")], **fields)
+    node, depth = content, data.draw(st.integers(0, 4))
+    for level in range(depth + 1):
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else [0]))
+        if level == depth or not isinstance(node[key], dict | list) or not node[key]:
+            node[key] = data.draw(st.sampled_from([None, True, -1, "x", [], {}, [[]], [{"a": 1}]]))
+            break
+        node = node[key]
+    path = tmp_path_factory.getbasetemp() / "mutilated"
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    with contextlib.suppress(CheckpointError, TokenError):
+        Tokenizer.from_directory(path).encode("a<s>")

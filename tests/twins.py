@@ -1,0 +1,129 @@
+"""Tiny models of the families, every tensor random, and the same models in transformers.
+
+Sizes are coprime where they can be, so that a confused axis is an error and not a coincidence.
+"""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from convert.engine import open_hf, read_config
+from jaxllm import models
+from jaxllm.checkpoint import load_params
+from jaxllm.config import ModelConfig
+from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.precision import Precision
+
+VOCAB = 131
+
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 97,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 40,
+    "n_layer": 3,
+    "n_head": 8,
+    "n_inner": 52,
+    "n_positions": 97,
+    "layer_norm_epsilon": 1e-3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """One checkpoint directory, loaded by transformers and by us."""
+
+    directory: Path
+    torch_model: Any
+    config: ModelConfig
+    model: Any
+    params: Params
+
+    def logits(self, tokens_BT: np.ndarray, **kwargs: Any) -> np.ndarray:
+        """What transformers says, float32."""
+        with torch.no_grad():
+            out = self.torch_model(torch.tensor(np.asarray(tokens_BT, np.int64)), **kwargs)
+        return out.logits.float().numpy()
+
+
+def save_random(
+    directory: Path, family: str, seed: int = 0, spread: float = 0.3, **changes: Any
+) -> None:
+    """Write a Hugging Face directory whose every tensor is random, norms and biases too."""
+    kind = {"llama": "Llama", "gpt2": "GPT2", "mistral": "Mistral"}[family]
+    base = GPT2 if family == "gpt2" else LLAMA
+    config = getattr(transformers, f"{kind}Config")(**{**base, **changes})
+    torch.manual_seed(seed)
+    name = "GPT2LMHeadModel" if family == "gpt2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, name)(config)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            norm = "norm" in path or ".ln_" in path
+            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
+    model.save_pretrained(directory)
+
+
+def load_twin(directory: Path, dtype: str = "float32") -> Twin:
+    """Load a Hugging Face directory in both, in the same number format."""
+    torch_model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
+    opened = open_hf(directory)
+    precision = Precision.uniform(dtype)
+    model = models.build(opened.config, precision)
+    return Twin(directory, torch_model.eval(), opened.config, model, load_params(opened, precision))
+
+
+@cache
+def tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
+    """Random token ids `[rows, length]`."""
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, length))
+
+
+def random_model(
+    family: str, seed: int = 0, precision: Precision | None = None, **changes: Any
+) -> tuple[Any, Params]:
+    """A tiny model of ours with every tensor random, without a trip through files."""
+    name = {"llama": "Llama", "gpt2": "GPT2", "mistral": "Mistral"}[family]
+    base = GPT2 if family == "gpt2" else LLAMA
+    settings = {"num_hidden_layers": 2, "n_layer": 2, **changes}
+    known = {**base, **{k: v for k, v in settings.items() if k in base or k in changes}}
+    config, _ = read_config(getattr(transformers, f"{name}Config")(**known).to_dict())
+    model = models.build(config, precision)
+    rng = np.random.default_rng(seed)
+
+    def leaf(path: str, shape: Any) -> jax.Array:
+        centre = 1.0 if "norm" in path or ("ln_" in path and "weight" in path) else 0.0
+        return jnp.asarray(centre + 0.3 * rng.standard_normal(shape.shape, np.float32))
+
+    return model, map_leaves(leaf, models.param_shapes(model))
+
+
+def assert_close(ours: Any, theirs: np.ndarray) -> None:
+    """RELIABILITY's float32 bar: atol 1e-5 x max(1, max abs), rtol 1e-4."""
+    scale = max(1.0, float(np.abs(theirs).max()))
+    np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-5 * scale, rtol=1e-4)
