@@ -102,7 +102,11 @@ def write_hf(
     total = sum(t.nbytes for t in tensors.values())
     with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
         write_tensors(
-            directory / "model.safetensors", tensors, metadata={"format": "pt"}, progress=advance
+            directory / "model.safetensors",
+            tensors,
+            aligned=False,
+            metadata={"format": "pt"},
+            progress=advance,
         )
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     for file in files:

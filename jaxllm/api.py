@@ -19,7 +19,7 @@ from jaxllm.decode.sampling import GREEDY, PROCESSORS, Sampler, make_sampler
 from jaxllm.errors import CapacityError, CheckpointError, NonFiniteError, SamplingError, TokenError
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.detokenizer import Detokenizer
-from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
+from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 
@@ -65,7 +65,8 @@ class Completion:
 class Piece:
     """One token of a stream: the text it completes ("" in the middle of a character), and more.
 
-    finish_reason: None until the last piece. tokens_per_second: since the first token.
+    finish_reason: None until the last piece. tokens_per_second: since the second token, the first
+    whose step had been compiled.
     """
 
     text: str
@@ -115,16 +116,16 @@ class LM:
         prompts, single = self._prompts(prompt)
         arguments = self._arguments(prompts, options)
         result = generate(self.model, self.params, _padded(prompts), **arguments)
-        completions = [self._completion(result, row, len(p)) for row, p in enumerate(prompts)]
+        completions = [self._completion(result, row, p) for row, p in enumerate(prompts)]
         return completions[0] if single else completions
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
-        """As `generate` for one prompt, a `Piece` at a time: the same tokens for the same options."""
+        """As `generate` for one prompt, a `Piece` at a time; equal options give equal tokens."""
         prompts, single = self._prompts(prompt)
         if not single:
             raise TokenError("stream takes one prompt; use generate for a list of them")
         arguments = self._arguments(prompts, options)
-        text = Detokenizer(self.tokenizer) if self.tokenizer else None
+        text = Detokenizer(self.tokenizer, prompt=prompts[0]) if self.tokenizer else None
         start = 0.0
         for count, step in enumerate(
             stream(self.model, self.params, _padded(prompts), **arguments)
@@ -132,18 +133,20 @@ class LM:
             finish = self._finish(step, row=0)
             token = int(step.token_BT[0, 0])
             now = time.perf_counter()
-            start = start or now
+            start = now if count <= 1 else start
             piece = text.push(token) if text else ""
             if finish and text:
                 piece += text.flush()
-            rate = count / (now - start) if count else 0.0
+            rate = (count - 1) / (now - start) if count > 1 else 0.0
             yield Piece(piece, token, float(step.logprob_BT[0, 0]), finish, rate)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation, as the checkpoint's chat template spells it.
 
-        messages: `{"role": ..., "content": ...}` each. Raises TemplateError if there is no
-        template or it refuses them, TokenError where the checkpoint has no tokenizer.
+        messages: `{"role": ..., "content": ...}` each. Special tokens are recognised in the whole
+        rendered text, so one that a message spells out counts as one: do not pass on strangers'
+        messages unread. Raises TemplateError if there is no template or it refuses them,
+        TokenError where the checkpoint has no tokenizer.
         """
         if self.tokenizer is None:
             raise TokenError(f"{self.path} has no tokenizer: give token ids to generate")
@@ -174,7 +177,7 @@ class LM:
             else:
                 ids = self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
                 bos = self.tokenizer.bos_id if bos is None else bos
-        elif all(_is_id(token) for token in prompt):
+        elif isinstance(prompt, Sequence | np.ndarray) and all(map(_is_id, prompt)):
             ids = [int(token) for token in prompt]
         else:
             raise TokenError(f"a prompt is text or token ids, got {prompt!r:.60}")
@@ -225,14 +228,17 @@ class LM:
             return GREEDY
         return make_sampler(**{k: settings[k] for k in PROCESSORS if settings.get(k) is not None})
 
-    def _completion(self, result: Generated, row: int, prompt_tokens: int) -> Completion:
+    def _completion(self, result: Generated, row: int, prompt: list[int]) -> Completion:
         finish = self._finish(result, row)
         assert finish is not None
         length = int(result.length_B[row])
         tokens = np.asarray(result.token_BT)[row, :length].tolist()
         logprobs = np.asarray(result.logprob_BT)[row, :length].tolist()
-        text = self.tokenizer.decode(tokens) if self.tokenizer else None
-        return Completion(text, tokens, logprobs, finish, prompt_tokens)
+        text = None
+        if self.tokenizer:
+            pieces = Detokenizer(self.tokenizer, prompt=prompt)
+            text = "".join(map(pieces.push, tokens)) + pieces.flush()
+        return Completion(text, tokens, logprobs, finish, len(prompt))
 
     def _finish(self, result: Generated, row: int) -> str | None:
         finish = Finish(int(result.finish_B[row]))
@@ -311,9 +317,7 @@ def _download(repo: str) -> Path:
 
     try:
         return Path(
-            snapshot_download(
-                repo, allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-            )
+            snapshot_download(repo, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES])
         )
     except Exception as error:  # whatever the network brings, one line of it is what helps
         raise CheckpointError(f"hf:{repo} could not be downloaded: {error!s:.200}") from error

@@ -1,4 +1,4 @@
-"""The command `jaxllm`: text to stdout, everything about it to stderr, a reason for every failure."""
+"""The command `jaxllm`: text to stdout, everything about it to stderr, reasons for failures."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def generate(
     loaded = time.perf_counter()
     if echo and not as_json:
         _write(text)
-    pieces = []
+    pieces: list[Piece] = []
     with _waiting("compiling and reading the prompt") as ready:
         for piece in lm.stream(text, **options):
             if not pieces:

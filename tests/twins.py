@@ -105,7 +105,11 @@ def tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def random_model(
-    family: str, seed: int = 0, precision: Precision | None = None, **changes: Any
+    family: str,
+    seed: int = 0,
+    precision: Precision | None = None,
+    spread: float = 0.3,
+    **changes: Any,
 ) -> tuple[Any, Params]:
     """A tiny model of ours with every tensor random, without a trip through files."""
     name = {"llama": "Llama", "gpt2": "GPT2", "mistral": "Mistral"}[family]
@@ -118,7 +122,7 @@ def random_model(
 
     def leaf(path: str, shape: Any) -> jax.Array:
         centre = 1.0 if "norm" in path or ("ln_" in path and "weight" in path) else 0.0
-        return jnp.asarray(centre + 0.3 * rng.standard_normal(shape.shape, np.float32))
+        return jnp.asarray(centre + spread * rng.standard_normal(shape.shape, np.float32))
 
     return model, map_leaves(leaf, models.param_shapes(model))
 

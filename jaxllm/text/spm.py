@@ -6,7 +6,6 @@ A merge for every way to split a piece, ordered by the piece's score, does the s
 unknown and byte pieces are no one's concatenation, so text never becomes one of them.
 """
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +99,14 @@ def added_token(index: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def _normalizers(spec: Any) -> list[dict[str, Any]]:
-    charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
-    mapped = [{"type": "Precompiled", "precompiled_charsmap": charsmap}] if charsmap else []
-    prefix = [{"type": "Prepend", "prepend": SPACE}] if spec.add_dummy_prefix else []
-    escape = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    if not spec.remove_extra_whitespaces:
-        return [*prefix, *mapped, *escape]
-    edges = {"Regex": rf"\A +|[ {SPACE}]+\z"}
-    trim = [
-        {"type": "Replace", "pattern": edges, "content": ""},
-        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
-    ]
-    return [*mapped, *trim, *prefix, *escape]
+    steps: list[dict[str, Any]] = []
+    if spec.remove_extra_whitespaces:
+        edges = {"Regex": rf"\A +|[ {SPACE}]+\z"}
+        steps.append({"type": "Replace", "pattern": edges, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if spec.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    return [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
 
 
 def _check_supported(
@@ -127,6 +122,8 @@ def _check_supported(
             ("two of its pieces are equal", len(names) != len(pieces)),
             ("its unknown piece is out of range", not 0 <= trainer.unk_id < len(pieces)),
             ("it has UNUSED pieces", _KINDS.index("UNUSED") in kinds),
+            # The charsmap of `tokenizers` treats decomposed characters unlike SentencePiece's.
+            ("it normalizes characters", bool(normalizer.precompiled_charsmap)),
             ("it writes spaces as suffixes", trainer.treat_whitespace_as_suffix),
             ("it does not escape spaces", not normalizer.escape_whitespaces),
             (

@@ -105,12 +105,15 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, LazyTensor],
     *,
+    aligned: bool = True,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a safetensors file, one tensor in memory at a time, each on a 64-byte boundary.
+    """Write a safetensors file, one tensor in memory at a time.
 
-    The file appears under its name only when it is complete. progress: told of bytes written.
+    aligned: each starts on a 64-byte boundary, which takes tensors of our own that fill the gaps;
+    a file for other programs is better without. The file appears under its name only when it is
+    complete. progress: told of bytes written.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     # Tensors of odd sizes come last: what precedes them needs no filling.
@@ -119,7 +122,7 @@ def write_tensors(
     plan: list[tuple[LazyTensor | None, int]] = []
     for name in names:
         tensor = tensors[name]
-        if gap := -offset % ALIGNMENT:
+        if aligned and (gap := -offset % ALIGNMENT):
             header[f"{_FILLER}{len(plan)}"] = _entry("U8", (gap,), offset, gap)
             plan.append((None, gap))
             offset += gap

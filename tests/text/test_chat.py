@@ -246,6 +246,8 @@ HOSTILE = {
     "a flood": "{% for i in range(99999) %}{% for j in range(99999) %}xx{% endfor %}{% endfor %}",
     "a captured flood": "{% set x %}{% for i in range(99999) %}{% for j in range(99999) %}"
     "{{ 'x' * 9999 }}{% endfor %}{% endfor %}{% endset %}",
+    "captured long strings": "{% set s = 'x' * 8000000 %}{% set x %}{% for i in range(9999) %}"
+    "{{ s }}{% endfor %}{% endset %}",
     "a macro's flood": "{% macro m() %}{% for i in range(99999) %}{{ messages }}{% endfor %}"
     "{% endmacro %}{% for i in range(99999) %}{% call m() %}{% endcall %}{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import TokenError
@@ -38,6 +38,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def test_the_pieces_of_any_text_are_the_whole(tokenizer: Tokenizer) -> None:
+    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         ids = tokenizer.encode(text)
@@ -50,6 +51,7 @@ def test_the_pieces_of_any_text_are_the_whole(tokenizer: Tokenizer) -> None:
 
 
 def test_a_continuation_is_the_rest_of_the_whole(tokenizer: Tokenizer) -> None:
+    @settings(deadline=None)
     @given(TEXTS, TEXTS)
     def check(prompt: str, text: str) -> None:
         before = tokenizer.encode(prompt, bos=tokenizer.bos_id is not None)
@@ -64,6 +66,7 @@ def test_a_continuation_is_the_rest_of_the_whole(tokenizer: Tokenizer) -> None:
 def test_bytes_of_any_kind_come_out_as_decode_has_them(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
 
+    @settings(deadline=None)
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
     def check(ids: list[int]) -> None:
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)

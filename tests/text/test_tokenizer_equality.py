@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import CheckpointError
@@ -57,7 +57,6 @@ def transformers() -> Any:
         {"byte_fallback": False},
         {"remove_extra_whitespaces": True},
         {"add_dummy_prefix": False},
-        {"normalization_rule_name": "nmt_nfkc"},
         {"add_dummy_prefix": False, "user_defined_symbols": ["<tool>", "▁▁"]},
         {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": 2},
     ],
@@ -87,6 +86,7 @@ def assert_equals_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
     ):
         assert ours == (None if theirs < 0 else theirs)
 
+    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         ids = reference.encode(text)
@@ -103,6 +103,7 @@ def assert_equals_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
     [
         {"model_type": "unigram", "vocab_size": 330},
         {"model_type": "char"},
+        {"normalization_rule_name": "nmt_nfkc"},
         {"user_defined_symbols": ["<tool>"]},
         {"treat_whitespace_as_suffix": True},
     ],
@@ -163,9 +164,10 @@ def test_any_text_encodes_as_transformers_does_from_tokenizer_json(
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
     tokenizer = load(real_form(*form))
 
-    @given(st.text())
+    @settings(deadline=None)
+    @given(TEXTS)
     def check(text: str) -> None:
-        ids = reference.encode(text, add_special_tokens=False)
+        ids = reference.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == reference.decode(ids)
 
@@ -178,6 +180,7 @@ def test_all_forms_of_a_tokenizer_agree(
 ) -> None:
     one, other = (load(real_form(*form)) for form in forms)
 
+    @settings(deadline=None)
     @given(TEXTS, st.booleans())
     def check(text: str, parse: bool) -> None:
         ids = one.encode(text, parse_special=parse)

@@ -1,0 +1,5 @@
+"""`python -m jaxllm`: the command `jaxllm`."""
+
+from jaxllm.cli import main
+
+main()

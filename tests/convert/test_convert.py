@@ -1,0 +1,307 @@
+"""Conversion: strict in both directions, complete, reversible, and never led outside."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import jaxllm
+from convert.engine import open_hf, write_hf
+from jaxllm.checkpoint import load_params, open_native, save
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision
+from tests.twins import assert_close, load_twin, save_random, tokens
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 40,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 20.0, "truncate": False,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases, llama3": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "gpt2": ("gpt2", {}),
+    "gpt2, untied": ("gpt2", {"tie_word_embeddings": False}),
+}
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    data = json.loads(path.read_text())
+    data.update(changes)
+    path.write_text(json.dumps({k: v for k, v in data.items() if v != "delete"}))
+
+
+def edit_tensors(directory: Path, edit: Any) -> None:
+    """Rewrite the weights with `edit(dict)` applied."""
+    path = directory / "model.safetensors"
+    state = {k: v.clone() for k, v in load_file(path).items()}
+    edit(state)
+    save_file(state, path, metadata={"format": "pt"})
+
+
+def logits(directory: Path) -> np.ndarray:
+    lm = jaxllm.load(directory)
+    return np.asarray(jaxllm.forward(lm.model, lm.params, None, tokens(2, 19)).logits)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_there_and_back_again(form: str, tmp_path: Path) -> None:
+    """Hugging Face -> native -> Hugging Face: equal bits, equal configuration, equal logits."""
+    family, changes = FORMS[form]
+    save_random(tmp_path / "hf", family, **changes)
+    opened = open_hf(tmp_path / "hf")
+    save(tmp_path / "native", opened)
+    native = open_native(tmp_path / "native")
+    assert native.config == opened.config
+    write_hf(tmp_path / "back", native)
+    assert open_hf(tmp_path / "back").config == opened.config
+    first, last = (load_file(tmp_path / n / "model.safetensors") for n in ("hf", "back"))
+    for name, tensor in last.items():
+        assert torch.equal(tensor, first.get(name, first.get(f"transformer.{name}")))
+    np.testing.assert_array_equal(logits(tmp_path / "hf"), logits(tmp_path / "native"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert_close(
+            logits(tmp_path / "native"), theirs(torch.tensor(tokens(2, 19))).logits.numpy()
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_converting_to_half_equals_loading_as_half(dtype: str, tmp_path: Path) -> None:
+    from convert.command import recast
+
+    save_random(tmp_path / "hf", "llama")
+    save(tmp_path / "half", recast(open_hf(tmp_path / "hf"), dtype))
+    loaded = jaxllm.load(tmp_path / "hf", dtype=dtype)
+    native = jaxllm.load(tmp_path / "half")
+    assert native.model == loaded.model
+    for (path, a), (_, b) in zip(flatten(native.params), flatten(loaded.params), strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+
+
+def test_shards_equal_one_file(tmp_path: Path) -> None:
+    save_random(tmp_path / "one", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    np.testing.assert_array_equal(logits(tmp_path / "one"), logits(tmp_path / "many"))
+
+
+def test_both_spellings_of_the_rotary_settings_are_read(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama", rope_parameters=LLAMA3)
+    expected = open_hf(tmp_path).config
+    scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    edit_config(tmp_path, rope_parameters="delete", rope_theta=1e3, rope_scaling=scaling)
+    assert open_hf(tmp_path).config == expected
+    old = {"type": "linear", "factor": 2.0}  # as the first files with scaling wrote it
+    edit_config(tmp_path, rope_theta="delete", rope_scaling=old)
+    rope = open_hf(tmp_path).config.rope  # type: ignore[attr-defined]
+    assert (rope.rope_type, rope.rope_theta, rope.factor) == ("linear", 10000.0, 2.0)
+    edit_config(tmp_path, rope_theta=500.0, rope_parameters={"rope_theta": 1e4})
+    with pytest.raises(ConfigError, match="rope_theta differs"):
+        open_hf(tmp_path)
+
+
+def test_published_gpt2_names_and_mask_buffers_are_read(tmp_path: Path) -> None:
+    save_random(tmp_path, "gpt2")
+    expected = logits(tmp_path)
+
+    def publish(state: dict[str, torch.Tensor]) -> None:
+        for name in list(state):
+            state[name.removeprefix("transformer.")] = state.pop(name)
+        state["h.0.attn.bias"] = torch.ones(1, 1, 97, 97)
+        state["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    edit_tensors(tmp_path, publish)
+    np.testing.assert_array_equal(logits(tmp_path), expected)
+
+
+def test_every_complaint_about_tensors_comes_at_once(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+
+    def damage(state: dict[str, torch.Tensor]) -> None:
+        del state["model.norm.weight"]
+        state["model.layers.9.mlp.up_proj.weight"] = torch.ones(3)
+        state["model.layers.0.mlp.up_proj.weight"] = torch.ones(7, 40)
+        state["model.layers.1.input_layernorm.weight"] = torch.ones(40, dtype=torch.int32)
+
+    edit_tensors(tmp_path, damage)
+    with pytest.raises(CheckpointError) as caught:
+        open_hf(tmp_path)
+    for part in (
+        "norm.weight is missing",
+        "model.layers.9.mlp.up_proj.weight is not part of this model",
+        "layers.0.mlp.up_proj.weight has shape (7, 40), the configuration says (56, 40)",
+        "layers.1.input_layernorm.weight is int32",
+    ):
+        assert part in str(caught.value)
+
+
+def test_an_untied_head_must_be_there_and_a_tied_one_must_agree(tmp_path: Path) -> None:
+    save_random(tmp_path / "untied", "llama")
+    edit_tensors(tmp_path / "untied", lambda state: state.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is missing"):
+        open_hf(tmp_path / "untied")
+    save_random(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+
+    def repeat(state: dict[str, torch.Tensor]) -> None:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+
+    edit_tensors(tmp_path / "tied", repeat)
+    open_hf(tmp_path / "tied")
+    edit_tensors(tmp_path / "tied", lambda state: state["lm_head.weight"][3].mul_(2))
+    with pytest.raises(CheckpointError, match="ties the head"):
+        open_hf(tmp_path / "tied")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(value: float, tmp_path: Path) -> None:
+    save_random(tmp_path, "gpt2")
+    edit_tensors(tmp_path, lambda s: s["transformer.h.1.ln_2.bias"].__setitem__(5, value))
+    with pytest.raises(CheckpointError, match=r"h\.1\.ln_2\.bias holds (nan|inf) at index 5"):
+        jaxllm.load(tmp_path)
+
+
+def test_a_format_that_cannot_hold_a_weight_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, "gpt2")
+    edit_tensors(tmp_path, lambda s: s["transformer.ln_f.bias"].__setitem__(0, 1e5))
+    jaxllm.load(tmp_path, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias overflows float16"):
+        jaxllm.load(tmp_path, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mystery_scale": 3}, "mystery_scale is not supported"),
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"pretraining_tp": 2}, "pretraining_tp must be"),
+        ({"hidden_act": "swish9"}, "hidden_act 'swish9'"),
+        ({"num_attention_heads": 7, "head_dim": None}, "not a multiple"),
+        ({"num_key_value_heads": 3}, "not a multiple of"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be a whole number"),
+        ({"vocab_size": 2**40}, "vocab_size must be"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"vocab_size": "delete"}, "vocab_size is missing"),
+        ({"rms_norm_eps": "small"}, "norm_eps must be"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "needs factor"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta must be a positive"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": "fast"}, "rope_parameters must be an object"),
+    ],
+)
+def test_impossible_configurations_are_refused_by_name(
+    change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    save_random(tmp_path, "llama")
+    edit_config(tmp_path, **change)
+    with pytest.raises(ConfigError, match=reason):
+        open_hf(tmp_path)
+
+
+def test_missing_fields_mean_what_transformers_means_by_them(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama", head_dim=5 * 2, num_key_value_heads=4, num_attention_heads=4)
+    for name in ("head_dim", "num_key_value_heads", "hidden_act", "tie_word_embeddings"):
+        edit_config(tmp_path, **{name: "delete"})
+    twin = load_twin(tmp_path)
+    assert_close(logits(tmp_path), twin.logits(tokens(2, 19)))
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "link", "pipe"]
+)
+def test_shards_outside_the_directory_are_never_opened(name: str, tmp_path: Path) -> None:
+    home = tmp_path / "model"
+    save_random(home, "gpt2")
+    shutil.move(home / "model.safetensors", tmp_path / "elsewhere.safetensors")
+    (home / "sub").mkdir()
+    shutil.copy(tmp_path / "elsewhere.safetensors", home / "sub" / "x.safetensors")
+    (home / "link").symlink_to(tmp_path / "elsewhere.safetensors")
+    os.mkfifo(home / "pipe")
+    names = load_file(tmp_path / "elsewhere.safetensors")
+    index = {"weight_map": dict.fromkeys(names, name)}
+    (home / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"plain file name|leaves|regular"):
+        open_hf(home)
+
+
+def test_links_inside_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "abc"
+    save_random(snapshot, "gpt2")
+    (tmp_path / "blobs").mkdir()
+    shutil.move(snapshot / "model.safetensors", tmp_path / "blobs" / "123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    open_hf(snapshot)
+
+
+def test_pickles_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, "gpt2")
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[: len(whole) // 2], b"", b"\xff" * 64, whole + b"x"):
+        weights.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="safetensors"):
+            open_hf(tmp_path)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        open_hf(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match=r"pickle.*save_pretrained"):
+        open_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="JSON"):
+        open_hf(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        jaxllm.load(tmp_path / "nowhere")
+
+
+def test_a_damaged_native_checkpoint_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path / "hf", "gpt2")
+    save(tmp_path / "native", open_hf(tmp_path / "hf"))
+    with pytest.raises(CheckpointError, match="already holds"):
+        save(tmp_path / "native", open_hf(tmp_path / "hf"))
+    edit_config(tmp_path / "native", version=99)
+    with pytest.raises(CheckpointError, match="version 99"):
+        jaxllm.load(tmp_path / "native")
+    edit_config(tmp_path / "native", version=1, model={"model_type": "gpt2"})
+    with pytest.raises(ConfigError, match="missing"):
+        jaxllm.load(tmp_path / "native")
+
+
+def test_native_weights_are_used_as_they_lie_in_the_file(tmp_path: Path) -> None:
+    """Every tensor starts on a 64-byte boundary, odd sizes included, so XLA copies none."""
+    save_random(tmp_path / "hf", "llama", attention_bias=True, intermediate_size=53)
+    save(tmp_path / "native", open_hf(tmp_path / "hf"))
+    native = open_native(tmp_path / "native")
+    params = load_params(native, Precision())
+    for path, leaf in flatten(params):
+        array = native.tensors[path].read()
+        assert array.ctypes.data % 64 == 0
+        assert leaf.unsafe_buffer_pointer() == array.ctypes.data, path
+    reread = load_file(tmp_path / "native" / "model.safetensors")  # any reader can read it
+    assert {name for name in reread if not name.startswith("__align")} == set(native.tensors)

@@ -1,0 +1,174 @@
+"""The mathematics against PyTorch, transformers and brute force."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.activations import ACT2FN
+
+from jaxllm import ops
+from jaxllm.config import Rope
+from jaxllm.ops.attention import BLOCK
+from tests.test_against_transformers import ROPES
+
+
+@pytest.mark.parametrize("name", [n for n in ROPES if n != "dynamic"])
+def test_rotary_frequencies_equal_transformers(name: str) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = transformers.LlamaConfig(
+        hidden_size=512, num_attention_heads=8, max_position_embeddings=96,
+        rope_parameters=dict(ROPES[name]),
+    )  # fmt: skip
+    kind = ROPES[name]["rope_type"]
+    compute = LlamaRotaryEmbedding.compute_default_rope_parameters
+    theirs, magnitude = (ROPE_INIT_FUNCTIONS.get(kind) or compute)(config)
+    ours, factor = ops.inverse_frequencies(Rope(**ROPES[name]), head_dim=64)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
+    assert factor == pytest.approx(magnitude)
+
+
+def test_rotary_angles_are_exact_far_past_what_bfloat16_can_count() -> None:
+    rope = Rope(rope_type="default", rope_theta=1e4)
+    position_BT = jnp.array([[256, 257, 2047, 100_000]])
+    cos, sin = ops.rope_angles(
+        rope, position_BT, jnp.array([1]), head_dim=64, max_position_embeddings=128
+    )
+    inverse = (1e4 ** -(np.arange(0, 64, 2) / 64)).astype(np.float32)
+    angle = np.asarray(position_BT[0], np.float32)[:, None] * inverse  # as float32 rounds them
+    np.testing.assert_allclose(cos[0], np.cos(angle.astype(np.float64)), atol=2e-6)
+    np.testing.assert_allclose(sin[0], np.sin(angle.astype(np.float64)), atol=2e-6)
+    assert float(jnp.abs(cos[0, 0] - cos[0, 1]).max()) > 0.1
+
+
+def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
+    rope = Rope(rope_type="default", rope_theta=1e4)
+    x = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+
+    def score(p: int, q: int) -> float:
+        def turned(v: jax.Array, position: int) -> jax.Array:
+            angles = ops.rope_angles(
+                rope, jnp.array([[position]]), jnp.array([1]), head_dim=16,
+                max_position_embeddings=64,
+            )  # fmt: skip
+            return ops.rotate(v, *angles)
+
+        return float((turned(x[0], p) * turned(x[1], q)).sum())
+
+    assert score(3, 10) == pytest.approx(score(103, 110), abs=1e-4)
+    assert score(3, 10) != pytest.approx(score(3, 11), abs=1e-2)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
+def test_activations_equal_transformers(name: str) -> None:
+    x = np.linspace(-12, 12, 2001, dtype=np.float32)
+    theirs = ACT2FN[name](torch.tensor(x)).numpy()
+    np.testing.assert_allclose(ops.ACTIVATIONS[name](jnp.asarray(x)), theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3])
+def test_norms_equal_pytorch(eps: float) -> None:
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(s).astype(np.float32) * 3 for s in ((2, 5, 40), (40,), (40,)))
+    tx, tw, tb = map(torch.tensor, (x, w, b))
+    layer = torch.nn.functional.layer_norm(tx, (40,), tw, tb, eps).numpy()
+    rms = torch.nn.functional.rms_norm(tx, (40,), tw, eps).numpy()
+    np.testing.assert_allclose(
+        ops.layer_norm(*map(jnp.asarray, (x, w, b)), eps=eps), layer, atol=2e-5
+    )
+    np.testing.assert_allclose(ops.rms_norm(*map(jnp.asarray, (x, w)), eps=eps), rms, atol=2e-5)
+
+
+def brute_force(
+    q: np.ndarray, q_pos: np.ndarray, parts: list[tuple[np.ndarray, ...]], window: int | None
+) -> np.ndarray:
+    """Attention one query, one head, one key at a time, float64."""
+    B, T, N, H = q.shape
+    out = np.zeros((B, T, N, H))
+    for b, t, n in np.ndindex(B, T, N):
+        scores, values = [], []
+        for k, v, pos in parts:
+            row = b if k.shape[0] > 1 else 0
+            for s in range(k.shape[1]):
+                p = pos[row, s]
+                inside = window is None or q_pos[b, t] - p < window
+                if 0 <= p <= q_pos[b, t] and inside:
+                    g = n // (N // k.shape[2])
+                    scores.append(float(q[b, t, n].astype(np.float64) @ k[row, s, g]) * 0.3)
+                    values.append(v[row, s, g].astype(np.float64))
+        if scores:
+            weight = np.exp(np.array(scores) - max(scores))
+            out[b, t, n] = (weight / weight.sum()) @ np.array(values)
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("case", ["one part", "shared part", "gaps", "nothing to see"])
+def test_attention_equals_brute_force(window: int | None, case: str) -> None:
+    rng = np.random.default_rng(1)
+    B, T, N, K, H = 2, 3, 6, 2, 5
+    q = rng.standard_normal((B, T, N, H)).astype(np.float32)
+    q_pos = np.array([[4, 5, 6], [2, -1, 3]])
+
+    def part(rows: int, positions: Any) -> tuple[np.ndarray, ...]:
+        pos = np.broadcast_to(np.asarray(positions), (rows, len(positions)))
+        shape = (rows, len(positions), K, H)
+        k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+        v[pos < 0] = np.nan  # nobody may notice
+        return k, v, pos
+
+    parts = {
+        "one part": [part(B, [0, 1, 2, 3, 4, 5, 6])],
+        "shared part": [part(1, [0, 1, 2]), part(B, [3, 4, 5])],
+        "gaps": [part(B, [-1, 0, 5, -1, 2]), part(B, [6, 1, -1])],
+        "nothing to see": [part(B, [7, 8, -1])],
+    }[case]
+    ours = ops.attend(
+        jnp.asarray(q),
+        jnp.asarray(q_pos),
+        [ops.Part(*map(jnp.asarray, p)) for p in parts],
+        scale=0.3,
+        window=window,
+    )
+    np.testing.assert_allclose(ours, brute_force(q, q_pos, parts, window), atol=1e-5)
+
+
+def test_attention_over_many_blocks_equals_one_softmax() -> None:
+    S, K, H = 3 * BLOCK + 17, 2, 8
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (1, 4, 4, H)) * 3
+    k, v = (jax.random.normal(key, (1, S, K, H)) for key in keys[1:])
+    pos = jnp.where(jnp.arange(S) % 7 == 0, -1, jnp.arange(S))[None]
+    q_pos = jnp.array([[5, BLOCK, 2 * BLOCK + 3, S + 1]])
+    ours = ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None)
+    seen = (pos[:, None] >= 0) & (pos[:, None] <= q_pos[:, :, None])
+    scores = 0.5 * jnp.einsum("btkgh,bskh->bkgts", q.reshape(1, 4, K, 2, H), k)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+    expected = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+def test_attention_has_the_gradient_of_a_softmax() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (1, 3, 2, 4))
+    k, v = (jax.random.normal(key, (1, 5, 1, 4)) for key in keys[1:])
+    pos, q_pos = jnp.array([[0, 1, -1, 2, 3]]), jnp.array([[1, 2, 3]])
+
+    def blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return (ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None) ** 2).sum()
+
+    def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        seen = (pos[:, None] >= 0) & (pos[:, None] <= q_pos[:, :, None])
+        scores = jnp.einsum("btnh,bsh->bnts", q, k[:, :, 0]) * 0.5
+        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+        return (jnp.einsum("bnts,bsh->btnh", weights, v[:, :, 0]) ** 2).sum()
+
+    for ours, theirs in zip(
+        jax.grad(blocks, (0, 1, 2))(q, k, v), jax.grad(dense, (0, 1, 2))(q, k, v), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -1,0 +1,180 @@
+"""The front door: options, prompts, batches, defaults, and every refusal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import (
+    CapacityError,
+    CheckpointError,
+    NonFiniteError,
+    SamplingError,
+    TemplateError,
+    TokenError,
+)
+from tests.twins import save_random, tokens
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def demo(request: pytest.FixtureRequest) -> jaxllm.LM:
+    return jaxllm.load(f"demo:{request.param}")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint without a tokenizer."""
+    path: Path = tmp_path_factory.mktemp("plain")
+    save_random(path, "llama")
+    return path
+
+
+def test_a_stream_is_the_completion_in_pieces(demo: jaxllm.LM) -> None:
+    options: Any = {"max_new_tokens": 20, "temperature": 0.9, "seed": 5}
+    whole = demo.generate("Once upon a time", **options)
+    pieces = list(demo.stream("Once upon a time", **options))
+    assert "".join(p.text for p in pieces) == whole.text
+    assert [p.token for p in pieces] == whole.tokens
+    np.testing.assert_allclose([p.logprob for p in pieces], whole.logprobs, atol=1e-4)
+    assert [p.finish_reason for p in pieces] == [None] * 19 + [whole.finish_reason]
+    assert pieces[-1].tokens_per_second > 0
+
+
+def test_a_batch_equals_each_prompt_alone(demo: jaxllm.LM) -> None:
+    prompts = ["Once upon a time", "One", "The little dog was very"]
+    together = demo.generate(prompts, max_new_tokens=15)
+    for prompt, completion in zip(prompts, together, strict=True):
+        alone = demo.generate(prompt, max_new_tokens=15)
+        assert completion.tokens == alone.tokens
+        assert completion.text == alone.text
+
+
+def test_text_goes_on_where_the_prompt_ends(demo: jaxllm.LM) -> None:
+    """The continuation keeps its leading space: prompt + text is the text of all the tokens."""
+    assert demo.tokenizer is not None
+    prompt = "Once upon"
+    completion = demo.generate(prompt, max_new_tokens=6)
+    ids = demo.tokenizer.encode(prompt) + completion.tokens
+    assert prompt + completion.text == demo.tokenizer.decode(ids)
+
+
+def test_stories_end(demo: jaxllm.LM) -> None:
+    completion = demo.generate("", max_new_tokens=400)
+    assert completion.finish_reason == "eos"
+    assert completion.text.rstrip().endswith((".", "!", '"'))
+    assert completion.tokens[-1] == demo.generation["eos_token_id"]
+    assert len(completion.tokens) == len(completion.logprobs) < 400
+
+
+def test_token_ids_are_taken_as_they_are(plain: Path) -> None:
+    lm = jaxllm.load(plain)
+    one = lm.generate([5, 6, 7], max_new_tokens=4)
+    assert one.text is None
+    assert one.prompt_tokens == 3
+    two = lm.generate([[5, 6, 7], [8]], max_new_tokens=4)
+    assert two[0].tokens == one.tokens
+    with pytest.raises(TokenError, match="no tokenizer"):
+        lm.generate("text")
+    assert lm.generate("", max_new_tokens=1).prompt_tokens == 1  # the bos token
+
+
+def test_generation_config_gives_the_defaults_and_options_win(plain: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(plain, tmp_path / "m")
+    settings = {"do_sample": True, "temperature": 5.0, "eos_token_id": [], "max_new_tokens": 7}
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(settings))
+    lm = jaxllm.load(tmp_path / "m")
+    greedy = jaxllm.load(plain).generate([5], max_new_tokens=7, eos_token_id=[]).tokens
+    sampled = lm.generate([5]).tokens
+    assert len(sampled) == 7
+    assert sampled != greedy
+    assert lm.generate([5], do_sample=False).tokens == greedy
+    assert lm.generate([5], temperature=0).tokens == greedy
+    eos = greedy[2]
+    ended = lm.generate([5], do_sample=False, eos_token_id=eos)
+    assert ended.tokens == greedy[: greedy.index(eos) + 1]
+    assert ended.finish_reason == "eos"
+
+
+def test_settings_that_would_be_dropped_are_said(plain: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(plain, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    with pytest.warns(UserWarning, match="repetition_penalty is not supported"):
+        jaxllm.load(tmp_path / "m")
+
+
+def test_what_the_model_cannot_do_is_refused_by_name(plain: Path) -> None:
+    lm = jaxllm.load(plain)
+    for error, match, prompt, options in [
+        (CapacityError, "context of 97", tokens(1, 90)[0].tolist(), {"max_new_tokens": 8}),
+        (CapacityError, "context of 97", tokens(1, 97)[0].tolist(), {}),
+        (SamplingError, "no option temprature", [1], {"temprature": 1.0}),
+        (SamplingError, "max_new_tokens", [1], {"max_new_tokens": 2.5}),
+        (TokenError, "token id 131", [131], {}),
+        (TokenError, "text or token ids", [1.5], {}),
+        (TokenError, "one prompt", [[1], [2]], {"stream": True}),
+    ]:
+        with pytest.raises(error, match=match):
+            if options.pop("stream", False):
+                list(lm.stream(prompt))
+            else:
+                lm.generate(prompt, **options)
+    with pytest.raises(TokenError, match="no tokenizer"):
+        lm.chat_prompt([{"role": "user", "content": "hi"}])
+    assert len(lm.generate(tokens(1, 90)[0].tolist()).tokens) <= 7  # by default, what fits
+
+
+def test_nan_logits_are_an_error_with_row_and_step(plain: Path) -> None:
+    import dataclasses
+
+    import jax.numpy as jnp
+
+    lm = jaxllm.load(plain)
+    weight = lm.params["embed_tokens"]["weight"].at[130].set(jnp.nan)
+    broken = dataclasses.replace(lm, params={**lm.params, "embed_tokens": {"weight": weight}})
+    with pytest.raises(NonFiniteError, match="row 1, after 0 new tokens"):
+        broken.generate([[5], [130]], max_new_tokens=3)
+
+
+def test_a_chat_template_becomes_token_ids(demo: jaxllm.LM, data: Any) -> None:
+    lm = jaxllm.load(data("stories260K"))
+    with pytest.raises(TemplateError, match="no chat template"):
+        lm.chat_prompt([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_prints_as_one_line(demo: jaxllm.LM) -> None:
+    assert "\n" not in repr(demo)
+    assert "M parameters" in repr(demo)
+
+
+def test_nothing_is_downloaded_unless_it_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def offline(repo: str, **_: Any) -> str:
+        asked.append(repo)
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(CheckpointError, match="not a directory"):
+        jaxllm.load("owner/name")
+    assert asked == []
+    with pytest.raises(CheckpointError, match="no network in tests"):
+        jaxllm.load("hf:owner/name")
+    assert asked == ["owner/name"]
+
+
+def test_every_public_name_is_there() -> None:
+    for name in jaxllm.__all__:
+        assert getattr(jaxllm, name) is not None
+    homes = [name for names in jaxllm._HOMES.values() for name in names]
+    assert sorted([*homes, "errors"]) == sorted(jaxllm.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = jaxllm.nonsense

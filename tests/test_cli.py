@@ -1,0 +1,157 @@
+"""The command line, as a newcomer uses it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm import cli
+from tests.conftest import ROOT
+from tests.twins import save_random
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
+
+    def command(*args: object, stdin: str = "") -> tuple[int, str, str]:
+        import io
+
+        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return command
+
+
+def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None:
+    directory = data("stories260K")
+    status, out, err = run("generate", "--model", directory, "-n", 200)
+    assert status == 0
+    assert out == (directory / "greedy_200.txt").read_text(encoding="utf-8")
+    assert "200 tokens (length)" in err
+    assert "tokens/s" in err
+
+
+@pytest.mark.parametrize("model", ["demo:llama", "demo:gpt2"])
+def test_the_demo_tells_a_story_from_stdin(run: Run, model: str) -> None:
+    status, out, _ = run("generate", "-m", model, "-p", "-", "-n", 30, stdin="Once upon a time\n")
+    assert status == 0
+    assert len(out.split()) > 10
+    assert "�" not in out
+    again = run("generate", "-m", model, "-p", "Once upon a time", "-n", 30)
+    assert again[1] == out
+
+
+def test_a_seed_repeats_and_another_differs(run: Run) -> None:
+    def story(seed: int) -> str:
+        return run("generate", "-p", "One day", "-n", 25, "--temperature", 1.0, "--seed", seed)[1]
+
+    assert story(1) == story(1)
+    assert story(1) != story(2)
+
+
+def test_json_holds_what_was_printed(run: Run) -> None:
+    arguments = ("generate", "-p", "One day", "-n", 12)
+    _, text, _ = run(*arguments)
+    _, out, _ = run(*arguments, "--json")
+    report = json.loads(out)
+    assert report["text"] == text
+    assert len(report["tokens"]) == len(report["logprobs"]) == 12
+    assert report["finish_reason"] == "length"
+    _, echoed, _ = run(*arguments, "--echo")
+    assert echoed == "One day" + text
+
+
+def test_chat_answers_each_line(run: Run) -> None:
+    status, out, _ = run("chat", "-n", 12, stdin="Once upon a time\n\nThe end?\n/quit\nnever\n")
+    assert status == 0
+    assert out.count("\n") == 2
+
+
+def test_info_reads_shapes_not_weights(run: Run, tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    _, out, _ = run("info", tmp_path, "--json")
+    facts = json.loads(out)
+    heads = 3 * 40 * (2 * 8 * 6 + 2 * 2 * 6)  # q, o and k, v
+    expected = 2 * 131 * 40 + heads + 3 * (3 * 40 * 56 + 2 * 40) + 40
+    assert facts["parameters"] == expected
+    assert facts["bytes"] == 4 * expected
+    assert facts["cache_bytes_per_token"] == 2 * 3 * 2 * 6 * 4
+    _, table, _ = run("info", tmp_path)
+    assert "parameters" in table
+    assert f"{expected:,}" in table
+
+
+def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
+    save_random(tmp_path / "hf", "gpt2")
+    status, _, err = run("convert", tmp_path / "hf", tmp_path / "native", "--dtype", "bfloat16")
+    assert status == 0
+    assert "bfloat16" in err
+    assert json.loads(run("info", tmp_path / "native", "--json")[1])["form"] == "jaxllm"
+    command = [sys.executable, "-m", "convert", tmp_path / "native", tmp_path / "back", "--to-hf"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    assert json.loads(run("info", tmp_path / "back", "--json")[1])["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["generate", "-m", "nowhere"], "nowhere is not a directory"),
+        (["generate", "-m", "owner/name"], "write hf:owner/name"),
+        (["generate", "-m", "demo:bert"], "demo:bert is not a directory"),
+        (["generate", "-n", "0"], "max_new_tokens"),
+        (["generate", "-n", "100000"], "exceed the model's context"),
+        (["generate", "--temperature", "-1"], "temperature must be"),
+        (["generate", "--top-p", "2"], "top_p must be"),
+        (["generate", "--seed", "-1"], "seed must be"),
+        (["generate", "--dtype", "int3"], "must be one of"),
+        (["info", "/dev/null"], "is not a directory"),
+        (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_a_non_zero_exit(
+    run: Run, arguments: list[str], reason: str
+) -> None:
+    status, out, err = run(*arguments)
+    assert status == 1
+    assert out == ""
+    assert err.startswith("jaxllm: ")
+    assert reason in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "convert"])
+def test_help_has_an_example(run: Run, command: str) -> None:
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    assert "Example" in out
+    assert f"jaxllm {command}" in out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nsys.argv = ['jaxllm', '--help']\n"
+        "from jaxllm.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'jax', 'flax', 'numpy', 'torch', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m jaxllm generate -n 60 | head -c 5"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert len(done.stdout) == 5
+    assert b"Traceback" not in done.stderr

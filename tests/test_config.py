@@ -1,0 +1,115 @@
+"""Configurations: hashable values, every field of which does something."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import models
+from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS, config_from_dict
+from jaxllm.errors import ConfigError
+from jaxllm.ops.activations import ACTIVATIONS
+from jaxllm.weights.paths import flatten
+from tests.twins import random_model, tokens
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 137,
+        "hidden_size": 48,
+        "intermediate_size": 57,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "hidden_act": "gelu",
+        "norm_eps": 0.5,
+        "tie_word_embeddings": True,
+        "rope": jaxllm.Rope(rope_type="default", rope_theta=77.0),
+        "attention_bias": True,
+        "mlp_bias": True,
+        "sliding_window": 3,
+    },
+    "gpt2": {
+        "vocab_size": 137,
+        "intermediate_size": 57,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 98,
+        "hidden_act": "gelu",
+        "norm_eps": 0.5,
+        "tie_word_embeddings": False,
+        "scale_attn_weights": False,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
+}
+# Fields that only act together with another one.
+TOGETHER = {
+    "llama": {"max_position_embeddings"},  # dynamic rope, context_length: tested below
+    "gpt2": {"hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_field_changes_a_shape_or_the_output(family: str) -> None:
+    model, params = random_model(family)
+    ids = tokens(1, 12)
+    before = jaxllm.forward(model, params, None, ids).logits
+    fields = {f.name for f in dataclasses.fields(model.config)}
+    assert fields == set(CHANGES[family]) | TOGETHER[family]
+    for name, value in CHANGES[family].items():
+        changed = models.build(dataclasses.replace(model.config, **{name: value}))
+        if _shapes(changed) == _shapes(model):
+            after = jaxllm.forward(changed, params, None, ids).logits
+            assert not np.allclose(before, after, atol=1e-4), name
+
+
+def _shapes(model: Any) -> dict[str, Any]:
+    return {path: leaf.shape for path, leaf in flatten(models.param_shapes(model))}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_configuration_survives_json(family: str) -> None:
+    import json
+
+    config = random_model(family)[0].config
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(config_from_dict(config.to_dict())) == hash(config)
+    with pytest.raises(ConfigError, match="unknown colour"):
+        config_from_dict({**config.to_dict(), "colour": 3})
+    with pytest.raises(ConfigError, match="model_type"):
+        config_from_dict({})
+
+
+def test_context_length_grows_with_dynamic_scaling_alone() -> None:
+    config = random_model("llama")[0].config
+    assert config.context_length == 97
+    for kind, expected in (("dynamic", 194), ("linear", 97)):
+        rope = jaxllm.Rope(rope_type=kind, rope_theta=1e4, factor=2.0)
+        assert dataclasses.replace(config, rope=rope).context_length == expected
+
+
+def test_every_activation_has_a_function() -> None:
+    assert set(ACTIVATIONS) == set(HIDDEN_ACTS)
+
+
+@pytest.mark.parametrize("kind", ROPE_FIELDS)
+def test_rope_settings_are_complete_and_nothing_else(kind: str) -> None:
+    required, _ = ROPE_FIELDS[kind]
+    values = dict.fromkeys(required, 4)
+    jaxllm.Rope(rope_type=kind, rope_theta=1e4, **values)
+    for name in required:
+        with pytest.raises(ConfigError, match=f"{name} is missing"):
+            jaxllm.Rope(rope_type=kind, rope_theta=1e4, **{**values, name: None})
+    if kind != "yarn":
+        with pytest.raises(ConfigError, match="beta_fast is not used"):
+            jaxllm.Rope(rope_type=kind, rope_theta=1e4, beta_fast=3, **values)
+
+
+def test_a_model_is_a_valid_static_argument() -> None:
+    one, _ = random_model("llama")
+    other, _ = random_model("llama")
+    assert one == other
+    assert hash(one) == hash(other)
+    assert jax.jit(lambda m: 1, static_argnums=0)(one) == 1

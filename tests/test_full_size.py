@@ -1,0 +1,105 @@
+"""TinyLlama-1.1B's and GPT-2-124M's true shapes, in processes of their own: `make test-full`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.full
+
+MEASURE = """
+import json, sys, time
+def peak(): return next(
+    int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+start = time.perf_counter()
+import jax, jaxllm
+jax.numpy.zeros(1).block_until_ready()
+base, imported = peak(), time.perf_counter()
+lm = jaxllm.load(sys.argv[1], dtype=sys.argv[2])
+loaded, after_load = time.perf_counter(), peak()
+def run():
+    begin = time.perf_counter()
+    pieces, times = [], []
+    for piece in lm.stream([1, 5, 9, 100, 2000], max_new_tokens=16):
+        pieces.append(piece)
+        times.append(time.perf_counter() - begin)
+    return pieces, times
+_, cold = run()
+pieces, warm = run()
+print(json.dumps({
+    "import_s": imported - start, "load_s": loaded - imported,
+    "first_token_cold_s": cold[0], "second_token_cold_s": cold[1] - cold[0],
+    "first_token_warm_s": warm[0], "tokens_per_second": 15 / (warm[-1] - warm[0]),
+    "base_bytes": base, "load_peak_bytes": after_load, "peak_bytes": peak(),
+    "tokens": [p.token for p in pieces]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def tinyllama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("full") / "tinyllama"
+    make(directory, "tinyllama", "bfloat16")
+    return directory
+
+
+def make(directory: Path, shape: str, dtype: str) -> None:
+    script = ROOT / "scripts" / "make_checkpoint.py"
+    command = [sys.executable, str(script), shape, str(directory), "--dtype", dtype]
+    subprocess.run(command, check=True)
+
+
+def measure(directory: Path, dtype: str) -> dict[str, float]:
+    command = [sys.executable, "-c", MEASURE, str(directory), dtype]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    report: dict[str, float] = json.loads(out)
+    print(directory.name, dtype, json.dumps({k: round(v, 3) for k, v in report.items() if k != "tokens"}))  # fmt: skip
+    return report
+
+
+@pytest.mark.parametrize("form", ["hf", "native"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tinyllama_loads_within_memory_and_generates(
+    tinyllama: Path, dtype: str, form: str, tmp_path: Path
+) -> None:
+    directory = tinyllama
+    if form == "native":
+        directory = tmp_path / "native"
+        subprocess.run(
+            [sys.executable, "-m", "convert", str(tinyllama), str(directory)], check=True, cwd=ROOT
+        )
+    report = measure(directory, dtype)
+    assert len(report["tokens"]) == 16  # type: ignore[arg-type]
+    size = 2_200_096_768 * (2 if dtype == "float32" else 1)
+    assert report["load_peak_bytes"] - report["base_bytes"] <= 1.3 * size
+
+
+def test_gpt2_loads_and_generates(tmp_path: Path) -> None:
+    make(tmp_path / "gpt2", "gpt2", "float32")
+    assert len(measure(tmp_path / "gpt2", "float32")["tokens"]) == 16  # type: ignore[arg-type]
+
+
+def test_tinyllama_logits_equal_transformers(tinyllama: Path) -> None:
+    """All 22 layers in float32, in turn so that two copies of 4.4 GB are not alive at once."""
+    import jax
+    import torch
+    import transformers
+
+    import jaxllm
+
+    ids = np.random.default_rng(0).integers(0, 32000, (1, 48))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tinyllama, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(torch.tensor(ids)).logits.numpy()
+    del model
+    lm = jaxllm.load(tinyllama, dtype="float32")
+    with jax.default_matmul_precision("highest"):
+        ours = np.asarray(jaxllm.forward(lm.model, lm.params, None, ids).logits)
+    error = np.abs(ours - theirs).max()
+    print(f"max abs error {error:.2e} of logits up to {np.abs(theirs).max():.2f}")
+    scale = max(1.0, float(np.abs(theirs).max()))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * scale, rtol=1e-4)

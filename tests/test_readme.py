@@ -1,0 +1,95 @@
+"""The README tells the truth: its snippets and commands run, its file map is complete."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [
+    line
+    for language, block in BLOCKS
+    if language == "sh"
+    for line in block.splitlines()
+    if re.match(r"(echo .*\| )?jaxllm ", line)
+]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_python_example_runs() -> None:
+    (code,) = (block for language, block in BLOCKS if language == "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("->") == 3
+    assert done.stdout.count("KVCache(") == 4
+    statements = [line for line in code.splitlines() if line.strip() and line[0] != "#"]
+    assert len(statements) <= 20
+
+
+def test_the_commands_run_in_order(tmp_path: Path) -> None:
+    assert len(COMMANDS) == 7
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in COMMANDS:
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert (tmp_path / "story-model-hf" / "config.json").exists()
+
+
+def test_make_and_pip_do_the_same() -> None:
+    """The pip lines are the Makefile's, word for word; `make test` itself is what runs this."""
+    for line in re.findall(r"\.venv/bin/\S+ .*", TEXT):
+        words = shlex.split(line.split("#")[0])
+        assert Path(words[0]).name in ("pip", "pytest", "jaxllm"), line
+    assert 'pytest -n 2 -m "not full"' in MAKEFILE
+    assert "pip install --quiet --constraint constraints.txt --editable ." in MAKEFILE
+    for target in ("demo", "test", "test-full"):
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
+
+
+def test_the_file_map_is_complete() -> None:
+    mapped = TEXT[TEXT.index("## Where things are") :]
+    for file in (ROOT / "jaxllm").rglob("*.py"):
+        relative = file.relative_to(ROOT)
+        folder = f"`{relative.parent}/`"
+        named = f"`{relative}`" in mapped or f"`{relative.name}`" in mapped
+        assert named or folder in mapped or file.name.startswith("__"), relative
+    for name in re.findall(r"^\| `([^`]+)`", mapped, re.MULTILINE):
+        assert (ROOT / name).exists(), name
+
+
+FLOORS = {
+    "config": 0, "errors": 0, "progress": 0, "ops": 1, "weights": 2, "cache": 3, "models": 4,
+    "steps": 5, "decode": 6, "checkpoint": 6, "text": 6, "api": 7, "cli": 8, "__main__": 9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "jaxllm").rglob("*.py")), ids=lambda f: str(f.relative_to(ROOT))
+)
+def test_each_floor_imports_only_from_floors_below(file: Path) -> None:
+    parts = file.relative_to(ROOT / "jaxllm").parts
+    name = Path(parts[0]).stem
+    if name in ("__init__", "demo"):
+        return
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        module = node.module.split(".")
+        if module[0] == "convert":
+            assert name in ("api", "cli"), "only the front door reaches up to convert"
+        elif module == ["jaxllm"]:
+            for alias in node.names:
+                assert FLOORS[alias.name] <= FLOORS[name], alias.name
+        elif module[0] == "jaxllm":
+            assert FLOORS[module[1]] < FLOORS[name] or module[1] == name, node.module

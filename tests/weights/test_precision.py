@@ -1,0 +1,109 @@
+"""Number formats: what is stored how, and what an override changes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import Override, Precision
+from jaxllm.errors import ConfigError
+from jaxllm.weights.linear import linear
+from jaxllm.weights.paths import flatten
+from tests.twins import random_model, tokens
+
+
+def test_an_override_covers_a_module_and_all_that_is_in_it() -> None:
+    precision = Precision(
+        weights="bfloat16",
+        activations="bfloat16",
+        overrides=(
+            (r"layers\.0\.mlp\.down_proj", Override(activations="float16")),
+            (r"layers\.0", Override(weights="float32", activations="float32")),
+            (r".*norm", Override(weights="float32")),
+        ),
+    )
+    assert precision.weights_at("layers.0.mlp.down_proj") == jnp.float32  # that row is silent on it
+    assert precision.activations_at("layers.0.mlp.down_proj") == jnp.float16
+    assert precision.activations_at("layers.0.self_attn.q_proj") == jnp.float32
+    assert precision.weights_at("layers.1.input_layernorm") == jnp.float32
+    assert precision.weights_at("layers.1.mlp.up_proj") == jnp.bfloat16
+    assert precision.activations_at("layers.10") == jnp.bfloat16
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_cast_and_compute_follow_the_table(family: str) -> None:
+    block = "layers" if family == "llama" else "h"
+    precision = Precision(
+        weights="bfloat16",
+        activations="bfloat16",
+        cache="float16",
+        overrides=((rf"{block}\.1", Override(weights="float32", activations="float32")),),
+    )
+    model, params = random_model(family, precision=precision)
+    cast = jaxllm.cast(params, precision)
+    for path, leaf in flatten(cast):
+        assert leaf.dtype == (jnp.float32 if path.startswith(f"{block}.1.") else jnp.bfloat16)
+    cache = jaxllm.init_cache(model.config, 1, 16, dtype=precision.cache)
+    out = jaxllm.forward(model, cast, cache, tokens(1, 9), hidden_states=True)
+    assert out.logits.dtype == jnp.float32
+    assert {x.dtype for x in (*out.delta.k, *out.delta.v)} == {jnp.dtype("float16")}
+    assert {x.dtype for x in out.hidden_states or ()} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_override_brings_a_layer_closer_to_float32(family: str) -> None:
+    """A float32 layer inside a bfloat16 model loses less: the override reaches the arithmetic."""
+    block = "layers" if family == "llama" else "h"
+    exact_model, params = random_model(family, spread=0.06)
+    exact = jaxllm.forward(exact_model, params, None, tokens(2, 30)).logits
+
+    def error(*overrides: Any) -> float:
+        precision = Precision(weights="bfloat16", activations="bfloat16", overrides=overrides)
+        model, _ = random_model(family, precision=precision)
+        logits = jaxllm.forward(model, jaxllm.cast(params, precision), None, tokens(2, 30)).logits
+        return float(jnp.sqrt(jnp.mean(jnp.square(logits - exact))))
+
+    wide = Override(weights="float32", activations="float32")
+    assert error((rf"{block}\..*", wide)) < 0.9 * error()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_chunks_see_the_same_numbers_through_a_half_precision_cache(dtype: str) -> None:
+    """New keys are rounded before they are attended to, as the cache would round them."""
+    precision = Precision(cache=dtype)
+    model, params = random_model("llama", precision=precision)
+    ids = tokens(1, 20)
+    results = []
+    for chunk in (20, 3):
+        cache = jaxllm.init_cache(model.config, 1, 20, dtype=dtype)
+        results.append(jaxllm.prefill(model, params, cache, ids, chunk=chunk)[0])
+    scale = float(jnp.abs(results[0]).max())
+    np.testing.assert_allclose(results[0], results[1], atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("w_dtype", ["float32", "bfloat16", "float16"])
+def test_linear_equals_float64_of_the_same_numbers(rows: int, x_dtype: str, w_dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 70), np.float32)).astype(x_dtype)
+    w = jnp.asarray(rng.standard_normal((33, 70), np.float32)).astype(w_dtype)
+    b = jnp.asarray(rng.standard_normal(33, np.float32)).astype(w_dtype)
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T + np.asarray(b, np.float64)
+    y = linear(x[None], w, b)
+    assert y.shape == (1, rows, 33)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y[0], expected, atol=2e-5)
+
+
+def test_unknown_formats_and_broken_patterns_are_refused() -> None:
+    with pytest.raises(ConfigError, match="weights must be one of"):
+        Precision(weights="int3")
+    with pytest.raises(ConfigError, match="activations must be one of"):
+        Override(activations="double")
+    with pytest.raises(ConfigError, match="no valid regex"):
+        Precision(overrides=(("(", Override()),))
+    with pytest.raises(ConfigError, match="cache dtype"):
+        jaxllm.init_cache(random_model("gpt2")[0].config, 1, 4, dtype="int3")
