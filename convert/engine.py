@@ -19,12 +19,13 @@ from jaxllm.checkpoint import (
     Checkpoint,
     check_names,
     native_precision,
-    read_json,
-    write_json,
+    read_generation,
+    read_model_json,
 )
 from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.progress import bytes_bar
+from jaxllm.textfiles import read_json, write_json
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 
 READERS: dict[str, tuple[Any, Architecture]] = {
@@ -42,11 +43,11 @@ def open_hf(directory: Path) -> Checkpoint:
 
     Raises ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
     """
-    data = read_json(directory / "config.json")
+    data = read_model_json(directory)
     config, table = read_config(data)
     tensors = _rename(_open_files(directory), config, table, str(directory))
     check_names(tensors, config, str(directory))
-    generation = read_json(directory / "generation_config.json", missing={})
+    generation = read_generation(directory)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
     return Checkpoint(directory, config, tensors, {**ids, **generation}, native_precision(tensors))
 
@@ -83,7 +84,8 @@ def write_hf(
 ) -> None:
     """Write a Hugging Face directory that transformers loads; config.json comes last.
 
-    files: further files to copy (the tokenizer's). Raises CheckpointError if `directory` already holds a checkpoint.
+    files: further files to copy (the tokenizer's). Raises CheckpointError if `directory` already
+    holds a checkpoint.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / "config.json").exists():

@@ -5,7 +5,6 @@ lies. Loading from lazy tensors, with every check, is shared with `convert`.
 """
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxllm import models
 from jaxllm.config import ModelConfig, config_from_dict
 from jaxllm.errors import CheckpointError
 from jaxllm.progress import bytes_bar
+from jaxllm.textfiles import read_json, write_json
 from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import DTYPES, Override, Precision
@@ -46,12 +46,12 @@ class Checkpoint:
 
 def is_native(directory: Path) -> bool:
     """Whether a directory holds a checkpoint in jaxllm's own form."""
-    return read_json(directory / "config.json").get("format") == FORMAT
+    return read_model_json(directory).get("format") == FORMAT
 
 
 def open_native(directory: Path) -> Checkpoint:
     """Open a directory that `save` wrote. Raises CheckpointError with all that is wrong with it."""
-    data = read_json(directory / "config.json")
+    data = read_model_json(directory)
     if data.get("version") != VERSION:
         raise CheckpointError(
             f"{directory}: written in version {data.get('version')!r} of the format,"
@@ -62,9 +62,12 @@ def open_native(directory: Path) -> Checkpoint:
     overrides = tuple((regex, Override(**o)) for regex, o in precision.pop("overrides"))
     tensors = open_tensors(directory / WEIGHTS, mapped=True)
     check_names(tensors, config, str(directory))
-    generation = read_json(directory / "generation_config.json", missing={})
     return Checkpoint(
-        directory, config, tensors, generation, Precision(**precision, overrides=overrides)
+        directory,
+        config,
+        tensors,
+        read_generation(directory),
+        Precision(**precision, overrides=overrides),
     )
 
 
@@ -175,27 +178,18 @@ def check_names(tensors: Mapping[str, LazyTensor], config: ModelConfig, where: s
         raise CheckpointError(f"{where} does not fit its configuration:\n  {shown}{more}")
 
 
-def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError if it is not there, or is anything else."""
-    if missing is not None and not path.exists():
-        return missing
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist: not a model directory") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
+def read_generation(directory: Path) -> dict[str, Any]:
+    """The contents of generation_config.json; empty where there is none."""
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else {}
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON object for people to read, complete or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+def read_model_json(directory: Path) -> dict[str, Any]:
+    """The contents of config.json. Raises CheckpointError where it is missing or no JSON object."""
+    path = directory / "config.json"
+    if not path.exists():
+        raise CheckpointError(f"{directory} has no config.json: not a model directory")
+    return read_json(path)
 
 
 def _module(path: str) -> str:

@@ -57,7 +57,8 @@ def measure(directory: Path, dtype: str) -> dict[str, float]:
     command = [sys.executable, "-c", MEASURE, str(directory), dtype]
     out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     report: dict[str, float] = json.loads(out)
-    print(directory.name, dtype, json.dumps({k: round(v, 3) for k, v in report.items() if k != "tokens"}))  # fmt: skip
+    figures = {k: round(v, 3) for k, v in report.items() if k != "tokens"}
+    print(directory.name, dtype, json.dumps(figures))
     return report
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text.byte_level import read_byte_level
-from jaxllm.text.files import read_json
 from jaxllm.text.spm import added_token, read_sentencepiece
+from jaxllm.textfiles import read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -1,10 +1,11 @@
-"""Reading the small text files beside a checkpoint: bounded, regular files only, nothing executed.
+"""The small text files beside weights: read with bounds, regular files only; written whole.
 
 Whether a file is there is the caller's business; everything else that is wrong with it is a
 `CheckpointError` that names it.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} should hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON object for people to read, complete or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
