@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig, Rope
     from jaxllm.decode.generate import Finish, Generated, generate, stream
     from jaxllm.decode.sampling import GREEDY, Sampler, make_sampler, row_keys, sample
-    from jaxllm.models import build, init_params, param_shapes
+    from jaxllm.models import build, param_shapes
     from jaxllm.steps import Output, decode_step, forward, prefill
     from jaxllm.weights.precision import Override, Precision, cast
 
@@ -24,7 +24,7 @@ _HOMES = {
     "jaxllm.config": ("GPT2Config", "LlamaConfig", "ModelConfig", "Rope"),
     "jaxllm.decode.generate": ("Finish", "Generated", "generate", "stream"),
     "jaxllm.decode.sampling": ("GREEDY", "Sampler", "make_sampler", "row_keys", "sample"),
-    "jaxllm.models": ("build", "init_params", "param_shapes"),
+    "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
     "jaxllm.weights.precision": ("Override", "Precision", "cast"),
 }
@@ -57,7 +57,6 @@ __all__ = [
     "forward",
     "generate",
     "init_cache",
-    "init_params",
     "load",
     "make_sampler",
     "param_shapes",

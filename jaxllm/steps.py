@@ -108,8 +108,8 @@ def prefill(
     T = tokens_BT.shape[1]
     width = chunk if chunk <= T else min(chunk, max(8, 1 << (T - 1).bit_length()))
     padding = ((0, 0), (0, -T % width))
-    tokens_BT = jnp.pad(tokens_BT, padding)
-    positions_BT = jnp.pad(positions_BT, padding, constant_values=-1)
+    tokens_BT = _numpy(tokens_BT).pad(tokens_BT, padding)
+    positions_BT = _numpy(positions_BT).pad(positions_BT, padding, constant_values=-1)
     return _grow(_PREFILL, cache, donate, model, params, tokens_BT, positions_BT, width)
 
 
@@ -225,8 +225,11 @@ def _grow(
 
 def _checked(
     model: nn.Module, cache: KVCache | None, tokens_BT: Array, positions_BT: Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens and positions as int32, or the reason why not."""
+) -> tuple[Any, Any]:
+    """Tokens and positions as int32, or the reason why not.
+
+    All preparation is numpy's: an operation of JAX would be compiled for every new length.
+    """
     config: ModelConfig = model.config
     tokens_BT, positions_BT = _as_array(tokens_BT), _as_array(positions_BT)
     shape = tokens_BT.shape
@@ -244,7 +247,10 @@ def _checked(
             raise TokenError(f"{name} must be integers, got {x.dtype}")
     if _is_concrete(tokens_BT) and _is_concrete(positions_BT):
         _check_values(config, np.asarray(tokens_BT), np.asarray(positions_BT))
-    return jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(positions_BT, jnp.int32)
+    return (
+        _numpy(tokens_BT).asarray(tokens_BT, np.int32),
+        _numpy(positions_BT).asarray(positions_BT, np.int32),
+    )
 
 
 def _check_values(config: ModelConfig, tokens_BT: np.ndarray, positions_BT: np.ndarray) -> None:
@@ -278,21 +284,21 @@ def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
             )
 
 
-def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> jax.Array:
+def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:
     """Positions that go on from the cache; -1 past each row's length."""
     B, T = shape
-    column = jnp.arange(T, dtype=jnp.int32)[None]
-    start_B = jnp.zeros((B,), jnp.int32) if cache is None else cache.next_position_B
-    position_BT = start_B[:, None] + column
+    start_B = np.zeros(B, np.int32) if cache is None else cache.next_position_B
+    xp = _numpy(start_B, lengths_B)
+    column = xp.arange(T, dtype=xp.int32)[None]
+    position_BT = xp.asarray(start_B)[:, None] + column
     if lengths_B is None:
         return position_BT
-    if np.shape(lengths_B) != (B,):
-        raise TokenError(f"lengths must be [{B}], one a row; got shape {np.shape(lengths_B)}")
-    if _is_concrete(lengths_B):
-        lengths = np.asarray(lengths_B)
-        if lengths.min() < 1 or lengths.max() > T:
-            raise TokenError(f"lengths must be from 1 to {T}, got {lengths.tolist()}")
-    return jnp.where(column < jnp.asarray(lengths_B, jnp.int32)[:, None], position_BT, -1)
+    lengths_B = _as_array(lengths_B)
+    if lengths_B.shape != (B,):
+        raise TokenError(f"lengths must be [{B}], one a row; got shape {lengths_B.shape}")
+    if _is_concrete(lengths_B) and (lengths_B.min() < 1 or lengths_B.max() > T):
+        raise TokenError(f"lengths must be from 1 to {T}, got {lengths_B.tolist()}")
+    return xp.where(column < xp.asarray(lengths_B)[:, None], position_BT, -1)
 
 
 def _as_array(x: Any) -> Any:
@@ -302,3 +308,8 @@ def _as_array(x: Any) -> Any:
 
 def _is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer)
+
+
+def _numpy(*arrays: Any) -> Any:
+    """The numpy to compute with: JAX's where anything is traced, the real one elsewhere."""
+    return np if all(map(_is_concrete, arrays)) else jnp

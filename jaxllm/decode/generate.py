@@ -108,8 +108,8 @@ def generate(
         model, params, cache.frozen, plan, cache.replace(frozen=()), choice, bucket(longest)
     )
     return Generated(
-        token_BT[:, :longest],
-        logprob_BT[:, :longest],
+        jax.device_put(np.asarray(token_BT)[:, :longest]),  # JAX's own slice would be compiled
+        jax.device_put(np.asarray(logprob_BT)[:, :longest]),
         choice.length_B,
         choice.finish_B,
         tail.replace(frozen=cache.frozen),
@@ -129,8 +129,8 @@ def stream(
     ended_B = np.zeros(choice.token_B.shape, bool)
     while True:
         yield Generated(
-            jnp.where(ended_B, _NO_TOKEN, choice.token_B)[:, None],
-            jnp.where(ended_B, 0.0, choice.logprob_B)[:, None],
+            jax.device_put(np.where(ended_B, _NO_TOKEN, choice.token_B)[:, None]),
+            jax.device_put(np.where(ended_B, np.float32(0), choice.logprob_B)[:, None]),
             choice.length_B,
             choice.finish_B,
             tail.replace(frozen=frozen),
@@ -187,17 +187,13 @@ def _begin(
     slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
     eos = [*eos_token_ids, *[_NO_TOKEN] * (slots - len(eos_token_ids))]
     plan = Plan(
-        budget_B=jnp.asarray(budget_B),
-        eos_E=jnp.asarray(eos, jnp.int32),
+        budget_B=jax.device_put(budget_B),
+        eos_E=jax.device_put(np.array(eos, np.int32)),
         key_B=row_keys(seed, B) if isinstance(seed, int) else seed,
         sampler=sampler,
     )
-    nothing = Choice(
-        token_B=jnp.zeros((B,), jnp.int32),
-        logprob_B=jnp.zeros((B,), jnp.float32),
-        length_B=jnp.zeros((B,), jnp.int32),
-        finish_B=jnp.full((B,), Finish.RUNNING, jnp.int32),
-    )
+    zeros, running = np.zeros(B, np.int32), np.full(B, Finish.RUNNING, np.int32)
+    nothing = Choice(*jax.device_put((zeros, np.zeros(B, np.float32), zeros, running)))
     return plan, cache, _first(plan, nothing, cache.next_position_B, logits_BV)
 
 

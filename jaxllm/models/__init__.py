@@ -6,12 +6,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.gpt2 import GPT2
 from jaxllm.models.llama import Llama
-from jaxllm.weights.paths import Params, first_match, map_leaves
+from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 
 MODELS: dict[str, Any] = {"llama": Llama, "gpt2": GPT2}
@@ -23,22 +22,6 @@ def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
     precision: float32 everywhere unless given.
     """
     return MODELS[config.model_type](config=config, precision=precision or Precision())
-
-
-def init_params(model: nn.Module, seed: int) -> Params:
-    """Random float32 parameters to train from: norms 1, biases 0, all else from N(0, 0.02)."""
-    rng = np.random.default_rng(seed)
-
-    def initial(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        constant = first_match(_CONSTANTS, path)
-        if constant is not None:
-            return jnp.full(leaf.shape, constant, jnp.float32)
-        return jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32))
-
-    return map_leaves(initial, param_shapes(model))
-
-
-_CONSTANTS = ((r".*bias", 0.0), (r".*(norm|layernorm|ln_\w)\.weight", 1.0))
 
 
 @cache

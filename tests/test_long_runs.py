@@ -1,0 +1,81 @@
+"""What must hold after thousands of steps, from many threads, and after an interruption."""
+
+import gc
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import steps
+from tests.twins import random_model, tokens
+
+
+@pytest.fixture(scope="module")
+def lm() -> Any:
+    return random_model("llama", max_position_embeddings=4096)
+
+
+def test_2000_steps_compile_nothing_and_leave_nothing_behind(lm: Any) -> None:
+    model, params = lm
+    cache = jaxllm.init_cache(model.config, 1, 2100)
+    for step in range(2050):
+        token_B = np.array([step % 131])
+        _, cache = jaxllm.decode_step(model, params, cache, token_B, donate=True)
+        if step == 49:
+            gc.collect()
+            live, compiled = len(jax.live_arrays()), steps._DECODE_STEP[True]._cache_size()
+    gc.collect()
+    assert len(jax.live_arrays()) == live
+    assert steps._DECODE_STEP[True]._cache_size() == compiled
+    assert cache.length_B.tolist() == [2050]
+
+
+def test_weights_are_arguments_never_constants(lm: Any) -> None:
+    model, params = lm
+    lowered = steps._forward.lower(
+        model, params, (), np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), False
+    )
+    largest = max(leaf.size for leaf in jax.tree.leaves(params))
+    constants = [c for c in lowered.as_text().splitlines() if "stablehlo.constant dense" in c]
+    assert all(len(c) < largest for c in constants)
+
+
+def test_eight_threads_sharing_params_and_cache_get_the_serial_answer(lm: Any) -> None:
+    model, params = lm
+    cache = jaxllm.init_cache(model.config, 1, 64)
+    _, cache = jaxllm.prefill(model, params, cache, tokens(1, 9))
+
+    def work(seed: int) -> list[int]:
+        logits, mine = jaxllm.decode_step(model, params, cache, np.array([seed]))
+        out = []
+        for _ in range(12):
+            token_B = logits.argmax(axis=1)
+            out.append(int(token_B[0]))
+            logits, mine = jaxllm.decode_step(model, params, mine, token_B)
+        return out
+
+    serial = [work(seed) for seed in range(8)]
+    parallel: dict[int, list[int]] = {}
+    threads = [
+        threading.Thread(target=lambda s=s: parallel.update({s: work(s)}))  # type: ignore[misc]
+        for s in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [parallel[s] for s in range(8)] == serial
+
+
+def test_an_abandoned_stream_leaves_everything_usable(lm: Any) -> None:
+    model, params = lm
+    expected = jaxllm.generate(model, params, tokens(1, 5), max_new_tokens=6).token_BT.tolist()
+    stream = jaxllm.stream(model, params, tokens(1, 5), max_new_tokens=6)
+    next(stream)
+    next(stream)
+    stream.close()
+    again = jaxllm.generate(model, params, tokens(1, 5), max_new_tokens=6)
+    assert again.token_BT.tolist() == expected
