@@ -18,6 +18,7 @@ from convert.tables import Architecture, Same, Transposed
 from jaxllm.checkpoint import (
     Checkpoint,
     check_names,
+    claim,
     native_precision,
     read_generation,
     read_model_json,
@@ -87,9 +88,7 @@ def write_hf(
     files: further files to copy (the tokenizer's). Raises CheckpointError if `directory` already
     holds a checkpoint.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if (directory / "config.json").exists():
-        raise CheckpointError(f"{directory} already holds a checkpoint; name an empty directory")
+    claim(directory)
     config = checkpoint.config
     if isinstance(config, LlamaConfig):
         data, table = llama.write_config(config), llama.table_of(config)

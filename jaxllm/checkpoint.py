@@ -83,9 +83,7 @@ def save(
     files: further files to copy (the tokenizer's). Raises CheckpointError if `directory` already
     holds a checkpoint.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if (directory / "config.json").exists():
-        raise CheckpointError(f"{directory} already holds a checkpoint; name an empty directory")
+    claim(directory)
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
         write_tensors(
@@ -106,6 +104,13 @@ def save(
             "precision": dataclasses.asdict(checkpoint.precision),
         },
     )
+
+
+def claim(directory: Path) -> None:
+    """Make a directory to write to. Raises CheckpointError if it already holds a checkpoint."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / "config.json").exists():
+        raise CheckpointError(f"{directory} already holds a checkpoint; name an empty directory")
 
 
 def load_params(

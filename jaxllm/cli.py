@@ -62,14 +62,7 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "do_sample": True if top_k is not None or top_p is not None else None,
-        "seed": seed,
-    }
+    options = _options(max_new_tokens, temperature, top_k, top_p)
     start = time.perf_counter()
     lm = _load(model, dtype)
     loaded = time.perf_counter()
@@ -77,7 +70,7 @@ def generate(
         _write(text)
     pieces: list[Piece] = []
     with _waiting("compiling and reading the prompt") as ready:
-        for piece in lm.stream(text, **options):
+        for piece in lm.stream(text, seed=seed, **options):
             if not pieces:
                 first = time.perf_counter()
                 ready()
@@ -110,13 +103,7 @@ def chat(
     lm = _load(model, dtype)
     messages = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*messages, {"role": "user", "content": "?"}])  # refuse before the first line
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "do_sample": True if top_k is not None or top_p is not None else None,
-    }
+    options = _options(max_new_tokens, temperature, top_k, top_p)
     for turn, line in enumerate(_lines()):
         messages.append({"role": "user", "content": line})
         answer = ""
@@ -199,6 +186,19 @@ def _load(model: str, dtype: str | None) -> "LM":
     from jaxllm.api import load
 
     return load(model, dtype=dtype)
+
+
+def _options(
+    max_new_tokens: int | None, temperature: float | None, top_k: int | None, top_p: float | None
+) -> dict[str, Any]:
+    """Options of `LM.stream`: whoever names a top-k or top-p wants to sample."""
+    return {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "do_sample": True if top_k is not None or top_p is not None else None,
+    }
 
 
 def _lines() -> Iterator[str]:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import GPT2Config
-from jaxllm.models.layers import Embedding, LayerNorm, Linear, Trace, pick
-from jaxllm.weights.linear import linear
+from jaxllm.models.layers import Embedding, LayerNorm, Linear, Trace, pick, unembed
 from jaxllm.weights.precision import Precision
 
 
@@ -44,11 +43,7 @@ class GPT2(nn.Module):
             k.append(k_i)
             v.append(v_i)
         hidden_states[-1] = x = LayerNorm(c.norm_eps, name="ln_f")(x)
-        x = pick(x, column_B)
-        if c.tie_word_embeddings:
-            logits = linear(x, table)
-        else:
-            logits = Linear(c.vocab_size, False, p, out="float32", name="lm_head")(x)
+        logits = unembed(c, p, table, pick(x, column_B))
         return Trace(logits, tuple(hidden_states), tuple(k), tuple(v))
 
 

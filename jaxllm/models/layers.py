@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxllm import ops
+from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.precision import Precision
@@ -93,3 +94,10 @@ def pick(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
     if column_B is None:
         return x_BTD
     return jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
+
+
+def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array) -> jax.Array:
+    """Float32 logits, from the embedding's own table where the two are tied, else by `lm_head`."""
+    if config.tie_word_embeddings:
+        return linear(x, table)
+    return Linear(config.vocab_size, False, precision, out="float32", name="lm_head")(x)

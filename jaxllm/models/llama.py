@@ -6,8 +6,7 @@ import jax
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import LlamaConfig
-from jaxllm.models.layers import Embedding, Linear, RMSNorm, Trace, pick
-from jaxllm.weights.linear import linear
+from jaxllm.models.layers import Embedding, Linear, RMSNorm, Trace, pick, unembed
 from jaxllm.weights.precision import Precision
 
 Angles = tuple[jax.Array, jax.Array]
@@ -49,11 +48,7 @@ class Llama(nn.Module):
             k.append(k_i)
             v.append(v_i)
         hidden_states[-1] = x = RMSNorm(c.norm_eps, name="norm")(x)
-        x = pick(x, column_B)
-        if c.tie_word_embeddings:
-            logits = linear(x, table)
-        else:
-            logits = Linear(c.vocab_size, False, p, out="float32", name="lm_head")(x)
+        logits = unembed(c, p, table, pick(x, column_B))
         return Trace(logits, tuple(hidden_states), tuple(k), tuple(v))
 
 
