@@ -26,6 +26,7 @@ format: $(VENV)/.installed-test
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("jaxllm needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): about a minute, and two for the tests"
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .

@@ -4,12 +4,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_platforms", "cpu")
+
+# Compiling takes what it takes; and what CI runs today it runs tomorrow.
+hypothesis.settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "data"))

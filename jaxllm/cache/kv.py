@@ -64,6 +64,15 @@ class KVCache(struct.PyTreeNode):
         return self.tail.position_BS.shape[-1]
 
     @property
+    def position_BS(self) -> jax.Array:
+        """Positions of all slots of all segments in order, int32 `[B, S]`; -1 where empty."""
+        parts = [
+            jnp.broadcast_to(s.position_BS, (self.batch, s.position_BS.shape[1]))
+            for s in self.segments
+        ]
+        return jnp.concatenate(parts, axis=1)
+
+    @property
     def length_B(self) -> jax.Array:
         """Committed tokens of each row, int32 `[B]`: padding and empty slots do not count."""
         counts = [(s.position_BS >= 0).sum(axis=-1, dtype=jnp.int32) for s in self.segments]

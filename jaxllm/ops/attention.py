@@ -107,7 +107,10 @@ def _absorb_block(
     state: _Softmax, q_BTKGH: jax.Array, block: Part, seen_BTS: jax.Array, scale: float
 ) -> _Softmax:
     # Zero times NaN is NaN: what an empty slot holds must not reach the sum.
-    used = (block.position_BS >= 0)[:, :, None, None]
+    used_BS = block.position_BS >= 0
+    if block.v_BSKH.shape[0] == 1:  # a slot that some row still uses holds a token
+        used_BS = used_BS.any(axis=0, keepdims=True)
+    used = used_BS[:, :, None, None]
     v_BSKH = jnp.where(used, block.v_BSKH, jnp.zeros_like(block.v_BSKH))
     score_BKGTS = scale * _scores(q_BTKGH, block.k_BSKH)
     score_BKGTS = jnp.where(seen_BTS[:, None, None, :, :], score_BKGTS, -jnp.inf)

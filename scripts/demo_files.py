@@ -1,0 +1,63 @@
+"""Writing a trained demo model: a Hugging Face directory in half precision, and its README.
+
+One decision: everything is written beside the destination and takes its place when it is complete.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+from demo_data import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID
+from tokenizers import Tokenizer
+
+from convert.engine import write_hf
+from jaxllm.checkpoint import Checkpoint
+from jaxllm.config import ModelConfig
+from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.precision import Precision
+
+GENERATION = {
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "max_length": 512,
+}
+
+
+def save(
+    directory: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer, readme: str
+) -> None:
+    """Write model, tokenizer and README.md into `directory`, in place of what was there."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tensors = {
+        path: LazyTensor.of(np.asarray(jax.device_get(leaf))) for path, leaf in flatten(params)
+    }
+    generation = {**GENERATION, "max_length": config.max_position_embeddings}
+    precision = Precision.uniform("float16")
+    write_hf(partial, Checkpoint(directory, config, tensors, generation, precision))
+    tokenizer.save(str(partial / "tokenizer.json"))
+    write_tokenizer_config(partial, config.max_position_embeddings)
+    (partial / "README.md").write_text(readme, encoding="utf-8")
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def write_tokenizer_config(directory: Path, length: int) -> None:
+    """Name the special tokens, in the words that transformers and jaxllm both read."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "chat_template": "{{ bos_token }}{{ messages[-1]['content'] }}",  # each line opens a story
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": length,
+    }
+    text = json.dumps(settings, indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
