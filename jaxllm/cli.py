@@ -174,12 +174,6 @@ def _run(program: Callable[[], Any]) -> None:
     except JaxllmError as error:
         _note(f"jaxllm: {error}")
         sys.exit(1)
-    except KeyboardInterrupt:
-        _note("interrupted")
-        sys.exit(130)
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
 
 
 def _load(model: str, dtype: str | None) -> "LM":
@@ -247,8 +241,12 @@ def _print_json(
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def _note(text: str) -> None:

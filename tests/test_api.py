@@ -21,7 +21,7 @@ from tests.twins import save_random, tokens
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def demo(request: pytest.FixtureRequest) -> jaxllm.LM:
-    return jaxllm.load(f"demo:{request.param}")
+    return jaxllm.load(f"demo:{request.param}", dtype="float32")
 
 
 @pytest.fixture(scope="module")

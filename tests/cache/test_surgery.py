@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cache.surgery import branch, compact, fork, keep, rewind, select
+from jaxllm.cache import branch, compact, fork, keep, rewind, select
 from jaxllm.errors import CacheMismatchError, CapacityError
 from tests.twins import random_model, tokens
 
