@@ -25,6 +25,8 @@ def bytes_bar(
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    # On a terminal the bar goes when the work is done; in a log its last state stays.
+    with Progress(*columns, console=console, transient=console.is_terminal) as progress:
         task = progress.add_task(description, total=total)
         yield lambda n: progress.advance(task, n)
