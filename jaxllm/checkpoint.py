@@ -130,6 +130,8 @@ def load_params(
         def read(path: str, _: jax.ShapeDtypeStruct) -> jax.Array:
             tensor = checkpoint.tensors[path]
             leaf = _to_device(path, tensor, precision.weights_at(_module(path)), complaints)
+            if leaf.dtype != tensor.dtype:
+                tensor.release()
             advance(tensor.nbytes)
             return leaf
 

@@ -7,6 +7,7 @@ has every tensor on a 64-byte boundary, so that it can be mapped into memory and
 import dataclasses
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -41,11 +42,15 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`."""
+    """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`.
+
+    release: says that what was read has been copied, so that its memory may go.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+    release: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +89,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
     except (SafetensorError, OSError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
     start = 8 + size
-    whole = np.memmap(path, np.uint8, "r") if mapped else None
+    whole = _map(path) if mapped else None
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__" or name.startswith(_FILLER):
@@ -93,11 +98,11 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
             raise CheckpointError(f"{path}: tensor {name} is {entry['dtype']}, which is not known")
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         begin, end = (start + offset for offset in entry["data_offsets"])
-        if whole is not None:
-            read = _view(whole[begin:end], dtype, shape)
+        if whole is None:
+            tensors[name] = LazyTensor(dtype, shape, _reader(path, begin, end, dtype, shape))
         else:
-            read = _reader(path, begin, end, dtype, shape)
-        tensors[name] = LazyTensor(dtype, shape, read)
+            read, release = _view(whole, begin, end, dtype, shape), _releaser(whole, begin, end)
+            tensors[name] = LazyTensor(dtype, shape, read, release)
     return tensors
 
 
@@ -167,8 +172,27 @@ def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[s
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
 
 
-def _view(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
-    return lambda: np.asarray(raw).view(dtype).reshape(shape)
+def _map(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _view(
+    whole: mmap.mmap, begin: int, end: int, dtype: np.dtype, shape: tuple[int, ...]
+) -> Callable[[], np.ndarray]:
+    return lambda: np.frombuffer(whole, np.uint8, end - begin, begin).view(dtype).reshape(shape)
+
+
+def _releaser(whole: mmap.mmap, begin: int, end: int) -> Callable[[], None]:
+    """Drops the pages that lie within the tensor; a later read takes them from the file again."""
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+
+    def release() -> None:
+        if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            whole.madvise(mmap.MADV_DONTNEED, first, size)
+
+    return release
 
 
 def _reader(
