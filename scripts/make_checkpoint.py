@@ -18,19 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxllm.progress import bytes_bar
 from jaxllm.text.formats import TOKENIZER_FILES
 from jaxllm.textfiles import write_json
 from jaxllm.weights.files import LazyTensor, write_tensors
+from jaxllm.weights.precision import DTYPES
 
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
 DEVIATION = 0.02
 BLOCK = 1 << 20  # numbers drawn at a time
 Shape = tuple[int, ...]
@@ -223,7 +218,9 @@ def make(
         raise ValueError(f"need at least 1 layer and from 1 to {len(shapes)} shards")
     check_free(destination, force)
     files = tokenizer_files(tokenizer) if tokenizer else []
-    tensors = {n: random_tensor(n, shape, DTYPES[dtype], seed) for n, shape in shapes.items()}
+    tensors = {
+        n: random_tensor(n, shape, np.dtype(DTYPES[dtype]), seed) for n, shape in shapes.items()
+    }
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
