@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxllm.decode.generate import Finish, Generated, generate, stream
     from jaxllm.decode.sampling import GREEDY, Sampler, make_sampler, row_keys, sample
     from jaxllm.models import build, param_shapes
+    from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
     from jaxllm.weights.precision import Override, Precision, cast
 
@@ -25,6 +26,7 @@ _HOMES = {
     "jaxllm.decode.generate": ("Finish", "Generated", "generate", "stream"),
     "jaxllm.decode.sampling": ("GREEDY", "Sampler", "make_sampler", "row_keys", "sample"),
     "jaxllm.models": ("build", "param_shapes"),
+    "jaxllm.repair": ("insert", "recompute"),
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
     "jaxllm.weights.precision": ("Override", "Precision", "cast"),
 }
@@ -57,10 +59,12 @@ __all__ = [
     "forward",
     "generate",
     "init_cache",
+    "insert",
     "load",
     "make_sampler",
     "param_shapes",
     "prefill",
+    "recompute",
     "row_keys",
     "sample",
     "stream",

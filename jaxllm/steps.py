@@ -6,7 +6,7 @@ a prompt in chunks. Bad input is refused here, on the host, before anything is d
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import flax.linen as nn
 import jax
@@ -14,14 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import Delta, KVCache, Segment, check_fits, check_usable, extend
+from jaxllm.cache.kv import Delta, KVCache, Segment, check_fits, check_usable, extend, settle
 from jaxllm.config import ModelConfig
-from jaxllm.errors import CacheMismatchError, TokenError
+from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
 from jaxllm.models.layers import Trace
 from jaxllm.weights.paths import Params
 
 Array = Any  # a jax or numpy array, or a tracer of one
 Parts = tuple[Segment, ...]
+Mass = bool | Literal["layers"]  # none, summed over layers, or layer by layer
+State = tuple[jax.Array, KVCache, jax.Array | None]  # logits, cache, mass
 
 
 class Output(struct.PyTreeNode):
@@ -29,11 +31,14 @@ class Output(struct.PyTreeNode):
 
     logits: float32 `[B, T, V]`. delta: what `commit` takes. hidden_states: the embeddings, then
     every block's output (the last after the final norm), `[B, T, D]`; None unless asked for.
+    attention_mass: what the cache's slots and then the new tokens received in attention, float32
+    `[B, S + T]`, or `[layers, B, S + T]`; None unless asked for.
     """
 
     logits: jax.Array
     delta: Delta
     hidden_states: tuple[jax.Array, ...] | None = None
+    attention_mass: jax.Array | None = None
 
 
 def forward(
@@ -44,37 +49,74 @@ def forward(
     *,
     positions_BT: Array | None = None,
     hidden_states: bool = False,
+    attention_mass: Mass = False,
 ) -> Output:
     """Run tokens against a cache without changing or copying it.
 
     tokens_BT: integer ids `[B, T]`. positions_BT: absolute positions, -1 for padding, which may
     stand anywhere; by default each row goes on from where the cache ends. cache: None for none.
+    attention_mass: True also returns each slot's softmax weights summed over queries, heads and
+    layers (a row's mass is T x heads x layers), "layers" each layer's own; that reads the keys a
+    second time. What is not asked for is not computed.
 
     Raises TokenError for ids outside the vocabulary, positions outside the model, or arrays of
     another shape; CacheMismatchError for a cache of another model or batch.
     """
+    _check_mass(attention_mass)
     tokens_BT, positions_BT = _checked(model, cache, tokens_BT, positions_BT)
     segments = cache.segments if cache is not None else ()
-    return _forward(model, params, segments, tokens_BT, positions_BT, hidden_states)
+    return _forward(model, params, segments, tokens_BT, positions_BT, hidden_states, attention_mass)
 
 
+@overload
 def decode_step(
-    model: nn.Module, params: Params, cache: KVCache, token_B: Array, *, donate: bool = False
-) -> tuple[jax.Array, KVCache]:
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    token_B: Array,
+    *,
+    attention_mass: Literal[False] = False,
+    donate: bool = False,
+) -> tuple[jax.Array, KVCache]: ...
+@overload
+def decode_step(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    token_B: Array,
+    *,
+    attention_mass: Literal[True, "layers"],
+    donate: bool = False,
+) -> tuple[jax.Array, KVCache, jax.Array]: ...
+def decode_step(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    token_B: Array,
+    *,
+    attention_mass: Mass = False,
+    donate: bool = False,
+) -> Any:
     """`forward` and `commit` of one token a row: `(logits [B, V], cache)`.
 
-    `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`.
+    `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`. attention_mass: as
+    for `forward`; the mass, by the slots of the cache that is returned, `[B, S]` or
+    `[layers, B, S]`, is then the third thing returned.
 
     Raises what `forward` raises, and CapacityError when the cache is full.
     """
     token_B = _as_array(token_B)
     if token_B.ndim != 1:
         raise TokenError(f"decode_step takes one token a row, [B]; got shape {token_B.shape}")
+    _check_mass(attention_mass)
     tokens_BT, positions_BT = _checked(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
-    return _grow(_DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT)
+    return _grow(
+        _DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT, attention_mass
+    )
 
 
+@overload
 def prefill(
     model: nn.Module,
     params: Params,
@@ -84,17 +126,45 @@ def prefill(
     lengths_B: Array | None = None,
     positions_BT: Array | None = None,
     chunk: int = 256,
+    attention_mass: Literal[False] = False,
     donate: bool = False,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, KVCache]: ...
+@overload
+def prefill(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    tokens_BT: Array,
+    *,
+    lengths_B: Array | None = None,
+    positions_BT: Array | None = None,
+    chunk: int = 256,
+    attention_mass: Literal[True, "layers"],
+    donate: bool = False,
+) -> tuple[jax.Array, KVCache, jax.Array]: ...
+def prefill(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    tokens_BT: Array,
+    *,
+    lengths_B: Array | None = None,
+    positions_BT: Array | None = None,
+    chunk: int = 256,
+    attention_mass: Mass = False,
+    donate: bool = False,
+) -> Any:
     """Run a prompt in chunks of `chunk` tokens: `(logits [B, V] of each row's last token, cache)`.
 
     lengths_B: how many tokens of each row are real, the rest is padding on the right; or
     positions_BT `[B, T]`, with -1 for padding anywhere. Every row needs at least one real token.
     Prompts shorter than a chunk are padded to a power of two, so that few programs are compiled.
-    `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`.
+    `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`. attention_mass: as
+    for `decode_step`, summed over the prompt.
 
     Raises what `forward` raises, and CapacityError when the prompt does not fit.
     """
+    _check_mass(attention_mass)
     if chunk < 1:
         raise TokenError(f"chunk must be at least 1, got {chunk}")
     if lengths_B is not None:
@@ -110,7 +180,9 @@ def prefill(
     padding = ((0, 0), (0, -T % width))
     tokens_BT = _numpy(tokens_BT).pad(tokens_BT, padding)
     positions_BT = _numpy(positions_BT).pad(positions_BT, padding, constant_values=-1)
-    return _grow(_PREFILL, cache, donate, model, params, tokens_BT, positions_BT, width)
+    return _grow(
+        _PREFILL, cache, donate, model, params, tokens_BT, positions_BT, attention_mass, width
+    )
 
 
 def run(
@@ -122,21 +194,35 @@ def run(
     *,
     length_B: jax.Array | None = None,
     column_B: jax.Array | None = None,
-) -> tuple[Trace, Delta]:
+    attention_mass: Mass = False,
+) -> tuple[Trace, Delta, jax.Array | None]:
     """The model on checked input: what every step, compiled or not, is made of.
 
     length_B: the length of the whole text, where these tokens are one chunk of it. column_B: the
-    column of each row whose logits are wanted.
+    column of each row whose logits are wanted. The third thing returned is the attention mass.
     """
     token_BT = jnp.where(position_BT >= 0, token_BT, 0)
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
-    trace = model.apply({"params": params}, token_BT, position_BT, length_B, segments, column_B)
+    trace = model.apply(
+        {"params": params},
+        token_BT,
+        position_BT,
+        length_B,
+        segments,
+        column_B,
+        attention_mass=attention_mass is not False,
+    )
     assert isinstance(trace, Trace)
-    return trace, Delta(trace.k, trace.v, position_BT, token_BT)
+    delta = Delta(trace.k, trace.v, position_BT, token_BT, jnp.zeros_like(token_BT, bool))
+    mass = None
+    if trace.attention_mass is not None:
+        mass = jnp.stack(trace.attention_mass)
+        mass = mass if attention_mass == "layers" else mass.sum(axis=0)
+    return trace, delta, mass
 
 
-@partial(jax.jit, static_argnums=(0, 5))
+@partial(jax.jit, static_argnums=(0, 5, 6))
 def _forward(
     model: nn.Module,
     params: Params,
@@ -144,9 +230,12 @@ def _forward(
     token_BT: jax.Array,
     position_BT: jax.Array,
     hidden_states: bool,
+    attention_mass: Mass,
 ) -> Output:
-    trace, delta = run(model, params, segments, token_BT, position_BT)
-    return Output(trace.logits, delta, trace.hidden_states if hidden_states else None)
+    trace, delta, mass = run(
+        model, params, segments, token_BT, position_BT, attention_mass=attention_mass
+    )
+    return Output(trace.logits, delta, trace.hidden_states if hidden_states else None, mass)
 
 
 def _decode_step(
@@ -156,9 +245,18 @@ def _decode_step(
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
-) -> tuple[jax.Array, KVCache]:
-    trace, delta = run(model, params, (*frozen, tail.tail), token_BT, position_BT)
-    return trace.logits[:, 0], extend(tail, delta)
+    attention_mass: Mass,
+) -> tuple[jax.Array, KVCache, jax.Array | None]:
+    trace, delta, mass = run(
+        model,
+        params,
+        (*frozen, tail.tail),
+        token_BT,
+        position_BT,
+        attention_mass=attention_mass,
+    )
+    mass = None if mass is None else settle(mass, tail, 1)
+    return trace.logits[:, 0], extend(tail, delta), mass
 
 
 def _prefill(
@@ -168,19 +266,18 @@ def _prefill(
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
+    attention_mass: Mass,
     width: int,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, KVCache, jax.Array | None]:
     B = token_BT.shape[0]
     length_B = position_BT.max(axis=1) + 1
 
-    def one(
-        carry: tuple[jax.Array, KVCache], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, KVCache], None]:
-        logits_BV, tail = carry
+    def one(carry: State, chunk: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
+        logits_BV, tail, total = carry
         token_BC, position_BC = chunk
         real_BC = position_BC >= 0
         last_B = jnp.argmax(jnp.where(real_BC, jnp.arange(width), -1), axis=1)
-        trace, delta = run(
+        trace, delta, mass = run(
             model,
             params,
             (*frozen, tail.tail),
@@ -188,18 +285,27 @@ def _prefill(
             position_BC,
             length_B=length_B,
             column_B=last_B,
+            attention_mass=attention_mass,
         )
         logits_BV = jnp.where(real_BC.any(axis=1)[:, None], trace.logits[:, 0], logits_BV)
-        return (logits_BV, extend(tail, delta)), None
+        total = None if mass is None or total is None else total + settle(mass, tail, width)
+        return (logits_BV, extend(tail, delta), total), None
 
     def chunks(x_BT: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)
 
     logits_BV = jnp.zeros((B, model.config.vocab_size), jnp.float32)
-    (logits_BV, tail), _ = jax.lax.scan(
-        one, (logits_BV, tail), (chunks(token_BT), chunks(position_BT))
-    )
-    return logits_BV, tail
+    start = (logits_BV, tail, _no_mass(tail, frozen, attention_mass))
+    return jax.lax.scan(one, start, (chunks(token_BT), chunks(position_BT)))[0]
+
+
+def _no_mass(tail: KVCache, frozen: Parts, attention_mass: Mass) -> jax.Array | None:
+    """Zeros for the mass of all slots, to which steps add; None where it is not wanted."""
+    if attention_mass is False:
+        return None
+    layers = (len(tail.tail.k),) if attention_mass == "layers" else ()
+    slots = sum(s.position_BS.shape[1] for s in (*frozen, tail.tail))
+    return jnp.zeros((*layers, tail.batch, slots), jnp.float32)
 
 
 def _compiled(step: Any, static: tuple[int, ...]) -> tuple[Any, Any]:
@@ -210,17 +316,25 @@ def _compiled(step: Any, static: tuple[int, ...]) -> tuple[Any, Any]:
     )
 
 
-_DECODE_STEP = _compiled(_decode_step, (2,))
-_PREFILL = _compiled(_prefill, (2, 6))
+_DECODE_STEP = _compiled(_decode_step, (2, 6))
+_PREFILL = _compiled(_prefill, (2, 6, 7))
 
 
 def _grow(
     compiled: tuple[Any, Any], cache: KVCache, donate: bool, *args: Any
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, jax.Array]:
     """Call a compiled step on the tail; frozen segments go in but not out, so are never copied."""
     tail = cache.replace(frozen=())
-    logits_BV, tail = compiled[donate](tail, cache.frozen, *args)
-    return logits_BV, tail.replace(frozen=cache.frozen)
+    logits_BV, tail, mass = compiled[donate](tail, cache.frozen, *args)
+    cache = tail.replace(frozen=cache.frozen)
+    return (logits_BV, cache) if mass is None else (logits_BV, cache, mass)
+
+
+def _check_mass(attention_mass: Mass) -> None:
+    if attention_mass not in (False, True, "layers"):
+        raise ConfigError(
+            f"attention_mass must be False, True or 'layers', got {attention_mass!r:.40}"
+        )
 
 
 def _checked(
@@ -274,14 +388,13 @@ def _check_values(config: ModelConfig, tokens_BT: np.ndarray, positions_BT: np.n
 def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
     if cache.batch != batch:
         raise CacheMismatchError(f"the cache has {cache.batch} rows, the tokens {batch}")
-    expected = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    for segment in cache.segments:
-        got = (len(segment.k), *(segment.k[0].shape[2:] if segment.k else ()))
-        if got != expected:
-            raise CacheMismatchError(
-                f"the cache is of another model: (layers, kv heads, head dim) {got},"
-                f" the model's are {expected}"
-            )
+    if cache.config != config:
+        ours, theirs = config.to_dict(), cache.config.to_dict()
+        differ = [name for name in ours if ours[name] != theirs.get(name)]
+        raise CacheMismatchError(
+            f"the cache is of another model: {differ[0]} is {theirs.get(differ[0])!r},"
+            f" the model's is {ours[differ[0]]!r}"
+        )
 
 
 def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:

@@ -1,18 +1,43 @@
 """The key/value cache: an immutable pytree, and pure functions that make new ones from it."""
 
+from jaxllm.cache.eviction import heavy_hitters, sinks_and_window
+from jaxllm.cache.files import fingerprint, load_cache, save_cache
 from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
-from jaxllm.cache.surgery import branch, compact, fork, keep, rewind, select
+from jaxllm.cache.rows import branch, fork, merge_rows, select
+from jaxllm.cache.surgery import (
+    close_gaps,
+    compact,
+    drop_range,
+    keep,
+    patch,
+    rewind,
+    shift,
+    slot_order,
+    slots_at,
+)
 
 __all__ = [
     "Delta",
     "KVCache",
     "Segment",
     "branch",
+    "close_gaps",
     "commit",
     "compact",
+    "drop_range",
+    "fingerprint",
     "fork",
+    "heavy_hitters",
     "init_cache",
     "keep",
+    "load_cache",
+    "merge_rows",
+    "patch",
     "rewind",
+    "save_cache",
     "select",
+    "shift",
+    "sinks_and_window",
+    "slot_order",
+    "slots_at",
 ]

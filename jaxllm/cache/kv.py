@@ -4,28 +4,38 @@ A slot is described by its position, never by its index, so padding, unequal len
 gaps need no further bookkeeping. Keys are stored already rotated.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxllm.cache.show import marked_text
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
-from jaxllm.weights.precision import DTYPES
+from jaxllm.ops.entries import Entries, Int8Entries, keep_as
+from jaxllm.weights.precision import CACHE_DTYPES
+
+EMPTY = -1
 
 
 class Segment(struct.PyTreeNode):
-    """Keys and values of some tokens.
+    """Keys and values of some tokens. All leaves are `[B or 1, S, ...]`, one shared by all rows.
 
-    k, v: one `[B or 1, S, K, H]` array a layer. position_BS: int32 `[B or 1, S]`, absolute, -1
-    where the slot is empty; an empty slot's contents mean nothing. token_BS: int32, the id of the
-    token whose keys and values these are.
+    k, v: `[B or 1, S, K, H]` a layer, arrays or `Int8Entries`. position_BS: int32, absolute, -1
+    where the slot is empty, and `culled(p)`, below -1, where a token at p was culled; what such
+    slots hold is never attended to. token_BS: int32, the id of the token whose keys and values
+    these are. patched_BS: bool, whether they replace what `commit` once wrote there.
+
+    Where keys are shared, a slot has the same position in every row that has it at all.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    k: tuple[Entries, ...]
+    v: tuple[Entries, ...]
     position_BS: jax.Array
     token_BS: jax.Array
+    patched_BS: jax.Array
 
 
 class Delta(Segment):
@@ -38,11 +48,13 @@ class Delta(Segment):
 class KVCache(struct.PyTreeNode):
     """Frozen segments shared by reference, and one tail that `commit` extends.
 
-    cursor: int32 scalar, the tail's slots below it have been written. More than `capacity` means
-    that a compiled loop committed what did not fit; that write was dropped and the next call from
-    Python says so. next_position_B: int32 `[B]`, where each row's next token goes.
+    config: of the model whose cache this is (static: part of the type, as shapes are). cursor:
+    int32 scalar, the tail's slots below it have been written. More than `capacity` means that a
+    compiled loop committed what did not fit; that write was dropped and the next call from Python
+    says so. next_position_B: int32 `[B]`, where each row's next token goes.
     """
 
+    config: ModelConfig = struct.field(pytree_node=False)
     frozen: tuple[Segment, ...]
     tail: Segment
     cursor: jax.Array
@@ -64,13 +76,46 @@ class KVCache(struct.PyTreeNode):
         return self.tail.position_BS.shape[-1]
 
     @property
+    def slots(self) -> int:
+        """Slots of all segments: the S of `position_BS`, masks and attention mass."""
+        return sum(s.position_BS.shape[-1] for s in self.segments)
+
+    @property
+    def dtype(self) -> str:
+        """The format of keys and values, as `init_cache` takes it."""
+        return str(self.tail.k[0].dtype)
+
+    @property
     def position_BS(self) -> jax.Array:
-        """Positions of all slots of all segments in order, int32 `[B, S]`; -1 where empty."""
-        parts = [
-            jnp.broadcast_to(s.position_BS, (self.batch, s.position_BS.shape[1]))
-            for s in self.segments
-        ]
-        return jnp.concatenate(parts, axis=1)
+        """Positions of all slots of all segments in order, int32 `[B, S]`; negative: no token."""
+        return self._across([s.position_BS for s in self.segments])
+
+    @property
+    def token_BS(self) -> jax.Array:
+        """Token ids of all slots of all segments in order, int32 `[B, S]`."""
+        return self._across([s.token_BS for s in self.segments])
+
+    @property
+    def patched_BS(self) -> jax.Array:
+        """Which slots of all segments in order were patched, bool `[B, S]`."""
+        return self._across([s.patched_BS for s in self.segments])
+
+    def tokens(self, row: int = 0) -> list[int]:
+        """The ids of a row's text, in the order of their positions."""
+        check_usable(self)
+        position_S = np.asarray(self.position_BS)[row]
+        order = np.argsort(position_S, kind="stable")
+        return np.asarray(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
+
+    def show(self, tokenizer: Any) -> None:
+        """Print each row's text, what was culled as [-...-], what was patched as {+...+}.
+
+        tokenizer: anything with `decode(ids) -> str`.
+        """
+        check_usable(self)
+        arrays = (self.position_BS, self.token_BS, self.patched_BS)
+        for position_S, token_S, patched_S in zip(*map(np.asarray, arrays), strict=True):
+            print(marked_text(position_S, token_S, patched_S, tokenizer))
 
     @property
     def length_B(self) -> jax.Array:
@@ -84,14 +129,24 @@ class KVCache(struct.PyTreeNode):
         return sum({id(x): x.nbytes for x in jax.tree.leaves(self)}.values())
 
     def __repr__(self) -> str:
-        where = f"{len(self.tail.k)} layers, {self.tail.k[0].dtype}" if self.tail.k else "no layers"
-        if isinstance(self.cursor, jax.core.Tracer):
-            return f"KVCache({self.batch} rows, capacity {self.capacity}, {where}, traced)"
-        lengths = ", ".join(str(n) for n in np.asarray(self.length_B).ravel())
+        model = f"{self.config.model_type}, {len(self.tail.k)} layers, {self.dtype}"
+        rows = f"{self.batch} row{'s' * (self.batch != 1)}"
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            return f"KVCache({model}: {rows}, capacity {self.capacity}, traced)"
+        if any(x.is_deleted() for x in jax.tree.leaves(self)):
+            return f"KVCache({model}: {rows}, capacity {self.capacity}, donated)"
+        if self.cursor.ndim:
+            return f"KVCache({model}: a stack of {self.cursor.shape}, {self.nbytes / 1e6:.1f} MB)"
+        lengths = [str(n) for n in np.asarray(self.length_B)[:8]] + ["..."] * (self.batch > 8)
+        frozen = f"{len(self.frozen)} frozen segment{'s' * (len(self.frozen) != 1)}"
         return (
-            f"KVCache({self.batch} rows of {lengths} tokens, {len(self.frozen)} frozen segments,"
-            f" tail {int(self.cursor)}/{self.capacity}, {where}, {self.nbytes / 1e6:.1f} MB)"
+            f"KVCache({model}: {rows} of {', '.join(lengths)} tokens, {frozen},"
+            f" tail {int(self.cursor)}/{self.capacity}, {self.nbytes / 1e6:.1f} MB)"
         )
+
+    def _across(self, parts: list[jax.Array]) -> jax.Array:
+        rows = [jnp.broadcast_to(x, (self.batch, x.shape[1])) for x in parts]
+        return jnp.concatenate(rows, axis=1)
 
 
 def init_cache(
@@ -99,31 +154,44 @@ def init_cache(
 ) -> KVCache:
     """An empty cache with room for `capacity` tokens in each of `batch` rows.
 
-    dtype: "float32" (the default), "bfloat16" or "float16". Takes
-    `2 * layers * batch * capacity * kv heads * head_dim` numbers.
+    dtype: "float32" (the default), "bfloat16", "float16", or "int8" with a float32 scale for each
+    token and head. Takes `2 * layers * batch * capacity * kv heads * head_dim` numbers.
 
     Raises ConfigError for an unknown dtype, CapacityError for sizes below one.
     """
     dtype = dtype or "float32"
-    if dtype not in DTYPES:
-        raise ConfigError(f"cache dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in CACHE_DTYPES:
+        raise ConfigError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype!r}")
     if batch < 1 or capacity < 1:
         raise CapacityError(
             f"a cache needs at least one row and one slot, got batch {batch}, capacity {capacity}"
         )
     shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
     layers = range(config.num_hidden_layers)
+
+    def zeros() -> Entries:
+        if dtype == "int8":
+            return Int8Entries(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
+        return jnp.zeros(shape, CACHE_DTYPES[dtype])
+
     return KVCache(
+        config=config,
         frozen=(),
         tail=Segment(
-            k=tuple(jnp.zeros(shape, DTYPES[dtype]) for _ in layers),
-            v=tuple(jnp.zeros(shape, DTYPES[dtype]) for _ in layers),
-            position_BS=jnp.full((batch, capacity), -1, jnp.int32),
+            k=tuple(zeros() for _ in layers),
+            v=tuple(zeros() for _ in layers),
+            position_BS=jnp.full((batch, capacity), EMPTY, jnp.int32),
             token_BS=jnp.zeros((batch, capacity), jnp.int32),
+            patched_BS=jnp.zeros((batch, capacity), bool),
         ),
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
     )
+
+
+def culled(position: Any) -> Any:
+    """The mark of a slot whose token at this position was culled; applied twice, the position."""
+    return -2 - position
 
 
 def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
@@ -149,21 +217,38 @@ def extend(cache: KVCache, delta: Delta) -> KVCache:
     """`commit` without its checks, for use inside compiled programs."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    tail = cache.tail
+    written = jax.tree.map(
+        lambda old, new: _write(old, new, cache.cursor), cache.tail, as_kept(delta, cache.tail)
+    )
     return cache.replace(
-        tail=Segment(
-            k=tuple(
-                _write(old, new, cache.cursor) for old, new in zip(tail.k, delta.k, strict=True)
-            ),
-            v=tuple(
-                _write(old, new, cache.cursor) for old, new in zip(tail.v, delta.v, strict=True)
-            ),
-            position_BS=_write(tail.position_BS, delta.position_BS, cache.cursor),
-            token_BS=_write(tail.token_BS, delta.token_BS, cache.cursor),
-        ),
+        tail=written,
         cursor=cache.cursor + columns,
         next_position_B=jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1),
     )
+
+
+def as_kept(delta: Delta, like: Segment) -> Segment:
+    """The delta's entries as a segment, in the formats of another segment."""
+    return Segment(
+        k=tuple(keep_as(new, old.dtype) for new, old in zip(delta.k, like.k, strict=True)),
+        v=tuple(keep_as(new, old.dtype) for new, old in zip(delta.v, like.v, strict=True)),
+        position_BS=delta.position_BS,
+        token_BS=delta.token_BS,
+        patched_BS=delta.patched_BS,
+    )
+
+
+def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
+    """Attention mass over all slots and `new` tokens, `[..., B, S + T]`, by slots: `[..., B, S]`.
+
+    The new tokens' share moves to the slots of the tail that `extend` gives them; frozen slots
+    come first, whether `tail` has them or not.
+    """
+    if mass_XBS.ndim > 2:
+        return jax.vmap(lambda mass: settle(mass, tail, new))(mass_XBS)
+    mass_BS, new_BT = mass_XBS[:, :-new], mass_XBS[:, -new:]
+    own_BS = _write(jnp.zeros_like(mass_BS[:, -tail.capacity :]), new_BT, tail.cursor)
+    return mass_BS.at[:, -tail.capacity :].add(own_BS)
 
 
 _commit = jax.jit(extend)

@@ -1,174 +1,338 @@
-"""Making caches from caches: branch one, go back, leave out, put together.
+"""Operations on what a cache holds: go back, leave out, gather, move, replace.
 
 Every function is pure and leaves its argument valid. What a token is to the cache is its position,
-so to go back or to leave out is to change a few integers: keys and values are shared, not copied.
+so to go back or to leave out is to change a few integers and to share all keys and values. Ranges
+are of positions, `start` to before `stop`, numbers or one a row `[B]`.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, Segment, check_usable
-from jaxllm.errors import CacheMismatchError, CapacityError
+from jaxllm.cache.kv import EMPTY, Delta, KVCache, Segment, as_kept, check_usable, culled
+from jaxllm.config import LlamaConfig, ModelConfig, Rope
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.ops import Entries, dense, keep_as, turn
 
 
-def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
-    """A cache of `n` rows that all go on from this one-row cache, which they share by reference.
+def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
+    """The cache as it was `n` positions ago, or when each row's next position was `to`.
 
-    The prefix is stored once, whatever n is; each row gets a tail of its own with `capacity` slots
-    (by default what is left of the cache's own). Forks can be forked: take a row with `branch`.
+    n, to: a number, or one a row `[B]`. Equal to never having committed what came since; the slots
+    can be written again. Keys and values are shared with `cache`.
 
-    Raises CacheMismatchError for a cache of several rows, CapacityError for no rows or no slots.
+    Raises CapacityError for positions before the first or after the last.
     """
     check_usable(cache)
-    if cache.batch != 1:
-        raise CacheMismatchError(
-            f"fork takes a cache of one row, this one has {cache.batch}: take one with branch"
-        )
-    capacity = cache.capacity - int(cache.cursor) if capacity is None else capacity
-    if n < 1 or capacity < 1:
-        raise CapacityError(f"a fork needs rows and slots, got n = {n}, capacity = {capacity}")
+    if (n is None) == (to is None):
+        raise CapacityError("rewind takes either n, how far, or to, where")
+    now_B = cache.next_position_B
+    next_B = now_B - jnp.asarray(n, jnp.int32) if to is None else jnp.asarray(to, jnp.int32)
+    next_B = jnp.broadcast_to(next_B, now_B.shape)
+    if _concrete(next_B, now_B) and (int(next_B.min()) < 0 or bool((next_B > now_B).any())):
+        raise CapacityError(f"cannot rewind from positions {now_B.tolist()} to {next_B.tolist()}")
 
-    def empty(x: jax.Array) -> jax.Array:
-        return jnp.zeros((n, capacity, *x.shape[2:]), x.dtype)
+    def before(position_BS: jax.Array) -> jax.Array:
+        was_BS = jnp.where(position_BS < EMPTY, culled(position_BS), position_BS)
+        return jnp.where(was_BS < next_B[:, None], position_BS, EMPTY)
 
-    tail = cache.tail
-    return KVCache(
-        frozen=cache.segments,
-        tail=Segment(
-            k=tuple(map(empty, tail.k)),
-            v=tuple(map(empty, tail.v)),
-            position_BS=jnp.full((n, capacity), -1, jnp.int32),
-            token_BS=empty(tail.token_BS),
-        ),
-        cursor=jnp.zeros((), jnp.int32),
-        next_position_B=jnp.broadcast_to(cache.next_position_B, (n,)),
-    )
-
-
-def select(cache: KVCache, rows: Any) -> KVCache:
-    """The cache with these rows in this order, int `[R]`; a row may come more than once.
-
-    What all rows share stays shared; the rest is copied. Raises CacheMismatchError for a row that
-    the cache does not have.
-    """
-    check_usable(cache)
-    rows = rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
-    if not isinstance(rows, jax.core.Tracer) and (rows.min() < 0 or rows.max() >= cache.batch):
-        raise CacheMismatchError(f"rows {rows.tolist()} of a cache of {cache.batch} rows")
-
-    def take(x: jax.Array) -> jax.Array:
-        return x if x.shape[0] == 1 and cache.batch > 1 else jnp.take(x, rows, axis=0)
-
-    def shared_or_taken(segment: Segment) -> Segment:
-        if segment.k[0].shape[0] > 1:
-            return jax.tree.map(take, segment)
-        own = segment.position_BS.shape[0] > 1
-        return segment.replace(position_BS=take(segment.position_BS)) if own else segment
-
-    return KVCache(
-        frozen=tuple(map(shared_or_taken, cache.frozen)),
-        tail=jax.tree.map(take, cache.tail),
-        cursor=cache.cursor,
-        next_position_B=jnp.take(cache.next_position_B, rows),
-    )
-
-
-def branch(cache: KVCache, row: int) -> KVCache:
-    """One row as a cache of its own. Raises CacheMismatchError for a row that is not there."""
-    return select(cache, [row])
-
-
-def rewind(cache: KVCache, n: Any) -> KVCache:
-    """The cache as it was `n` positions ago, a number or one a row `[B]`.
-
-    Equal to never having committed what came since; the slots can be written again. Keys and
-    values are shared with `cache`. Raises CapacityError for more positions than there are.
-    """
-    check_usable(cache)
-    n_B = jnp.broadcast_to(jnp.asarray(n, jnp.int32), (cache.batch,))
-    next_B = cache.next_position_B - n_B
-    if not isinstance(next_B, jax.core.Tracer) and (int(n_B.min()) < 0 or int(next_B.min()) < 0):
-        raise CapacityError(
-            f"cannot rewind {n_B.tolist()} of {cache.next_position_B.tolist()} positions"
-        )
-    kept = [s.position_BS < next_B[:, None] for s in cache.segments]
-    return _keep(cache, kept).replace(next_position_B=next_B)
+    back = _with_positions(cache, [before(s.position_BS) for s in cache.segments])
+    used_S = (back.tail.position_BS != EMPTY).any(axis=0)
+    slot_S = jnp.arange(1, used_S.shape[0] + 1, dtype=jnp.int32)
+    return back.replace(next_position_B=next_B, cursor=jnp.where(used_S, slot_S, 0).max())
 
 
 def keep(cache: KVCache, mask_BS: Any) -> KVCache:
-    """The cache without the slots where the mask is False; later positions do not move.
+    """The cache without the tokens where the mask is False (culling); no other token moves.
 
     mask_BS: bool `[B or 1, S]` over the slots of all segments in order, as in
     `KVCache.position_BS`. What is left out is never attended to again, but what came after it has
-    read it: this is not the same as a text without those tokens. Keys and values are shared.
+    read it: this is not the same as a text without those tokens. Keys and values are shared, and
+    the slots stay taken: `compact` frees them.
 
     Raises CacheMismatchError for a mask of another shape.
     """
     check_usable(cache)
-    mask_BS = jnp.asarray(mask_BS)
-    sizes = [s.position_BS.shape[1] for s in cache.segments]
-    if (
-        mask_BS.ndim != 2
-        or mask_BS.shape[1] != sum(sizes)
-        or mask_BS.shape[0]
-        not in (
-            1,
-            cache.batch,
-        )
-    ):
+    mask_BS = jnp.asarray(mask_BS, bool)
+    if mask_BS.shape not in ((1, cache.slots), (cache.batch, cache.slots)):
         raise CacheMismatchError(
-            f"the mask is {mask_BS.shape}, the cache has slots [{cache.batch}, {sum(sizes)}]"
+            f"the mask is {mask_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
         )
-    return _keep(cache, jnp.split(mask_BS.astype(bool), np.cumsum(sizes)[:-1], axis=1))
+    return _with_positions(
+        cache,
+        [
+            jnp.where(mask | (s.position_BS < 0), s.position_BS, culled(s.position_BS))
+            for s, mask in zip(cache.segments, _split(cache, mask_BS), strict=True)
+        ],
+    )
+
+
+def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
+    """The cache without the tokens at positions `start` to before `stop`; as `keep`."""
+    check_usable(cache)
+    inside = [_inside(s.position_BS, start, stop) for s in cache.segments]
+    return _with_positions(
+        cache,
+        [
+            jnp.where(drop, culled(s.position_BS), s.position_BS)
+            for s, drop in zip(cache.segments, inside, strict=True)
+        ],
+    )
 
 
 def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
     """The same tokens at the same positions, gathered into one tail without gaps.
 
     capacity: of the new cache; by default all slots that `cache` has. What was shared is copied.
-    Logits are those of `cache`: attention does not depend on where a slot lies.
+    Logits are those of `cache`: attention does not depend on where a slot lies. What goes with the
+    slots, such as attention mass, is gathered by `jnp.take_along_axis(mass, slot_order(cache), 1)`.
 
     Raises CapacityError if the tokens do not fit.
     """
     check_usable(cache)
-    position_BS = cache.position_BS
-    capacity = position_BS.shape[1] if capacity is None else capacity
+    capacity = cache.slots if capacity is None else capacity
     length_B = cache.length_B
-    if not isinstance(length_B, jax.core.Tracer) and int(length_B.max()) > capacity:
+    if _concrete(length_B) and int(length_B.max()) > capacity:
         raise CapacityError(f"{int(length_B.max())} tokens do not fit into {capacity} slots")
-    last = jnp.iinfo(jnp.int32).max
-    order_BS = jnp.argsort(jnp.where(position_BS < 0, last, position_BS), axis=1)[:, :capacity]
-
-    def gather(*parts: jax.Array) -> jax.Array:
-        whole = [jnp.broadcast_to(x, (cache.batch, *x.shape[1:])) for x in parts]
-        index = order_BS.reshape(order_BS.shape + (1,) * (parts[0].ndim - 2))
-        found = jnp.take_along_axis(jnp.concatenate(whole, axis=1), index, axis=1)
-        room = capacity - found.shape[1]
-        return jnp.pad(found, ((0, 0), (0, room), *[(0, 0)] * (found.ndim - 2)))
-
-    tail = jax.tree.map(gather, *cache.segments)
+    tail = _gather(cache.segments, slot_order(cache)[:, :capacity], capacity)
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < length_B[:, None]
-    return KVCache(
+    return cache.replace(
         frozen=(),
-        tail=tail.replace(position_BS=jnp.where(filled, tail.position_BS, -1)),
+        tail=tail.replace(position_BS=jnp.where(filled, tail.position_BS, EMPTY)),
         cursor=length_B.max(),
-        next_position_B=cache.next_position_B,
     )
 
 
-def _keep(cache: KVCache, masks: list[jax.Array]) -> KVCache:
-    """Empty the slots where a segment's mask is False; slots at the tail's end become free."""
-    segments = [
-        s.replace(position_BS=jnp.where(mask, s.position_BS, -1))
-        for s, mask in zip(cache.segments, masks, strict=True)
-    ]
-    used_S = (segments[-1].position_BS >= 0).any(axis=0)
-    slot_S = jnp.arange(1, used_S.shape[0] + 1, dtype=jnp.int32)
-    return cache.replace(
+def slot_order(cache: KVCache) -> jax.Array:
+    """The slots of each row, tokens first and in the order of their positions, int32 `[B, S]`."""
+    last = jnp.iinfo(jnp.int32).max
+    position_BS = cache.position_BS
+    order_BS = jnp.argsort(jnp.where(position_BS < 0, last, position_BS), axis=1, stable=True)
+    return order_BS.astype(jnp.int32)
+
+
+def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
+    """Move the tokens at positions `start` to before `stop` (None: the end) by `by` positions.
+
+    by: a number, or one a row. Keys are rotated on, in float32 and rounded to the cache's format
+    once; everything else keeps its bits. One layer's keys are then those of a run at the new
+    positions; deeper layers equal it too where the whole text moves.
+
+    Raises ConfigError for models whose keys do not rotate (learned positions, `dynamic` scaling),
+    TokenError where two tokens would share a position or one leaves the model.
+    """
+    check_usable(cache)
+    end_B = cache.next_position_B
+    stop_B = end_B if stop is None else jnp.asarray(stop, jnp.int32)
+    by_B = jnp.asarray(by, jnp.int32)
+    alike = all(np.ndim(x) == 0 for x in (by, start, 0 if stop is None else stop))
+    moved = []
+    for segment in cache.segments:
+        inside = _inside(segment.position_BS, start, None if stop is None else stop_B)
+        moved.append(segment.position_BS + jnp.where(inside, _column(by_B), 0))
+    next_B = end_B + jnp.where((stop_B >= end_B) & (jnp.asarray(start) < end_B), by_B, 0)
+    return _moved(cache, moved, next_B, alike)
+
+
+def close_gaps(cache: KVCache) -> KVCache:
+    """Number each row's tokens 0, 1, 2 ... in their order and rotate the keys accordingly.
+
+    What StreamingLLM does to what it keeps (Xiao et al. 2024, section 3.2). Raises as `shift`.
+    """
+    check_usable(cache)
+    order_BS = slot_order(cache)
+    rank_BS = jnp.argsort(order_BS, axis=1).astype(jnp.int32)
+    position_BS = jnp.where(cache.position_BS >= 0, rank_BS, cache.position_BS)
+    return _moved(cache, _split(cache, position_BS), cache.length_B, cache.batch == 1)
+
+
+def slots_at(cache: KVCache, positions_BT: Any) -> jax.Array:
+    """The slots that hold these positions, int32 `[B, T]`; -1 where no token has one."""
+    position_BS = cache.position_BS
+    positions_BT = jnp.asarray(positions_BT, jnp.int32)
+    found_BTS = (position_BS[:, None] == positions_BT[:, :, None]) & (positions_BT >= 0)[:, :, None]
+    return jnp.where(found_BTS.any(axis=2), found_BTS.argmax(axis=2).astype(jnp.int32), -1)
+
+
+def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
+    """The cache with the entries in slots `at_BT` replaced by the delta's, token and position too.
+
+    at_BT: int `[B, T]` over the slots of all segments in order, as `slots_at` gives them; a
+    negative slot, or padding in the delta, changes nothing. Where rows share a segment that is
+    patched, each gets a copy of it; other segments stay shared, other entries keep their bits.
+
+    Raises CacheMismatchError for slots or a delta of another shape, and for slots that hold
+    nothing to replace; TokenError where two tokens would share a position.
+    """
+    check_usable(cache)
+    at_BT = jnp.asarray(at_BT, jnp.int32)
+    if at_BT.shape != delta.position_BS.shape or at_BT.shape[0] != cache.batch:
+        raise CacheMismatchError(
+            f"slots {at_BT.shape} for a delta of {delta.position_BS.shape} tokens and a cache of"
+            f" {cache.batch} rows"
+        )
+    at_BT = jnp.where(delta.position_BS >= 0, at_BT, -1)
+    _check_slots(cache, at_BT)
+    first, segments = 0, []
+    for segment in cache.segments:
+        size = segment.position_BS.shape[1]
+        inside = (at_BT >= first) & (at_BT < first + size)
+        if not _concrete(inside) or bool(inside.any()):
+            segment = _patched(segment, jnp.where(inside, at_BT - first, size), delta)
+        segments.append(segment)
+        first += size
+    end_B = jnp.where(at_BT >= 0, delta.position_BS + 1, 0).max(axis=1)
+    patched = cache.replace(
         frozen=tuple(segments[:-1]),
         tail=segments[-1],
-        cursor=jnp.where(used_S, slot_S, 0).max(),
+        next_position_B=jnp.maximum(cache.next_position_B, end_B),
     )
+    _check_distinct(patched.position_BS)
+    return patched
+
+
+@jax.jit
+def _patched(segment: Segment, index_BT: jax.Array, delta: Delta) -> Segment:
+    rows_B1 = jnp.arange(index_BT.shape[0])[:, None]
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        own = jnp.broadcast_to(old, (new.shape[0], *old.shape[1:]))
+        return own.at[rows_B1, index_BT].set(new, mode="drop")
+
+    new = as_kept(delta, segment).replace(patched_BS=jnp.ones_like(delta.patched_BS))
+    patched: Segment = jax.tree.map(put, segment, new)
+    return patched
+
+
+@partial(jax.jit, static_argnums=2)
+def _gather(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int) -> Segment:
+    """The slots in this order as one segment, with empty room after them."""
+    room = max(slots - order_BS.shape[1], 0)
+
+    def gather(*parts: jax.Array) -> jax.Array:
+        whole = [jnp.broadcast_to(x, (order_BS.shape[0], *x.shape[1:])) for x in parts]
+        index = order_BS.reshape(order_BS.shape + (1,) * (parts[0].ndim - 2))
+        found = jnp.take_along_axis(jnp.concatenate(whole, axis=1), index, axis=1)
+        return jnp.pad(found, ((0, 0), (0, room), *[(0, 0)] * (found.ndim - 2)))
+
+    gathered: Segment = jax.tree.map(gather, *segments)
+    return gathered
+
+
+def _moved(
+    cache: KVCache, positions: Sequence[jax.Array], next_B: jax.Array, alike: bool
+) -> KVCache:
+    """The cache with its tokens at other positions, their keys rotated by the difference.
+
+    alike: a slot that rows share moves by the same amount in all of them.
+    """
+    segments = []
+    for segment, position_BS in zip(cache.segments, positions, strict=True):
+        by_BS = jnp.where(segment.position_BS >= 0, position_BS - segment.position_BS, 0)
+        if alike and segment.k[0].shape[0] == 1:
+            most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
+            by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
+        if not _concrete(by_BS) or bool((by_BS != 0).any()):
+            k = _turned(segment.k, by_BS, _rope_of(cache.config), cache.config.head_dim)
+            segment = segment.replace(k=k, position_BS=position_BS)
+        segments.append(segment)
+    moved = cache.replace(frozen=tuple(segments[:-1]), tail=segments[-1], next_position_B=next_B)
+    _check_moved(cache, moved)
+    return moved
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _turned(
+    keys: tuple[Entries, ...], by_BS: jax.Array, rope: Rope, head_dim: int
+) -> tuple[Entries, ...]:
+    def one(k: Entries) -> Entries:
+        new = keep_as(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
+
+        def where_moved(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(by_BS.reshape(by_BS.shape + (1,) * (old.ndim - 2)) != 0, new, old)
+
+        turned: Entries = jax.tree.map(where_moved, new, k)
+        return turned
+
+    return tuple(one(k) for k in keys)
+
+
+def _rope_of(config: ModelConfig) -> Rope:
+    if not isinstance(config, LlamaConfig):
+        raise ConfigError(
+            f"{config.model_type} learns a vector for every position, which is mixed into its keys:"
+            " they cannot be moved. Run the tokens again where they are to stand"
+        )
+    if config.rope.rope_type == "dynamic":
+        raise ConfigError("dynamic rotary scaling turns keys by the text's length: not movable")
+    return config.rope
+
+
+def _check_moved(before: KVCache, after: KVCache) -> None:
+    position_BS = after.position_BS
+    if not _concrete(position_BS):
+        return
+    live = np.asarray(before.position_BS) >= 0
+    there = np.asarray(position_BS)[live]
+    limit = after.config.position_limit
+    if there.size and (there.min() < 0 or there.max() >= limit):
+        wrong = there.min() if there.min() < 0 else there.max()
+        raise TokenError(f"a token would move to {wrong}; positions run from 0 to {limit - 1}")
+    _check_distinct(position_BS)
+
+
+def _check_distinct(position_BS: jax.Array) -> None:
+    """Raise TokenError where two tokens of a row are at one position."""
+    if not _concrete(position_BS):
+        return
+    for row, position_S in enumerate(np.asarray(position_BS)):
+        found, count = np.unique(position_S[position_S >= 0], return_counts=True)
+        if (count > 1).any():
+            raise TokenError(f"row {row} would have two tokens at position {found[count > 1][0]}")
+
+
+def _check_slots(cache: KVCache, at_BT: jax.Array) -> None:
+    if not _concrete(at_BT, cache.cursor):
+        return
+    position_BS = np.asarray(cache.position_BS)
+    for row, slots in enumerate(np.asarray(at_BT)):
+        slots = slots[slots >= 0]
+        if slots.size and slots.max() >= cache.slots:
+            raise CacheMismatchError(f"slot {slots.max()} of a cache of {cache.slots} slots")
+        if len(set(slots.tolist())) < slots.size:
+            raise CacheMismatchError(f"row {row}: a slot is patched twice")
+        empty = slots[position_BS[row, slots] == EMPTY]
+        if empty.size:
+            raise CacheMismatchError(
+                f"slot {empty[0]} of row {row} is empty: patch replaces, commit adds"
+            )
+
+
+def _with_positions(cache: KVCache, positions: Sequence[jax.Array]) -> KVCache:
+    segments = [s.replace(position_BS=p) for s, p in zip(cache.segments, positions, strict=True)]
+    return cache.replace(frozen=tuple(segments[:-1]), tail=segments[-1])
+
+
+def _split(cache: KVCache, x_BS: jax.Array) -> list[jax.Array]:
+    """What is said of all slots, segment by segment."""
+    sizes = [s.position_BS.shape[1] for s in cache.segments]
+    return jnp.split(x_BS, np.cumsum(sizes)[:-1], axis=1)
+
+
+def _inside(position_BS: jax.Array, start: Any, stop: Any) -> jax.Array:
+    """Which slots hold a token in the range; no stop, no end."""
+    inside = (position_BS >= 0) & (position_BS >= _column(start))
+    return inside if stop is None else inside & (position_BS < _column(stop))
+
+
+def _column(x: Any) -> jax.Array:
+    """A number as int32 `[1, 1]`, one a row as `[B, 1]`."""
+    return jnp.asarray(x, jnp.int32).reshape(-1, 1)
+
+
+def _concrete(*arrays: jax.Array) -> bool:
+    return not any(isinstance(x, jax.core.Tracer) for x in arrays)

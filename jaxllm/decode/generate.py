@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, Segment, extend, init_cache
+from jaxllm.cache.kv import KVCache, Segment, extend, init_cache, settle
 from jaxllm.decode.sampling import GREEDY, Sampler, row_keys, sample
 from jaxllm.errors import CapacityError, SamplingError
-from jaxllm.steps import prefill, run
+from jaxllm.steps import Mass, prefill, run
 from jaxllm.weights.paths import Params
 
 _EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
@@ -41,7 +41,9 @@ class Generated(struct.PyTreeNode):
     token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; an end-of-text token is part of
     its row. logprob_BT: float32, each token's log-probability under the model, before any
     sampler. length_B: tokens of each row. finish_B: a `Finish`. cache: holds the prompt and every
-    token but each row's last, so that a longer text goes on from the last token.
+    token but each row's last, so that a longer text goes on from the last token. attention_mass:
+    what each of the cache's slots received from the tokens run so far, `[B, S]` or
+    `[layers, B, S]`; None unless asked for.
     """
 
     token_BT: jax.Array
@@ -49,6 +51,7 @@ class Generated(struct.PyTreeNode):
     length_B: jax.Array
     finish_B: jax.Array
     cache: KVCache
+    attention_mass: jax.Array | None
 
 
 class Plan(struct.PyTreeNode):
@@ -73,13 +76,16 @@ class Choice(struct.PyTreeNode):
     finish_B: jax.Array
 
 
+Carry = tuple[KVCache, Choice, jax.Array | None, Buffers]
+
+
 class Options(TypedDict, total=False):
     """What `generate` and `stream` take beside model, parameters and prompts.
 
     max_new_tokens: a number, or one a row; required. lengths_B: the prompts' lengths, where they
     are padded on the right. sampler: greedy by default. seed: a number, or keys `[B]`.
     eos_token_ids: a row ends with any of them. cache: what the prompts go on from; it stays valid.
-    chunk: tokens of a prompt that are run at once.
+    chunk: tokens of a prompt that are run at once. attention_mass: as for `forward`.
     """
 
     max_new_tokens: Required[int | Sequence[int]]
@@ -89,6 +95,7 @@ class Options(TypedDict, total=False):
     eos_token_ids: Sequence[int]
     cache: KVCache | None
     chunk: int
+    attention_mass: Mass
 
 
 def generate(
@@ -102,10 +109,18 @@ def generate(
     Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
     cache or the model, SamplingError for a budget below one.
     """
-    plan, cache, choice = _begin(model, params, tokens_BT, **options)
+    plan, cache, choice, mass = _begin(model, params, tokens_BT, **options)
     longest = int(np.max(options["max_new_tokens"]))
-    tail, choice, token_BT, logprob_BT = _loop(
-        model, params, cache.frozen, plan, cache.replace(frozen=()), choice, bucket(longest)
+    tail, choice, mass, token_BT, logprob_BT = _loop(
+        model,
+        params,
+        cache.frozen,
+        plan,
+        cache.replace(frozen=()),
+        choice,
+        mass,
+        bucket(longest),
+        options.get("attention_mass", False),
     )
     return Generated(
         jax.device_put(np.asarray(token_BT)[:, :longest]),  # JAX's own slice would be compiled
@@ -113,6 +128,7 @@ def generate(
         choice.length_B,
         choice.finish_B,
         tail.replace(frozen=cache.frozen),
+        mass,
     )
 
 
@@ -122,9 +138,10 @@ def stream(
     """As `generate`, a token at a time: yields what came since, with T = 1.
 
     The caches inside what is yielded are written over by the next step; the last one is the
-    caller's. Prefill runs, and errors are raised, when the first item is asked for.
+    caller's. Prefill runs, and errors are raised, when the first item is asked for. The attention
+    mass is each step's own, the prompt's at first.
     """
-    plan, cache, choice = _begin(model, params, tokens_BT, **options)
+    plan, cache, choice, mass = _begin(model, params, tokens_BT, **options)
     frozen, tail = cache.frozen, cache.replace(frozen=())
     ended_B = np.zeros(choice.token_B.shape, bool)
     while True:
@@ -134,11 +151,14 @@ def stream(
             choice.length_B,
             choice.finish_B,
             tail.replace(frozen=frozen),
+            mass,
         )
         ended_B = np.asarray(choice.finish_B) != Finish.RUNNING
         if ended_B.all():
             return
-        tail, choice = _one(model, params, frozen, plan, tail, choice)
+        tail, choice, mass = _one(
+            model, params, frozen, plan, tail, choice, options.get("attention_mass", False)
+        )
 
 
 def bucket(tokens: int) -> int:
@@ -158,8 +178,9 @@ def _begin(
     eos_token_ids: Sequence[int] = (),
     cache: KVCache | None = None,
     chunk: int = 256,
-) -> tuple[Plan, KVCache, Choice]:
-    """Check the room, prefill, and sample the first token of each row."""
+    attention_mass: Mass = False,
+) -> tuple[Plan, KVCache, Choice, jax.Array | None]:
+    """Check the room, prefill, and sample the first token of each row; the mass of the prompt."""
     B, T = np.shape(tokens_BT)
     budget_B = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (B,))
     if budget_B.min() < 1:
@@ -181,9 +202,14 @@ def _begin(
             f"{T} tokens and {longest} new ones do not fit: {int(cache.cursor)} of the cache's"
             f" {cache.capacity} slots are used. Make the cache with a larger capacity"
         )
-    logits_BV, cache = prefill(
-        model, params, cache, tokens_BT, lengths_B=lengths_B, chunk=chunk, donate=fresh
-    )
+    given = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
+    mass = None
+    if attention_mass is False:
+        logits_BV, cache = prefill(model, params, cache, tokens_BT, **given)
+    else:
+        logits_BV, cache, mass = prefill(
+            model, params, cache, tokens_BT, attention_mass=attention_mass, **given
+        )
     slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
     eos = [*eos_token_ids, *[_NO_TOKEN] * (slots - len(eos_token_ids))]
     plan = Plan(
@@ -194,7 +220,7 @@ def _begin(
     )
     zeros, running = np.zeros(B, np.int32), np.full(B, Finish.RUNNING, np.int32)
     nothing = Choice(*jax.device_put((zeros, np.zeros(B, np.float32), zeros, running)))
-    return plan, cache, _first(plan, nothing, cache.next_position_B, logits_BV)
+    return plan, cache, _first(plan, nothing, cache.next_position_B, logits_BV), mass
 
 
 def _choose(plan: Plan, last: Choice, position_B: jax.Array, logits_BV: jax.Array) -> Choice:
@@ -224,17 +250,22 @@ def _advance(
     plan: Plan,
     tail: KVCache,
     choice: Choice,
-) -> tuple[KVCache, Choice]:
+    attention_mass: Mass,
+) -> tuple[KVCache, Choice, jax.Array | None]:
     """Run the chosen tokens, commit them (of running rows only), and choose the next."""
     running_B = choice.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
     segments = (*frozen, tail.tail)
-    trace, delta = run(model, params, segments, choice.token_B[:, None], position_BT)
+    token_BT = choice.token_B[:, None]
+    trace, delta, mass = run(
+        model, params, segments, token_BT, position_BT, attention_mass=attention_mass
+    )
+    mass = None if mass is None else settle(mass, tail, 1)
     tail = extend(tail, delta)
-    return tail, _choose(plan, choice, tail.next_position_B, trace.logits[:, 0])
+    return tail, _choose(plan, choice, tail.next_position_B, trace.logits[:, 0]), mass
 
 
-@partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 7, 8), donate_argnums=(4, 6))
 def _loop(
     model: nn.Module,
     params: Params,
@@ -242,8 +273,10 @@ def _loop(
     plan: Plan,
     tail: KVCache,
     choice: Choice,
+    mass: jax.Array | None,
     width: int,
-) -> tuple[KVCache, Choice, jax.Array, jax.Array]:
+    attention_mass: Mass,
+) -> tuple[KVCache, Choice, jax.Array | None, jax.Array, jax.Array]:
     B = choice.token_B.shape[0]
     rows = jnp.arange(B)
 
@@ -256,19 +289,20 @@ def _loop(
             logprob_BT.at[rows, at_B].set(choice.logprob_B, mode="drop"),
         )
 
-    def unfinished(carry: tuple[KVCache, Choice, Buffers]) -> jax.Array:
+    def unfinished(carry: Carry) -> jax.Array:
         return (carry[1].finish_B == Finish.RUNNING).any()
 
-    def body(carry: tuple[KVCache, Choice, Buffers]) -> tuple[KVCache, Choice, Buffers]:
-        tail, last, buffers = carry
-        tail, choice = _advance(model, params, frozen, plan, tail, last)
-        return tail, choice, keep(choice, last.length_B, buffers)
+    def body(carry: Carry) -> Carry:
+        tail, last, total, buffers = carry
+        tail, choice, mass = _advance(model, params, frozen, plan, tail, last, attention_mass)
+        total = None if total is None or mass is None else total + mass
+        return tail, choice, total, keep(choice, last.length_B, buffers)
 
     buffers = (jnp.full((B, width), _NO_TOKEN, jnp.int32), jnp.zeros((B, width), jnp.float32))
     buffers = keep(choice, jnp.zeros((B,), jnp.int32), buffers)
-    tail, choice, buffers = jax.lax.while_loop(unfinished, body, (tail, choice, buffers))
-    return tail, choice, *buffers
+    carry = jax.lax.while_loop(unfinished, body, (tail, choice, mass, buffers))
+    return *carry[:3], *carry[3]
 
 
 _first = jax.jit(_choose)
-_one = jax.jit(_advance, static_argnums=0, donate_argnums=4)
+_one = jax.jit(_advance, static_argnums=(0, 6), donate_argnums=4)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import GPT2Config
-from jaxllm.models.layers import Embedding, LayerNorm, Linear, Trace, pick, unembed
+from jaxllm.models.layers import Attended, Embedding, LayerNorm, Linear, Trace, pick, unembed
 from jaxllm.weights.precision import Precision
 
 
@@ -27,6 +27,7 @@ class GPT2(nn.Module):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
+        attention_mass: bool = False,
     ) -> Trace:
         """As `Llama.__call__`; `length_B` is not read. Positions past the table give NaN."""
         c, p = self.config, self.precision
@@ -35,56 +36,58 @@ class GPT2(nn.Module):
             jnp.maximum(position_BT, 0)
         )
         x = x.astype(p.activations) + places.astype(p.activations)
-        hidden_states, k, v = [x], [], []
+        hidden_states, layers = [x], []
         for i in range(c.num_hidden_layers):
             parts = [ops.Part(s.k[i], s.v[i], s.position_BS) for s in segments]
-            x, k_i, v_i = Block(c, p, i, name=f"h.{i}")(x, position_BT, parts)
+            x, attended = Block(c, p, i, attention_mass, name=f"h.{i}")(x, position_BT, parts)
             hidden_states.append(x)
-            k.append(k_i)
-            v.append(v_i)
+            layers.append(attended)
         hidden_states[-1] = x = LayerNorm(c.norm_eps, name="ln_f")(x)
         logits = unembed(c, p, table, pick(x, column_B))
-        return Trace(logits, tuple(hidden_states), tuple(k), tuple(v))
+        return Trace.of(logits, hidden_states, layers)
 
 
 class Block(nn.Module):
     config: GPT2Config
     precision: Precision
     layer: int
+    attention_mass: bool
 
     @nn.compact
     def __call__(
         self, x: jax.Array, position_BT: jax.Array, parts: list[ops.Part]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Attended]:
         c, p = self.config, self.precision
         normed = LayerNorm(c.norm_eps, name="ln_1")(x)
-        attended, k, v = Attention(c, p, self.layer, name="attn")(normed, position_BT, parts)
-        x = x + attended
+        attention = Attention(c, p, self.layer, self.attention_mass, name="attn")
+        attended = attention(normed, position_BT, parts)
+        x = x + attended.x
         normed = LayerNorm(c.norm_eps, name="ln_2")(x)
-        return x + MLP(c, p, name="mlp")(normed), k, v
+        return x + MLP(c, p, name="mlp")(normed), attended
 
 
 class Attention(nn.Module):
     config: GPT2Config
     precision: Precision
     layer: int
+    attention_mass: bool
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, position_BT: jax.Array, parts: list[ops.Part]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, position_BT: jax.Array, parts: list[ops.Part]) -> Attended:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv = Linear(3 * D, True, p, name="c_attn")(x)
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, 3, c.num_attention_heads, c.head_dim), 2, 0)
-        kept = parts[0].k_BSKH.dtype if parts else p.cache  # as in llama.py
-        k, v = k.astype(kept), v.astype(kept)
+        kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(p.cache)  # as in llama.py
+        k, v = ops.keep_as(k, kept), ops.keep_as(v, kept)
         scale = c.head_dim**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
             scale /= self.layer + 1
         parts = [*parts, ops.Part(k, v, position_BT)]
-        out = ops.attend(q, position_BT, parts, scale=scale, window=None)
-        return Linear(D, True, p, name="c_proj")(out.reshape(B, T, D)), k, v
+        out, mass = ops.attend(
+            q, position_BT, parts, scale=scale, window=None, mass=self.attention_mass
+        )
+        return Attended(Linear(D, True, p, name="c_proj")(out.reshape(B, T, D)), k, v, mass)
 
 
 class MLP(nn.Module):

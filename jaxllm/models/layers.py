@@ -4,7 +4,7 @@ A module takes leaves as they are (array, quantized tensor, adapter): what a lea
 knows. It finds its number format by its own path in `Precision`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,12 +24,38 @@ class Trace(struct.PyTreeNode):
     logits: float32 `[B, T, V]`, or `[B, 1, V]` where one column was picked. hidden_states: the
     embeddings, then each block's output, the last one after the final norm, `[B, T, D]`, as
     transformers returns them. k, v: one `[B, T, K, H]` a layer, as the cache keeps them.
+    attention_mass: what every slot and new token received in each layer, float32 `[B, S + T]`;
+    None unless asked for.
     """
 
     logits: jax.Array
     hidden_states: tuple[jax.Array, ...]
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    k: tuple[ops.Entries, ...]
+    v: tuple[ops.Entries, ...]
+    attention_mass: tuple[jax.Array, ...] | None
+
+    @classmethod
+    def of(
+        cls, logits: jax.Array, hidden_states: list[jax.Array], layers: "list[Attended]"
+    ) -> "Trace":
+        """Put together from what the layers computed."""
+        mass = [layer.mass for layer in layers if layer.mass is not None]
+        return cls(
+            logits,
+            tuple(hidden_states),
+            tuple(layer.k for layer in layers),
+            tuple(layer.v for layer in layers),
+            tuple(mass) or None,
+        )
+
+
+class Attended(NamedTuple):
+    """What an attention layer computes: its output, and what goes into the trace."""
+
+    x: jax.Array
+    k: ops.Entries
+    v: ops.Entries
+    mass: jax.Array | None
 
 
 def leaf(module: nn.Module, name: str, *shape: int) -> Any:

@@ -2,11 +2,12 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import LlamaConfig
-from jaxllm.models.layers import Embedding, Linear, RMSNorm, Trace, pick, unembed
+from jaxllm.models.layers import Attended, Embedding, Linear, RMSNorm, Trace, pick, unembed
 from jaxllm.weights.precision import Precision
 
 Angles = tuple[jax.Array, jax.Array]
@@ -24,11 +25,13 @@ class Llama(nn.Module):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
+        attention_mass: bool = False,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
         length_B: length of the text each row belongs to (dynamic rotary scaling alone reads it).
         column_B: the one column of each row whose logits are wanted; None for all.
+        attention_mass: whether the trace says what every slot received.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name="embed_tokens")(token_BT)
@@ -40,42 +43,45 @@ class Llama(nn.Module):
             head_dim=c.head_dim,
             max_position_embeddings=c.max_position_embeddings,
         )
-        hidden_states, k, v = [x], [], []
+        hidden_states, layers = [x], []
         for i in range(c.num_hidden_layers):
             parts = [ops.Part(s.k[i], s.v[i], s.position_BS) for s in segments]
-            x, k_i, v_i = Block(c, p, name=f"layers.{i}")(x, position_BT, angles, parts)
+            block = Block(c, p, attention_mass, name=f"layers.{i}")
+            x, attended = block(x, position_BT, angles, parts)
             hidden_states.append(x)
-            k.append(k_i)
-            v.append(v_i)
+            layers.append(attended)
         hidden_states[-1] = x = RMSNorm(c.norm_eps, name="norm")(x)
         logits = unembed(c, p, table, pick(x, column_B))
-        return Trace(logits, tuple(hidden_states), tuple(k), tuple(v))
+        return Trace.of(logits, hidden_states, layers)
 
 
 class Block(nn.Module):
     config: LlamaConfig
     precision: Precision
+    attention_mass: bool
 
     @nn.compact
     def __call__(
         self, x: jax.Array, position_BT: jax.Array, angles: Angles, parts: list[ops.Part]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Attended]:
         c, p = self.config, self.precision
         normed = RMSNorm(c.norm_eps, name="input_layernorm")(x)
-        attended, k, v = Attention(c, p, name="self_attn")(normed, position_BT, angles, parts)
-        x = x + attended
+        attention = Attention(c, p, self.attention_mass, name="self_attn")
+        attended = attention(normed, position_BT, angles, parts)
+        x = x + attended.x
         normed = RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
-        return x + MLP(c, p, name="mlp")(normed), k, v
+        return x + MLP(c, p, name="mlp")(normed), attended
 
 
 class Attention(nn.Module):
     config: LlamaConfig
     precision: Precision
+    attention_mass: bool
 
     @nn.compact
     def __call__(
         self, x: jax.Array, position_BT: jax.Array, angles: Angles, parts: list[ops.Part]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> Attended:
         c, p = self.config, self.precision
         B, T, D = x.shape
 
@@ -85,18 +91,20 @@ class Attention(nn.Module):
 
         # New keys and values are rounded as the cache will round them, so that a token attends to
         # the same numbers whether they come from the cache or from the same chunk.
-        kept = parts[0].k_BSKH.dtype if parts else p.cache
+        kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(p.cache)
         q = ops.rotate(project("q_proj", c.num_attention_heads), *angles)
-        k = ops.rotate(project("k_proj", c.num_key_value_heads), *angles).astype(kept)
-        v = project("v_proj", c.num_key_value_heads).astype(kept)
-        out = ops.attend(
+        k = ops.keep_as(ops.rotate(project("k_proj", c.num_key_value_heads), *angles), kept)
+        v = ops.keep_as(project("v_proj", c.num_key_value_heads), kept)
+        out, mass = ops.attend(
             q,
             position_BT,
             [*parts, ops.Part(k, v, position_BT)],
             scale=c.head_dim**-0.5,
             window=c.sliding_window,
+            mass=self.attention_mass,
         )
-        return Linear(D, c.attention_bias, p, name="o_proj")(out.reshape(B, T, -1)), k, v
+        y = Linear(D, c.attention_bias, p, name="o_proj")(out.reshape(B, T, -1))
+        return Attended(y, k, v, mass)
 
 
 class MLP(nn.Module):

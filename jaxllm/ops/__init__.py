@@ -2,17 +2,23 @@
 
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.ops.attention import Part, attend, visible
+from jaxllm.ops.entries import Entries, Int8Entries, dense, keep_as
 from jaxllm.ops.norms import layer_norm, rms_norm
-from jaxllm.ops.rope import inverse_frequencies, rope_angles, rotate
+from jaxllm.ops.rope import inverse_frequencies, rope_angles, rotate, turn
 
 __all__ = [
     "ACTIVATIONS",
+    "Entries",
+    "Int8Entries",
     "Part",
     "attend",
+    "dense",
     "inverse_frequencies",
+    "keep_as",
     "layer_norm",
     "rms_norm",
     "rope_angles",
     "rotate",
+    "turn",
     "visible",
 ]

@@ -5,11 +5,13 @@ grow with its capacity, and blocks that nobody can see are skipped (Milakov & Gi
 Rabe & Staats 2021). What a query sees is decided by positions alone, never by slot numbers.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxllm.ops.entries import Entries, dense
 
 BLOCK = 256  # slots absorbed at a time: small enough to skip what is empty, large enough to be fast
 
@@ -18,12 +20,22 @@ class Part(NamedTuple):
     """Some keys and values: one cache segment, or the new tokens themselves.
 
     k, v: `[B or 1, S, K, H]`; a part of one row is shared by all rows and never repeated.
-    position_BS: int32 `[B or 1, S]`, -1 where the slot is empty; empty slots may hold anything.
+    position_BS: int32 `[B or 1, S]`, negative where nothing is to be seen; such slots may hold
+    anything.
     """
 
-    k_BSKH: jax.Array
-    v_BSKH: jax.Array
+    k_BSKH: Entries
+    v_BSKH: Entries
     position_BS: jax.Array
+
+
+class Queries(NamedTuple):
+    """Who asks: vectors grouped by the key head that they share, positions, and what they see."""
+
+    q_BTKGH: jax.Array
+    position_BT: jax.Array
+    scale: float
+    window: int | None
 
 
 class _Softmax(NamedTuple):
@@ -41,27 +53,36 @@ def attend(
     *,
     scale: float,
     window: int | None,
-) -> jax.Array:
-    """Softmax attention of new tokens over all parts; `[B, T, N, H]` in q's dtype.
+    mass: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Softmax attention of new tokens over all parts: `[B, T, N, H]` in q's dtype, and the mass.
 
     A query at position p sees the slots with `0 <= position <= p`, and with a window only those
     with `p - position < window`. Scores, softmax and sums are float32. A query that sees nothing
     gives zeros, never NaN. N is a multiple of the parts' K heads (grouped-query attention,
     Ainslie et al. 2023).
+
+    mass: also return what each slot of all parts received, float32 `[B, S]`: its softmax weights,
+    summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
     """
     B, T, N, H = q_BTNH.shape
     K = parts[0].k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    queries = Queries(q_BTNH.reshape(B, T, K, N // K, H), position_BT, scale, window)
     state = _Softmax(
         jnp.full((B, K, N // K, T), -jnp.inf, jnp.float32),
         jnp.zeros((B, K, N // K, T), jnp.float32),
         jnp.zeros((B, K, N // K, T, H), jnp.float32),
     )
     for part in parts:
-        state = _absorb_part(state, q_BTKGH, position_BT, part, scale, window)
+        state, _ = _walk(_absorb, None, state, queries, part)
     total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
     out_BKGTH = state.value_BKGTH / total[..., None]
-    return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
+    out = jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
+    if not mass:
+        return out, None
+    blank = jnp.zeros((B, BLOCK), jnp.float32)
+    received = [m for part in parts for m in _walk(_receive, blank, state, queries, part)[1]]
+    return out, jnp.concatenate(received, axis=1)
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:
@@ -71,65 +92,96 @@ def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int |
     return seen if window is None else seen & (q - k < window)
 
 
-def _absorb_part(
-    state: _Softmax,
-    q_BTKGH: jax.Array,
-    position_BT: jax.Array,
-    part: Part,
-    scale: float,
-    window: int | None,
-) -> _Softmax:
+# What is done with a block of slots: `(state, queries, block, seen) -> (state, [B, S] or None)`.
+Visit = Callable[[_Softmax, Queries, Part, jax.Array], tuple[_Softmax, Any]]
+
+
+def _walk(
+    visit: Visit, blank: Any, state: _Softmax, queries: Queries, part: Part
+) -> tuple[_Softmax, list[jax.Array]]:
+    """Visit a part block by block; the state after it, and what the visits returned.
+
+    Blocks that nobody sees are left out and return `blank`.
+    """
     slots = part.position_BS.shape[1]
-    whole = slots // BLOCK
+    whole = slots // BLOCK if slots >= 2 * BLOCK else 0
+    found: list[Any] = []
 
-    if whole > 1:
+    def seen_of(block: Part) -> jax.Array:
+        return visible(queries.position_BT, block.position_BS, window=queries.window)
 
-        def step(state: _Softmax, i: jax.Array) -> tuple[_Softmax, None]:
-            at = i * BLOCK
-            block = Part(*(jax.lax.dynamic_slice_in_dim(x, at, BLOCK, axis=1) for x in part))
-            seen_BTS = visible(position_BT, block.position_BS, window=window)
+    if whole:
+
+        def step(state: _Softmax, i: jax.Array) -> tuple[_Softmax, Any]:
+            block = _slots(part, lambda x: jax.lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, 1))
+            seen_BTS = seen_of(block)
             return jax.lax.cond(
                 seen_BTS.any(),
-                lambda state: _absorb_block(state, q_BTKGH, block, seen_BTS, scale),
-                lambda state: state,
+                lambda state: visit(state, queries, block, seen_BTS),
+                lambda state: (state, blank),
                 state,
-            ), None
+            )
 
-        state, _ = jax.lax.scan(step, state, jnp.arange(whole))
-        part = Part(*(x[:, whole * BLOCK :] for x in part))
-    if part.position_BS.shape[1] == 0:
-        return state
-    seen_BTS = visible(position_BT, part.position_BS, window=window)
-    return _absorb_block(state, q_BTKGH, part, seen_BTS, scale)
+        state, each = jax.lax.scan(step, state, jnp.arange(whole))
+        if each is not None:
+            found.append(jnp.moveaxis(each, 0, 1).reshape(-1, whole * BLOCK))
+        part = _slots(part, lambda x: x[:, whole * BLOCK :])
+    if part.position_BS.shape[1]:
+        state, last = visit(state, queries, part, seen_of(part))
+        if last is not None:
+            found.append(last)
+    return state, found
 
 
-def _absorb_block(
-    state: _Softmax, q_BTKGH: jax.Array, block: Part, seen_BTS: jax.Array, scale: float
-) -> _Softmax:
+def _absorb(
+    state: _Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
+) -> tuple[_Softmax, None]:
+    """The softmax with a block's weights and values added to it."""
+    v_BSKH = dense(block.v_BSKH)
     # Zero times NaN is NaN: what an empty slot holds must not reach the sum.
     used_BS = block.position_BS >= 0
-    if block.v_BSKH.shape[0] == 1:  # a slot that some row still uses holds a token
+    if v_BSKH.shape[0] == 1:  # a slot that some row still uses holds a token
         used_BS = used_BS.any(axis=0, keepdims=True)
-    used = used_BS[:, :, None, None]
-    v_BSKH = jnp.where(used, block.v_BSKH, jnp.zeros_like(block.v_BSKH))
-    score_BKGTS = scale * _scores(q_BTKGH, block.k_BSKH)
-    score_BKGTS = jnp.where(seen_BTS[:, None, None, :, :], score_BKGTS, -jnp.inf)
+    v_BSKH = jnp.where(used_BS[:, :, None, None], v_BSKH, jnp.zeros_like(v_BSKH))
+    score_BKGTS = _scores(queries, block, seen_BTS)
     top = jnp.maximum(state.top_BKGT, jax.lax.stop_gradient(score_BKGTS.max(axis=-1)))
-    base = jnp.where(jnp.isneginf(top), 0.0, top)  # a query that has seen nothing yet
-    weight_BKGTS = jnp.exp(score_BKGTS - base[..., None])
-    shrink = jnp.exp(state.top_BKGT - base)
+    weight_BKGTS = jnp.exp(score_BKGTS - _finite(top)[..., None])
+    shrink = jnp.exp(state.top_BKGT - _finite(top))
+    value = _weighted_sum(weight_BKGTS, v_BSKH, queries.q_BTKGH.dtype)
     return _Softmax(
         top,
         state.total_BKGT * shrink + weight_BKGTS.sum(axis=-1),
-        state.value_BKGTH * shrink[..., None] + _weighted_sum(weight_BKGTS, v_BSKH, q_BTKGH.dtype),
-    )
+        state.value_BKGTH * shrink[..., None] + value,
+    ), None
 
 
-def _scores(q_BTKGH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
-    q, k = _same_dtype(q_BTKGH, k_BSKH)
+def _receive(
+    state: _Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
+) -> tuple[_Softmax, jax.Array]:
+    """The weights that a block's slots have in the finished softmax, `[B, S]`."""
+    total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
+    score_BKGTS = _scores(queries, block, seen_BTS)
+    weight_BKGTS = jnp.exp(score_BKGTS - _finite(state.top_BKGT)[..., None]) / total[..., None]
+    return state, weight_BKGTS.sum(axis=(1, 2, 3))
+
+
+def _slots(part: Part, take: Callable[[jax.Array], jax.Array]) -> Part:
+    """Some of a part's slots."""
+    taken: Part = jax.tree.map(take, part)
+    return taken
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isneginf(top), 0.0, top)  # a query that has seen nothing yet
+
+
+def _scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
+    q, k = _same_dtype(queries.q_BTKGH, dense(block.k_BSKH))
     if k.shape[0] == 1:
-        return _product("BTKGH,SKH->BKGTS", q, k[0])
-    return _product("BTKGH,BSKH->BKGTS", q, k)
+        product = _product("BTKGH,SKH->BKGTS", q, k[0])
+    else:
+        product = _product("BTKGH,BSKH->BKGTS", q, k)
+    return jnp.where(seen_BTS[:, None, None, :, :], queries.scale * product, -jnp.inf)
 
 
 def _weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -43,6 +43,17 @@ def rotate(x_BTNH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Arr
     return turned.astype(x_BTNH.dtype)
 
 
+def turn(x_BSKH: jax.Array, by_BS: jax.Array, rope: Rope, *, head_dim: int) -> jax.Array:
+    """Rotated keys at positions p as they would be at p + by; float32.
+
+    Rotations by one plane's angles add up, so this is `rotate` by the difference alone (its
+    magnitude is already in the keys). Not for `dynamic` scaling, whose angles depend on the text.
+    """
+    inverse_F, _ = inverse_frequencies(rope, head_dim=head_dim)
+    angle_BSF = by_BS.astype(jnp.float32)[:, :, None] * jnp.asarray(inverse_F)[None, None]
+    return rotate(x_BSKH.astype(jnp.float32), jnp.cos(angle_BSF), jnp.sin(angle_BSF))
+
+
 def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float]:
     """Radians per position of each rotary pair, and the factor on cosines and sines.
 

@@ -5,6 +5,8 @@ Norms, rotary angles, softmax, accumulation and logits are float32 whatever is c
 
 import dataclasses
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.paths import Params, first_match, map_leaves
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class Override:
 class Precision:
     """Formats of the weights, of the activations between modules, and of keys and values cached.
 
+    cache: also "int8", with a scale for each token and head.
+
     overrides: ordered rows `(regex over module paths, Override)`; the first row that matches a
     module or one of its parents wins: `("layers.0", Override(weights="float32"))` covers all of
     layer 0, `(".*mlp.down_proj", ...)` one linear of each layer. A module computes in its own
@@ -46,8 +51,9 @@ class Precision:
     overrides: tuple[tuple[str, Override], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("weights", "activations", "cache"):
-            _check(name, getattr(self, name))
+        _check("weights", self.weights)
+        _check("activations", self.activations)
+        _check("cache", self.cache, CACHE_DTYPES)
         for regex, _ in self.overrides:
             try:
                 re.compile(regex)
@@ -88,6 +94,6 @@ def cast(params: Params, precision: Precision) -> Params:
     return map_leaves(to, params)
 
 
-def _check(name: str, dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ConfigError(f"precision: {name} must be one of {', '.join(DTYPES)}, got {dtype!r}")
+def _check(name: str, dtype: str, known: Mapping[str, Any] = DTYPES) -> None:
+    if dtype not in known:
+        raise ConfigError(f"precision: {name} must be one of {', '.join(known)}, got {dtype!r}")

@@ -128,7 +128,7 @@ def test_attention_equals_brute_force(window: int | None, case: str) -> None:
         "gaps": [part(B, [-1, 0, 5, -1, 2]), part(B, [6, 1, -1])],
         "nothing to see": [part(B, [7, 8, -1])],
     }[case]
-    ours = ops.attend(
+    ours, _ = ops.attend(
         jnp.asarray(q),
         jnp.asarray(q_pos),
         [ops.Part(*map(jnp.asarray, p)) for p in parts],
@@ -145,7 +145,7 @@ def test_attention_over_many_blocks_equals_one_softmax() -> None:
     k, v = (jax.random.normal(key, (1, S, K, H)) for key in keys[1:])
     pos = jnp.where(jnp.arange(S) % 7 == 0, -1, jnp.arange(S))[None]
     q_pos = jnp.array([[5, BLOCK, 2 * BLOCK + 3, S + 1]])
-    ours = ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None)
+    ours, _ = ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None)
     seen = (pos[:, None] >= 0) & (pos[:, None] <= q_pos[:, :, None])
     scores = 0.5 * jnp.einsum("btkgh,bskh->bkgts", q.reshape(1, 4, K, 2, H), k)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
@@ -160,7 +160,7 @@ def test_attention_has_the_gradient_of_a_softmax() -> None:
     pos, q_pos = jnp.array([[0, 1, -1, 2, 3]]), jnp.array([[1, 2, 3]])
 
     def blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return (ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None) ** 2).sum()
+        return (ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None)[0] ** 2).sum()
 
     def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         seen = (pos[:, None] >= 0) & (pos[:, None] <= q_pos[:, :, None])

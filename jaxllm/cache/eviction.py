@@ -1,0 +1,43 @@
+"""What to cull from a cache that grows too large. `compact` then frees the slots."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.kv import KVCache
+from jaxllm.cache.surgery import keep
+from jaxllm.errors import CacheMismatchError, CapacityError
+
+
+def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
+    """Keep the first `sinks` positions and the last `window` (Xiao et al. 2024, StreamingLLM).
+
+    `close_gaps` then numbers what is left as that paper does. Raises CapacityError for a window
+    below one.
+    """
+    if sinks < 0 or window < 1:
+        raise CapacityError(f"sinks must be at least 0 and window 1, got {sinks} and {window}")
+    position_BS = cache.position_BS
+    recent = position_BS >= cache.next_position_B[:, None] - window
+    return keep(cache, (position_BS < sinks) | recent)
+
+
+def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int) -> KVCache:
+    """Keep the last `recent` positions and, of the older tokens, the `heavy` with the most mass.
+
+    mass_BS: attention received so far, `[B, S]` over the cache's slots, as `generate` and
+    `decode_step` return it (Zhang et al. 2023, H2O; there by head, here one choice for all, since
+    a slot is one token). Raises CacheMismatchError for a mass of another shape, CapacityError for
+    numbers below zero.
+    """
+    if mass_BS.shape != (cache.batch, cache.slots):
+        raise CacheMismatchError(
+            f"the mass is {mass_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
+        )
+    if heavy < 0 or recent < 0:
+        raise CapacityError(f"heavy and recent must be at least 0, got {heavy} and {recent}")
+    position_BS = cache.position_BS
+    recent_BS = position_BS >= cache.next_position_B[:, None] - recent
+    old_BS = (position_BS >= 0) & ~recent_BS
+    _, best = jax.lax.top_k(jnp.where(old_BS, mass_BS, -jnp.inf), min(heavy, cache.slots))
+    heavy_BS = jnp.zeros_like(old_BS).at[jnp.arange(cache.batch)[:, None], best].set(True)
+    return keep(cache, recent_BS | (heavy_BS & old_BS))

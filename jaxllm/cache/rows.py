@@ -1,0 +1,173 @@
+"""Rows of caches: fork one into many, take some out, put some together.
+
+What rows share is stored once and passed on by reference.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import EMPTY, KVCache, Segment, check_usable
+from jaxllm.errors import CacheMismatchError, CapacityError
+
+
+def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
+    """A cache of `n` rows that all go on from this one-row cache, which they share by reference.
+
+    The prefix is stored once, whatever n is; each row gets a tail of its own with `capacity` slots
+    (by default what is left of the cache's own). Forks can be forked: take a row with `branch`.
+
+    Raises CacheMismatchError for a cache of several rows, CapacityError for no rows or no slots,
+    and inside `jit` when no capacity is given.
+    """
+    check_usable(cache)
+    if cache.batch != 1:
+        raise CacheMismatchError(
+            f"fork takes a cache of one row, this one has {cache.batch}: take one with branch"
+        )
+    if capacity is None:
+        if isinstance(cache.cursor, jax.core.Tracer):
+            raise CapacityError("inside jit what is left is not known: give fork its capacity")
+        capacity = cache.capacity - int(cache.cursor)
+    if n < 1 or capacity < 1:
+        raise CapacityError(f"a fork needs rows and slots, got n = {n}, capacity = {capacity}")
+
+    def empty(x: jax.Array) -> jax.Array:
+        return jnp.zeros((n, capacity, *x.shape[2:]), x.dtype)
+
+    tail: Segment = jax.tree.map(empty, cache.tail)
+    return cache.replace(
+        frozen=cache.segments,
+        tail=tail.replace(position_BS=jnp.full((n, capacity), EMPTY, jnp.int32)),
+        cursor=jnp.zeros((), jnp.int32),
+        next_position_B=jnp.broadcast_to(cache.next_position_B, (n,)),
+    )
+
+
+def select(cache: KVCache, rows: Any) -> KVCache:
+    """The cache with these rows in this order, int `[R]`; a row may come more than once.
+
+    What all rows share stays shared; the rest is copied. Raises CacheMismatchError for a row that
+    the cache does not have.
+    """
+    check_usable(cache)
+    rows = rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
+    if rows.ndim != 1 or not rows.size:
+        raise CacheMismatchError(f"rows must be a list of at least one, got shape {rows.shape}")
+    if not isinstance(rows, jax.core.Tracer) and (rows.min() < 0 or rows.max() >= cache.batch):
+        raise CacheMismatchError(f"rows {rows.tolist()} of a cache of {cache.batch} rows")
+
+    def own(x: jax.Array) -> jax.Array:
+        return jnp.take(x, rows, axis=0)
+
+    def shared_or_own(x: jax.Array) -> jax.Array:
+        return x if x.shape[0] == 1 else own(x)
+
+    return cache.replace(
+        frozen=jax.tree.map(shared_or_own, cache.frozen),
+        tail=jax.tree.map(own, cache.tail),
+        next_position_B=own(cache.next_position_B),
+    )
+
+
+def branch(cache: KVCache, row: int) -> KVCache:
+    """One row as a cache of its own. Raises CacheMismatchError for a row that is not there."""
+    return select(cache, [row])
+
+
+def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVCache:
+    """All rows of several caches as one cache, to be decoded as one batch; lengths may differ.
+
+    Leading frozen segments whose keys and values are the same buffers in all caches stay shared;
+    everything after them is copied into one tail with `capacity` slots (by default such that every
+    row keeps the room it had).
+
+    Raises CacheMismatchError for no caches, or caches of different models or formats;
+    CapacityError where the tokens do not fit, and inside `jit` when no capacity is given.
+    """
+    caches = list(caches)
+    for cache in caches:
+        check_usable(cache)
+    kinds = {(c.config, c.dtype) for c in caches}
+    if len(kinds) != 1:
+        known = ", ".join(sorted(f"{config.model_type} in {dtype}" for config, dtype in kinds))
+        raise CacheMismatchError(
+            f"only caches of one model in one format can be merged, got: {known or 'none'}"
+        )
+    columns = list(zip(*(c.frozen for c in caches), strict=False))
+    common = next((i for i, column in enumerate(columns) if not _same(column)), len(columns))
+    rest = [_as_one([*c.frozen[common:], c.tail], c.batch) for c in caches]
+    before = [c.slots - c.capacity - _slots(c.frozen[:common]) for c in caches]
+    cursor = jnp.stack([n + c.cursor for n, c in zip(before, caches, strict=True)]).max()
+    if not isinstance(cursor, jax.core.Tracer):
+        room = max(c.capacity - int(c.cursor) for c in caches)
+        capacity = int(cursor) + room if capacity is None else capacity
+        if int(cursor) > capacity:
+            raise CapacityError(f"{int(cursor)} slots are used, more than the capacity {capacity}")
+    if capacity is None:
+        raise CapacityError("inside jit what is used is not known: give merge_rows a capacity")
+    return caches[0].replace(
+        frozen=tuple(_stacked(column, caches) for column in columns[:common]),
+        tail=jax.tree.map(lambda *x: jnp.concatenate(x), *(_resized(s, capacity) for s in rest)),
+        cursor=cursor,
+        next_position_B=jnp.concatenate([c.next_position_B for c in caches]),
+    )
+
+
+def _same(segments: Sequence[Segment]) -> bool:
+    """Whether these are one segment, stored once, whatever rows have left out of it."""
+    first = jax.tree.leaves((segments[0].k, segments[0].v))
+    return all(x.shape[0] == 1 for x in first) and all(
+        a is b
+        for s in segments[1:]
+        for a, b in zip(first, jax.tree.leaves((s.k, s.v)), strict=True)
+    )
+
+
+def _stacked(segments: Sequence[Segment], caches: Sequence[KVCache]) -> Segment:
+    """One shared segment with the positions and marks that each cache's rows have in it."""
+    if all(s is segments[0] for s in segments):
+        return segments[0]
+
+    def rows(name: str) -> jax.Array:
+        each = [getattr(s, name) for s in segments]
+        if all(x is each[0] and x.shape[0] == 1 for x in each):
+            return each[0]
+        return jnp.concatenate(
+            [
+                jnp.broadcast_to(x, (c.batch, *x.shape[1:]))
+                for x, c in zip(each, caches, strict=True)
+            ]
+        )
+
+    names = ("position_BS", "token_BS", "patched_BS")
+    return segments[0].replace(**{name: rows(name) for name in names})
+
+
+def _as_one(segments: Sequence[Segment], batch: int) -> Segment:
+    """Segments in a row as one, each row with a copy of its own."""
+
+    def join(*parts: jax.Array) -> jax.Array:
+        return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in parts], axis=1)
+
+    joined: Segment = jax.tree.map(join, *segments)
+    return joined
+
+
+def _resized(segment: Segment, slots: int) -> Segment:
+    """The first slots of a segment, or all of them and empty ones."""
+    room = max(slots - segment.position_BS.shape[1], 0)
+
+    def resize(x: jax.Array) -> jax.Array:
+        return jnp.pad(x[:, :slots], ((0, 0), (0, room), *[(0, 0)] * (x.ndim - 2)))
+
+    resized: Segment = jax.tree.map(resize, segment)
+    inside = jnp.arange(slots) < slots - room
+    return resized.replace(position_BS=jnp.where(inside[None], resized.position_BS, EMPTY))
+
+
+def _slots(segments: Sequence[Segment]) -> int:
+    return sum(s.position_BS.shape[1] for s in segments)
