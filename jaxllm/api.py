@@ -13,10 +13,19 @@ import jax
 import numpy as np
 
 from jaxllm import checkpoint, models
+from jaxllm.cache.kv import KVCache
 from jaxllm.config import ModelConfig
 from jaxllm.decode.generate import Finish, Generated, generate, stream
+from jaxllm.decode.reuse import reuse
 from jaxllm.decode.sampling import GREEDY, PROCESSORS, Sampler, make_sampler
-from jaxllm.errors import CapacityError, CheckpointError, NonFiniteError, SamplingError, TokenError
+from jaxllm.errors import (
+    CacheMismatchError,
+    CapacityError,
+    CheckpointError,
+    NonFiniteError,
+    SamplingError,
+    TokenError,
+)
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
@@ -51,7 +60,8 @@ class Completion:
 
     text: without special tokens (None where the checkpoint has no tokenizer). tokens: ids, the
     end-of-text token included. logprobs: of each token under the model, before any sampler.
-    finish_reason: "eos" or "length".
+    finish_reason: "eos" or "length". cache: of the whole call, a row a prompt; it holds prompt and
+    continuation but for the last token.
     """
 
     text: str | None
@@ -59,12 +69,14 @@ class Completion:
     logprobs: list[float]
     finish_reason: str
     prompt_tokens: int
+    cache: KVCache = dataclasses.field(repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """One token of a stream: the text it completes ("" in the middle of a character), and more.
 
+    cache: of the text before this token. The next step writes over it; the last one is yours.
     finish_reason: None until the last piece. tokens_per_second: since the second token, the first
     whose step had been compiled.
     """
@@ -74,6 +86,7 @@ class Piece:
     logprob: float
     finish_reason: str | None
     tokens_per_second: float
+    cache: KVCache = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +119,17 @@ class LM:
 
         options, in Hugging Face's spelling; generation_config.json gives the defaults:
         max_new_tokens (256, or what fits), do_sample, temperature, top_k, top_p (each a number, or
-        one a prompt), eos_token_id (an id or several), seed (0), and chunk (256), the tokens of a
-        prompt that are run at once. Greedy unless do_sample=True or a temperature is given.
+        one a prompt), eos_token_id (an id or several), seed (0), chunk (256), the tokens of a
+        prompt that are run at once, and cache, a KVCache of one row: what the prompt shares with
+        its text is not run again. Greedy unless do_sample=True or a temperature is given.
 
         Returns a Completion, or a list of them. Raises TokenError for ids outside the vocabulary,
         CapacityError when prompt and new tokens exceed the context, SamplingError for an unknown
         or impossible option, NonFiniteError when the model returns NaN.
         """
         prompts, single = self._prompts(prompt)
-        arguments = self._arguments(prompts, options)
-        result = generate(self.model, self.params, _padded(prompts), **arguments)
+        tokens_BT, arguments = self._arguments(prompts, options)
+        result = generate(self.model, self.params, tokens_BT, **arguments)
         completions = [self._completion(result, row, p) for row, p in enumerate(prompts)]
         return completions[0] if single else completions
 
@@ -124,12 +138,10 @@ class LM:
         prompts, single = self._prompts(prompt)
         if not single:
             raise TokenError("stream takes one prompt; use generate for a list of them")
-        arguments = self._arguments(prompts, options)
+        tokens_BT, arguments = self._arguments(prompts, options)
         text = Detokenizer(self.tokenizer, prompt=prompts[0]) if self.tokenizer else None
         start = 0.0
-        for count, step in enumerate(
-            stream(self.model, self.params, _padded(prompts), **arguments)
-        ):
+        for count, step in enumerate(stream(self.model, self.params, tokens_BT, **arguments)):
             finish = self._finish(step, row=0)
             token = int(step.token_BT[0, 0])
             now = time.perf_counter()
@@ -138,7 +150,7 @@ class LM:
             if finish and text:
                 piece += text.flush()
             rate = (count - 1) / (now - start) if count > 1 else 0.0
-            yield Piece(piece, token, float(step.logprob_BT[0, 0]), finish, rate)
+            yield Piece(piece, token, float(step.logprob_BT[0, 0]), finish, rate, step.cache)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation, as the checkpoint's chat template spells it.
@@ -164,10 +176,11 @@ class LM:
         """Token ids of each prompt, and whether there was just one."""
         single = isinstance(prompt, str) or (len(prompt) > 0 and _is_id(prompt[0]))
         each = [prompt] if single or len(prompt) == 0 else list(prompt)
-        prompts = [self._encode(p) for p in each]
+        prompts = [self.encode(p) for p in each]
         return prompts, single
 
-    def _encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids that `generate` runs for a prompt; raises TokenError for what is none."""
         bos = self.generation.get("bos_token_id")
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -187,22 +200,33 @@ class LM:
             ids = [int(bos)]
         return ids
 
-    def _arguments(self, prompts: list[list[int]], options: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(
+        self, prompts: list[list[int]], options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """What `decode.generate` takes, from the caller's options and the checkpoint's defaults."""
-        known = {"max_new_tokens", "do_sample", "eos_token_id", "seed", "chunk", *PROCESSORS}
+        known = {"max_new_tokens", "do_sample", "eos_token_id", "seed", "chunk", "cache"}
+        known |= set(PROCESSORS)
         if unknown := sorted(set(options) - known):
             raise SamplingError(
                 f"no option {', '.join(unknown)} (known: {', '.join(sorted(known))})"
             )
         settings = {**self.generation, **{k: v for k, v in options.items() if v is not None}}
         eos = settings.get("eos_token_id")
-        return {
-            "max_new_tokens": self._budget(prompts, settings),
+        new = self._budget(prompts, settings)
+        cache = options.get("cache")
+        if cache is not None:
+            if len(prompts) > 1:
+                raise CacheMismatchError("a cache serves one prompt; fork it for several")
+            cache, rest = reuse(cache, prompts[0], new)
+            prompts = [rest]
+        return _padded(prompts), {
+            "max_new_tokens": new,
             "lengths_B": np.array([len(p) for p in prompts], np.int32),
             "sampler": self._sampler(settings, options),
             "seed": settings.get("seed", 0),
             "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
             "chunk": settings.get("chunk", 256),
+            "cache": cache,
         }
 
     def _budget(self, prompts: list[list[int]], settings: Mapping[str, Any]) -> int:
@@ -238,7 +262,7 @@ class LM:
         if self.tokenizer:
             pieces = Detokenizer(self.tokenizer, prompt=prompt)
             text = "".join(map(pieces.push, tokens)) + pieces.flush()
-        return Completion(text, tokens, logprobs, finish, len(prompt))
+        return Completion(text, tokens, logprobs, finish, len(prompt), result.cache)
 
     def _finish(self, result: Generated, row: int) -> str | None:
         finish = Finish(int(result.finish_B[row]))

@@ -1,20 +1,23 @@
 """The command `jaxllm`: text to stdout, everything about it to stderr, reasons for failures."""
 
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from convert import command
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import CacheMismatchError, JaxllmError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM, Piece
+    from jaxllm.cache import KVCache
 
 app = typer.Typer(
     help="Language-model inference as pure functions in JAX and Flax.",
@@ -34,6 +37,10 @@ Dtype = Annotated[
 ]
 NewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", "-n", help="Default: 256, or what fits.")
+]
+CacheDtype = Annotated[
+    str | None,
+    typer.Option(help="Of keys and values: as --dtype, or int8; by default as the activations."),
 ]
 Temperature = Annotated[
     float | None, typer.Option(help="Sample at this temperature; 0 and by default: greedy.")
@@ -55,6 +62,11 @@ def generate(
     top_p: TopP = None,
     seed: Seed = 0,
     dtype: Dtype = None,
+    cache_dtype: CacheDtype = None,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
+    ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
@@ -64,7 +76,9 @@ def generate(
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     options = _options(max_new_tokens, temperature, top_k, top_p)
     start = time.perf_counter()
-    lm = _load(model, dtype)
+    lm = _load(model, dtype, cache_dtype)
+    if prompt_cache:
+        options["cache"] = _read_cache(lm, text, prompt_cache)
     loaded = time.perf_counter()
     if echo and not as_json:
         _write(text)
@@ -78,6 +92,8 @@ def generate(
             if not as_json:
                 # Without a tokenizer there is no text: the ids are the output.
                 _write(piece.text if lm.tokenizer else f"{piece.token} ")
+    if prompt_cache:
+        _keep_cache(lm, pieces[-1].cache, prompt_cache)
     if as_json:
         _print_json(lm, text, pieces, loaded - start, first - loaded)
     elif sys.stdout.isatty():
@@ -98,9 +114,10 @@ def chat(
     top_p: TopP = None,
     seed: Seed = 0,
     dtype: Dtype = None,
+    cache_dtype: CacheDtype = None,
 ) -> None:
     """Talk with a model in its chat template, a line at a time; end with Ctrl-D or /quit."""
-    lm = _load(model, dtype)
+    lm = _load(model, dtype, cache_dtype)
     messages = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*messages, {"role": "user", "content": "?"}])  # refuse before the first line
     options = _options(max_new_tokens, temperature, top_k, top_p)
@@ -110,6 +127,7 @@ def chat(
         for piece in lm.stream(lm.chat_prompt(messages), seed=seed + turn, **options):
             _write(piece.text)
             answer += piece.text
+        options["cache"] = piece.cache  # the next turn repeats what has been said
         _write("\n")
         messages.append({"role": "assistant", "content": answer})
 
@@ -120,16 +138,18 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""
+    import jax
+
     from jaxllm.api import open_checkpoint
+    from jaxllm.cache import init_cache
     from jaxllm.checkpoint import is_native
     from jaxllm.text.tokenizer import has_tokenizer
-    from jaxllm.weights.precision import DTYPES
 
     opened = open_checkpoint(model)
     config = opened.config
     count = sum(t.nbytes // t.dtype.itemsize for t in opened.tensors.values())
     size = sum(t.nbytes for t in opened.tensors.values())
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
     facts = {
         "path": str(opened.directory),
         "form": "jaxllm" if is_native(opened.directory) else "Hugging Face",
@@ -137,7 +157,7 @@ def info(
         "parameters": count,
         "bytes": size,
         "dtype": opened.precision.weights,
-        "cache_bytes_per_token": numbers * DTYPES[opened.precision.cache](0).nbytes,
+        "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
         "tokenizer": has_tokenizer(opened.directory),
     }
     if as_json:
@@ -176,10 +196,36 @@ def _run(program: Callable[[], Any]) -> None:
         sys.exit(1)
 
 
-def _load(model: str, dtype: str | None) -> "LM":
-    from jaxllm.api import load
+def _load(model: str, dtype: str | None, cache_dtype: str | None) -> "LM":
+    from jaxllm.api import load, open_checkpoint
+    from jaxllm.weights.precision import Precision
 
-    return load(model, dtype=dtype)
+    if cache_dtype is None:
+        return load(model, dtype=dtype)
+    precision = Precision.uniform(dtype) if dtype else open_checkpoint(model).precision
+    return load(model, dtype=dataclasses.replace(precision, cache=cache_dtype))
+
+
+def _read_cache(lm: "LM", text: str, file: Path) -> "KVCache | None":
+    """The cache in a file, if there is one; it must have the beginning of the text in common."""
+    from jaxllm.cache import load_cache
+    from jaxllm.decode.reuse import shared_prefix
+
+    if not file.exists():
+        return None
+    cache, tokens = load_cache(file, lm.model, lm.params), lm.encode(text)
+    held, shared = len(cache.tokens()), shared_prefix(cache, tokens)
+    if shared < min(held, len(tokens), 2):  # nothing, or a begin-of-text token alone
+        raise CacheMismatchError(f"{file} holds another text; name another file, or remove it")
+    _note(f"{file}: {shared} of the prompt's {len(tokens)} tokens are there, of {held} in all")
+    return cache
+
+
+def _keep_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
+    from jaxllm.cache import save_cache
+
+    save_cache(file, cache, lm.model, lm.params)
+    _note(f"{file}: {len(cache.tokens())} tokens written")
 
 
 def _options(

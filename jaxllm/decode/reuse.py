@@ -1,0 +1,42 @@
+"""Prompt caching: what a prompt shares with the text of a cache is not run again."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.cache.kv import KVCache
+from jaxllm.cache.surgery import compact, rewind
+from jaxllm.decode.generate import bucket
+from jaxllm.errors import CacheMismatchError
+
+
+def shared_prefix(cache: KVCache, tokens: Sequence[int]) -> int:
+    """How many of `tokens` are the beginning of the cache's text.
+
+    Raises CacheMismatchError for a cache of several rows, or one with gaps, whose later entries
+    have read tokens that it no longer has.
+    """
+    if cache.batch != 1:
+        raise CacheMismatchError(f"a prompt goes on from one row, the cache has {cache.batch}")
+    position_S = np.sort(np.asarray(cache.position_BS)[0])
+    position_S = position_S[position_S >= 0]
+    if (position_S != np.arange(position_S.size)).any():
+        raise CacheMismatchError(
+            "the cache has gaps: it is not the cache of a text. Go on from it by jaxllm.generate"
+        )
+    text = cache.tokens(0)
+    pairs = zip(text, tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(tokens)))
+
+
+def reuse(cache: KVCache, tokens: Sequence[int], new: int) -> tuple[KVCache, list[int]]:
+    """The cache of what it shares with `tokens`, and the tokens left to run: at least the last.
+
+    The cache has room for them and `new` more. Raises as `shared_prefix`.
+    """
+    shared = min(shared_prefix(cache, tokens), len(tokens) - 1)
+    rest = list(tokens[shared:])
+    cache = rewind(cache, to=shared)
+    if int(cache.cursor) + len(rest) + new - 1 > cache.capacity:
+        cache = compact(cache, capacity=bucket(len(tokens) + new - 1))
+    return cache, rest
