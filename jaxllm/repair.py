@@ -22,7 +22,8 @@ def recompute(
     They are run against the tokens before them that the cache still has, so what was culled there
     is as if it had never been; where nothing was, the same numbers come out. Tokens from `stop` on
     keep what they absorbed: recompute up to the end for a text without traces. All other entries
-    keep their bits. Positions in the range that hold no token are passed over.
+    keep their bits. Positions in the range that hold no token are passed over, and gaps stay: for
+    the text as if written without them, `close_gaps` first.
 
     Raises TokenError for an empty range or one outside the model, and what `forward` raises.
     """

@@ -26,6 +26,18 @@ from jaxllm.weights.paths import Params
 
 FORMAT = "jaxllm-cache"
 VERSION = 1
+_HEADER = {
+    "version": int,
+    "config": dict,
+    "precision": dict,
+    "weights": str,
+    "cache_dtype": str,
+    "capacity": int,
+    "cursor": int,
+    "segments": int,
+    "tokens": list,
+    "contents": str,
+}
 
 
 def fingerprint(params: Params) -> str:
@@ -118,7 +130,10 @@ def load_cache(
     if header["cursor"] > capacity:
         raise CapacityError(f"{path}: {header['cursor']} slots are used, more than {capacity}")
     empty = init_cache(model.config, 1, 1, dtype=header["cache_dtype"])
-    *frozen, tail = (_segment(tensors, i, empty.tail) for i in range(header["segments"]))
+    rows = tensors["next_position_B"].shape[0]
+    *frozen, tail = (
+        _segment(tensors, i, empty.tail, rows, str(path)) for i in range(header["segments"])
+    )
     room = capacity - tail.position_BS.shape[1]
     return empty.replace(
         frozen=tuple(frozen),
@@ -165,10 +180,13 @@ def _header(path: Path) -> dict[str, Any]:
         if metadata.get("format") != FORMAT:
             raise CheckpointError(f"{path}: not a file that save_cache wrote")
         header: dict[str, Any] = json.loads(metadata["header"])
+    except CheckpointError:
+        raise
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: not a readable cache file: {error}") from None
+    wrong = [name for name, kind in _HEADER.items() if not isinstance(header.get(name), kind)]
+    if wrong:
+        raise CheckpointError(f"{path}: its header has no valid {', '.join(wrong)}")
     return header
 
 
@@ -185,10 +203,23 @@ def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
         yield name, getattr(segment, name)
 
 
-def _segment(tensors: dict[str, np.ndarray], index: int, like: Segment) -> Segment:
-    names = iter(name for name, _ in _arrays(like))
-    form = jax.tree.structure(like)
-    return jax.tree.unflatten(form, [jax.device_put(tensors[f"{index}.{n}"]) for n in names])
+def _segment(
+    tensors: dict[str, np.ndarray], index: int, like: Segment, rows: int, where: str
+) -> Segment:
+    """One segment, its arrays of the same form as those of `like`, in rows and slots that agree."""
+    arrays = []
+    slots = tensors.get(f"{index}.position_BS", np.empty((0, 0))).shape[1]
+    for name, expected in _arrays(like):
+        array = tensors.get(f"{index}.{name}", np.empty(0))
+        shapes = [(n, slots, *expected.shape[2:]) for n in (1, rows)]
+        if array.shape not in shapes or array.dtype != expected.dtype:
+            raise CheckpointError(
+                f"{where}: {index}.{name} is {array.dtype} {array.shape}, expected"
+                f" {expected.dtype} {shapes[-1]}"
+            )
+        arrays.append(jax.device_put(array))
+    segment: Segment = jax.tree.unflatten(jax.tree.structure(like), arrays)
+    return segment
 
 
 def _digest(tensors: dict[str, np.ndarray]) -> str:

@@ -135,13 +135,16 @@ class KVCache(struct.PyTreeNode):
             return f"KVCache({model}: {rows}, capacity {self.capacity}, traced)"
         if any(x.is_deleted() for x in jax.tree.leaves(self)):
             return f"KVCache({model}: {rows}, capacity {self.capacity}, donated)"
+        size = (
+            f"{self.nbytes / 1e6:.1f} MB" if self.nbytes >= 1e6 else f"{self.nbytes / 1e3:.0f} kB"
+        )
         if self.cursor.ndim:
-            return f"KVCache({model}: a stack of {self.cursor.shape}, {self.nbytes / 1e6:.1f} MB)"
+            return f"KVCache({model}: a stack of {self.cursor.shape}, {size})"
         lengths = [str(n) for n in np.asarray(self.length_B)[:8]] + ["..."] * (self.batch > 8)
         frozen = f"{len(self.frozen)} frozen segment{'s' * (len(self.frozen) != 1)}"
         return (
             f"KVCache({model}: {rows} of {', '.join(lengths)} tokens, {frozen},"
-            f" tail {int(self.cursor)}/{self.capacity}, {self.nbytes / 1e6:.1f} MB)"
+            f" tail {int(self.cursor)}/{self.capacity}, {size})"
         )
 
     def _across(self, parts: list[jax.Array]) -> jax.Array:

@@ -17,8 +17,9 @@ from jaxllm.errors import CacheMismatchError, CapacityError
 def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
     """A cache of `n` rows that all go on from this one-row cache, which they share by reference.
 
-    The prefix is stored once, whatever n is; each row gets a tail of its own with `capacity` slots
-    (by default what is left of the cache's own). Forks can be forked: take a row with `branch`.
+    The prefix is stored once, whatever n is, with the room that its tail still had (`compact` makes
+    it fit); each row gets a tail of its own with `capacity` slots, by default what was left. Forks
+    can be forked: take a row with `branch`.
 
     Raises CacheMismatchError for a cache of several rows, CapacityError for no rows or no slots,
     and inside `jit` when no capacity is given.

@@ -1,5 +1,6 @@
-"""Branches, time travel and cuts: each against a fresh run of the text that it stands for."""
+"""Time travel, cuts, moves and patches: each against a fresh run of the text it stands for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,99 +9,41 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cache import branch, compact, fork, keep, rewind, select
-from jaxllm.errors import CacheMismatchError, CapacityError
+from jaxllm.cache import (
+    KVCache,
+    branch,
+    close_gaps,
+    compact,
+    drop_range,
+    fork,
+    keep,
+    merge_rows,
+    patch,
+    rewind,
+    select,
+    shift,
+    slots_at,
+)
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from tests.cache.caches import KINDS, buffers, close, entries, filled, fresh, keys, lm_of, peek
 from tests.twins import random_model, tokens
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def lm(request: pytest.FixtureRequest) -> Any:
-    return random_model(request.param)
+    return lm_of(request.param)
 
 
-def filled(lm: Any, ids: np.ndarray, capacity: int = 24) -> jaxllm.KVCache:
-    model, params = lm
-    cache = jaxllm.init_cache(model.config, ids.shape[0], capacity)
-    return jaxllm.prefill(model, params, cache, ids)[1]
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def llama(request: pytest.FixtureRequest) -> Any:
+    return lm_of(("llama", request.param))
 
 
-def peek(lm: Any, cache: jaxllm.KVCache, token: int = 7) -> np.ndarray:
-    """Logits of one more token on each row."""
-    model, params = lm
-    ids = np.full((cache.batch, 1), token)
-    return np.asarray(jaxllm.forward(model, params, cache, ids).logits[:, 0])
-
-
-def fresh(lm: Any, ids: Any, positions: Any = None, token: int = 7) -> np.ndarray:
-    """The same from the text itself, without a cache."""
-    model, params = lm
-    row = np.append(ids, token)[None]
-    at = None if positions is None else np.asarray(positions)[None]
-    return np.asarray(jaxllm.forward(model, params, None, row, positions_BT=at).logits[0, -1])
-
-
-def close(a: Any, b: Any) -> None:
-    scale = max(1.0, float(np.abs(b).max()))
-    np.testing.assert_allclose(a, b, atol=1e-5 * scale)
-
-
-def buffers(segment: jaxllm.Segment) -> list[int]:
-    return [x.unsafe_buffer_pointer() for x in (*segment.k, *segment.v)]
-
-
-def test_interleaved_branches_equal_independent_runs(lm: Any) -> None:
-    model, params = lm
-    prefix = tokens(1, 9)
-    forks = fork(filled(lm, prefix), 3, capacity=8)
-    texts = [list(prefix[0]) for _ in range(3)]
-    for step in range(5):
-        token_B = np.array([3 * step, 50 + step, 100])
-        _, forks = jaxllm.decode_step(model, params, forks, token_B)
-        for text, token in zip(texts, token_B.tolist(), strict=True):
-            text.append(token)
-    for row, text in enumerate(texts):
-        close(peek(lm, forks)[row], fresh(lm, text))
-        close(peek(lm, branch(forks, row))[0], fresh(lm, text))
-
-
-def test_a_fork_of_a_fork_shares_all_that_came_before(lm: Any) -> None:
-    model, params = lm
-    prefix = filled(lm, tokens(1, 9))
-    _, forks = jaxllm.decode_step(model, params, fork(prefix, 2, capacity=4), np.array([1, 2]))
-    again = fork(branch(forks, 1), 3, capacity=4)
-    _, again = jaxllm.decode_step(model, params, again, np.array([10, 20, 30]))
-    assert buffers(again.frozen[0]) == buffers(prefix.tail)
-    for row, token in enumerate((10, 20, 30)):
-        close(peek(lm, again)[row], fresh(lm, [*tokens(1, 9)[0], 2, token]))
-
-
-def test_sixty_four_branches_cost_their_tails_alone(lm: Any) -> None:
-    prefix = filled(lm, tokens(1, 9), capacity=4096)
-    forks = fork(prefix, 64, capacity=2)
-    tails = 64 * 2 * (prefix.nbytes / 4096)
-    assert forks.nbytes < prefix.nbytes + 1.1 * tails
-    assert forks.nbytes < 0.05 * 64 * prefix.nbytes
-
-
-def test_branches_of_different_lengths_decode_in_one_batch(lm: Any) -> None:
+def forked(lm: Any) -> KVCache:
+    """Two rows that share positions 0 to 8 and have 9 and 10 of their own."""
     model, params = lm
     forks = fork(filled(lm, tokens(1, 9)), 2, capacity=8)
-    ids, lengths = np.array([[1, 2, 3, 4], [5, 0, 0, 0]]), np.array([4, 1])
-    _, forks = jaxllm.prefill(model, params, forks, ids, lengths_B=lengths)
-    assert forks.length_B.tolist() == [13, 10]
-    close(peek(lm, forks)[0], fresh(lm, [*tokens(1, 9)[0], 1, 2, 3, 4]))
-    close(peek(lm, forks)[1], fresh(lm, [*tokens(1, 9)[0], 5]))
-
-
-def test_generation_goes_on_from_a_fork(lm: Any) -> None:
-    model, params = lm
-    prefix = tokens(1, 9)
-    forks = fork(filled(lm, prefix), 2, capacity=16)
-    result = jaxllm.generate(model, params, [[1], [2]], max_new_tokens=8, cache=forks)
-    for row, token in enumerate((1, 2)):
-        text = np.append(prefix, [[token]], axis=1)
-        alone = jaxllm.generate(model, params, text, max_new_tokens=8)
-        assert result.token_BT[row].tolist() == alone.token_BT[0].tolist()
+    return jaxllm.prefill(model, params, forks, tokens(2, 2, seed=3))[1]
 
 
 @pytest.mark.parametrize("n", [0, 1, 4, [2, 5]])
@@ -112,6 +55,7 @@ def test_rewound_equals_never_committed(lm: Any, n: Any) -> None:
     assert buffers(back.tail) == buffers(cache.tail)
     lengths = (9 - np.broadcast_to(n, 2)).tolist()
     assert back.length_B.tolist() == back.next_position_B.tolist() == lengths
+    assert rewind(cache, to=np.array(lengths)).length_B.tolist() == lengths
     logits, again = jaxllm.decode_step(model, params, back, np.array([50, 60]))
     for row, token in enumerate((50, 60)):
         text = ids[row, : lengths[row]]
@@ -128,8 +72,17 @@ def test_a_rewind_reaches_into_what_is_shared(lm: Any) -> None:
     close(peek(lm, back)[1], fresh(lm, tokens(1, 9)[0, :6]))
 
 
+def test_a_step_that_raises_leaves_its_cache_usable(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(1, 9), capacity=10)
+    before = peek(lm, cache)
+    for bad in ([[999]], [[1, 2]]):
+        with pytest.raises(jaxllm.errors.JaxllmError):
+            jaxllm.prefill(model, params, cache, bad, donate=True)
+    np.testing.assert_array_equal(peek(lm, cache), before)
+
+
 def test_what_is_masked_is_as_if_it_had_been_gathered_away(lm: Any) -> None:
-    model, _ = lm
     cache = filled(lm, tokens(2, 9))
     mask = np.ones((2, 24), bool)
     mask[0, [1, 4, 5]] = False
@@ -143,12 +96,8 @@ def test_what_is_masked_is_as_if_it_had_been_gathered_away(lm: Any) -> None:
     assert dense.next_position_B.tolist() == [9, 9]
     close(peek(lm, dense), peek(lm, culled))
     assert not np.allclose(peek(lm, culled), peek(lm, cache), atol=1e-3)
-    kept = np.asarray(dense.tail.position_BS)[0, :6]
-    assert kept.tolist() == [0, 2, 3, 6, 7, 8]
-    for layer in range(model.config.num_hidden_layers):  # untouched entries, bit for bit
-        np.testing.assert_array_equal(
-            np.asarray(dense.tail.k[layer])[0, :6], np.asarray(cache.tail.k[layer])[0, kept]
-        )
+    assert np.asarray(dense.tail.position_BS)[0, :6].tolist() == [0, 2, 3, 6, 7, 8]
+    assert dense.tokens(0) == tokens(2, 9)[0, [0, 2, 3, 6, 7, 8]].tolist()
 
 
 def test_culled_attention_equals_brute_force_over_what_is_left() -> None:
@@ -156,54 +105,224 @@ def test_culled_attention_equals_brute_force_over_what_is_left() -> None:
     at those positions is an independent computation of the same."""
     lm = random_model("llama", num_hidden_layers=1)
     ids = tokens(1, 9)
-    mask = np.ones((1, 24), bool)
-    mask[0, [2, 3, 7]] = False
     left = [0, 1, 4, 5, 6, 8]
-    close(
-        peek(lm, keep(filled(lm, ids), mask))[0],
-        fresh(lm, ids[0, left], positions=[*left, 9]),
-    )
+    mask = np.isin(np.arange(24), left)[None]
+    expected = fresh(lm, ids[0, left], positions=[*left, 9])
+    close(peek(lm, keep(filled(lm, ids), mask))[0], expected)
+    dropped = drop_range(drop_range(filled(lm, ids), 2, 4), 7, 8)
+    close(peek(lm, dropped)[0], expected)
 
 
-def test_rows_are_selected_as_beams_need_it(lm: Any) -> None:
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+def test_shifted_by_m_equals_a_run_at_positions_plus_m(rope: str) -> None:
+    scaling = {
+        "default": {},
+        "linear": {"factor": 3.0},
+        "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"factor": 4.0},
+    }[rope]
+    more = {} if rope in ("default", "linear") else {"original_max_position_embeddings": 24}
+    parameters = {"rope_type": rope, "rope_theta": 100.0, **scaling, **more}
+    model, params = lm = random_model("llama", rope_parameters=parameters)
+    ids, m = tokens(1, 9), 30
+    moved = shift(filled(lm, ids), m)
+    there = jaxllm.init_cache(model.config, 1, 24)
+    positions = m + np.arange(9)[None]
+    _, there = jaxllm.prefill(model, params, there, ids, positions_BT=positions)
+    assert moved.tokens() == there.tokens()
+    assert moved.next_position_B.tolist() == there.next_position_B.tolist() == [39]
+    close(keys(moved), keys(there))
+    close(peek(lm, moved), peek(lm, there))
+
+
+def test_there_and_back_is_the_same_within_rounding(llama: Any) -> None:
+    cache = filled(llama, tokens(1, 9))
+    again = shift(shift(cache, 40), -40)
+    np.testing.assert_array_equal(again.position_BS, cache.position_BS)
+    # float32: a few roundings of a rotation; int8: two half steps of 1/127 of the largest entry,
+    # which a rotation of a pair can spread over both.
+    atol = {"float32": 2e-6, "int8": 2.5 / 127}[cache.dtype]
+    assert np.abs(keys(again) - keys(cache)).max() <= atol * np.abs(keys(cache)).max()
+    for ours, theirs in zip(again.tail.v, cache.tail.v, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_part_that_moves_equals_brute_force(llama: Any) -> None:
+    """One layer again: rows move by different amounts, in what they share too."""
+    one = lm_of(("llama", llama[0].precision.cache), num_hidden_layers=1)
+    cache = forked(one)
+    by, start = np.array([10, 3]), np.array([6, 10])
+    moved = shift(drop_range(cache, 2, 3), by, start=start)
+    assert moved.next_position_B.tolist() == [21, 14]
+    for row in range(2):
+        text = np.append(tokens(1, 9)[0], tokens(2, 2, seed=3)[row])
+        old = np.array([p for p in range(11) if p != 2])
+        new = np.where(old >= start[row], old + by[row], old)
+        expected = fresh(one, text[old], positions=[*new, int(moved.next_position_B[row])])
+        close(peek(one, moved)[row], expected, atol=1e-5 if cache.dtype == "float32" else 0.03)
+
+
+def test_a_uniform_shift_leaves_shared_keys_shared(llama: Any) -> None:
+    moved = shift(rewind(forked(llama), to=[5, 11]), 7, start=2)
+    assert jax.tree.leaves(moved.frozen[0].k)[0].shape[0] == 1
+    alone = shift(branch(forked(llama), 1), 7, start=2)
+    close(peek(llama, moved)[1], peek(llama, alone)[0])
+
+
+def test_closed_gaps_are_a_text_again() -> None:
+    lm = random_model("llama", num_hidden_layers=1)
+    closed = close_gaps(drop_range(forked(lm), [2, 4], [5, 10]))
+    assert closed.next_position_B.tolist() == closed.length_B.tolist() == [8, 5]
+    for row in range(2):
+        close(peek(lm, closed)[row], fresh(lm, closed.tokens(row)))
+
+
+def test_a_patch_replaces_what_was_broken(lm: Any) -> None:
     model, params = lm
-    forks = fork(filled(lm, tokens(1, 9)), 3, capacity=6)
-    _, forks = jaxllm.decode_step(model, params, forks, np.array([1, 2, 3]))
-    chosen = select(forks, [2, 2, 0, 1])
-    assert buffers(chosen.frozen[0]) == buffers(forks.frozen[0])
-    np.testing.assert_array_equal(peek(lm, chosen), peek(lm, forks)[[2, 2, 0, 1]])
-    single = select(filled(lm, tokens(1, 9)), [0, 0])
-    assert single.batch == 2
-
-
-def test_the_operations_run_under_jit_and_vmap(lm: Any) -> None:
     cache = filled(lm, tokens(2, 9))
-    plain = peek(lm, rewind(cache, 2))
-    np.testing.assert_allclose(peek(lm, jax.jit(rewind)(cache, 2)), plain, atol=1e-5)
-    mask = jnp.arange(24)[None] % 3 != 0
-    np.testing.assert_allclose(
-        peek(lm, jax.jit(lambda c, m: compact(keep(c, m)))(cache, mask)),
-        peek(lm, keep(cache, mask)),
-        atol=1e-4,
+    k, v = jax.tree.map(lambda x: x.at[:, 3:5].set(1), (cache.tail.k, cache.tail.v))
+    broken = cache.replace(tail=cache.tail.replace(k=k, v=v))
+    at = slots_at(cache, [[3, 4], [3, 4]])
+    out = jaxllm.forward(
+        model, params, rewind(cache, to=3), tokens(2, 9)[:, 3:5], positions_BT=[[3, 4], [3, 4]]
     )
+    mended = patch(broken, at, out.delta)
+    assert not np.allclose(peek(lm, broken), peek(lm, cache), atol=1e-3)
+    close(peek(lm, mended), peek(lm, cache))
+    assert mended.tokens(1) == cache.tokens(1)
+    assert np.asarray(mended.patched_BS).nonzero()[1].tolist() == [3, 4, 3, 4]
+
+
+def test_a_patch_in_one_row_of_what_is_shared_is_seen_by_that_row_alone(lm: Any) -> None:
+    model, params = lm
+    cache = forked(lm)
+    ids, at = np.array([[5], [6]]), np.array([[2], [2]])
+    out = jaxllm.forward(model, params, rewind(cache, to=2), ids, positions_BT=at)
+    patched = patch(cache, np.array([[-1], [2]]), out.delta)
+    assert patched.tokens(0) == cache.tokens(0)
+    assert patched.tokens(1)[2] == 6
+    close(peek(lm, patched)[0], peek(lm, cache)[0])
+    assert not np.allclose(peek(lm, patched)[1], peek(lm, cache)[1], atol=1e-3)
+
+
+def patched_at_3(lm: Any, cache: KVCache) -> KVCache:
+    model, params = lm
+    out = jaxllm.forward(model, params, cache, np.full((2, 1), 77), positions_BT=np.full((2, 1), 3))
+    return patch(cache, slots_at(cache, np.full((2, 1), 3)), out.delta)
+
+
+# What an operation does with (row, position): the (row, position) it has afterwards, or None where
+# it is gone or changed. Every entry that has a place must have kept every bit.
+Place = Callable[[int, int], tuple[int, int] | None]
+OPERATIONS: dict[str, tuple[Callable[[Any, KVCache], KVCache], Place]] = {
+    "rewind": (
+        lambda lm, c: rewind(c, to=[5, 10]),
+        lambda r, p: (r, p) if p < [5, 10][r] else None,
+    ),
+    "keep": (
+        lambda lm, c: keep(c, np.arange(c.slots)[None] % 3 != 1),
+        lambda r, p: (r, p) if p < 9 and p % 3 != 1 else None,
+    ),
+    "drop_range": (
+        lambda lm, c: drop_range(c, [2, 0], 7),
+        lambda r, p: (r, p) if p >= 7 or p < [2, 0][r] else None,
+    ),
+    "compact": (lambda lm, c: compact(c, capacity=12), lambda r, p: (r, p)),
+    "shift": (lambda lm, c: shift(c, 5, start=4), lambda r, p: (r, p) if p < 4 else None),
+    "close_gaps": (
+        lambda lm, c: close_gaps(drop_range(c, 4, 6)),
+        lambda r, p: (r, p) if p < 4 else None,
+    ),
+    "patch": (patched_at_3, lambda r, p: (r, p) if p != 3 else None),
+    "recompute": (
+        lambda lm, c: jaxllm.recompute(*lm, drop_range(c, 2, 3), 4, 6),
+        lambda r, p: (r, p) if p not in (2, 4, 5) else None,
+    ),
+    "insert": (
+        lambda lm, c: jaxllm.insert(*lm, c, 8, [[1], [2]]),
+        lambda r, p: (r, p) if p < 8 else None,
+    ),
+    "select": (lambda lm, c: select(c, [1, 0]), lambda r, p: (1 - r, p)),
+    "merge_rows": (lambda lm, c: merge_rows([branch(c, 1), c]), lambda r, p: (r + 1, p)),
+    "fork": (lambda lm, c: fork(branch(c, 1), 2, capacity=3), lambda r, p: (0, p) if r else None),
+}
+ROTATING = {"shift", "close_gaps", "insert"}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_untouched_entries_keep_every_bit(lm: Any, name: str) -> None:
+    cache = forked(lm)
+    before = entries(cache)
+    operate, place = OPERATIONS[name]
+    if name in ROTATING and lm[0].config.model_type == "gpt2":
+        with pytest.raises(ConfigError, match="cannot be moved"):
+            operate(lm, cache)
+        return
+    after = entries(operate(lm, cache))
+    stayed = {key: to for key in before if (to := place(*key)) is not None}
+    assert len(stayed) >= 4
+    for key, to in stayed.items():
+        assert after[to] == before[key], f"{key} -> {to}"
+    assert entries(cache) == before  # and the argument is what it was
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"merge_rows"}))
+def test_every_operation_runs_under_jit(name: str) -> None:
+    operate, _ = OPERATIONS[name]
+    model, params = lm = lm_of(("llama", "int8"))
+    cache = forked(lm)
+    plain = operate(lm, cache)
+    traced = jax.jit(lambda params, c: operate((model, params), c))(params, cache)
+    assert traced.batch == plain.batch
+    for row in range(plain.batch):
+        assert traced.tokens(row) == plain.tokens(row)
+    for ours, theirs in zip(jax.tree.leaves(traced), jax.tree.leaves(plain), strict=True):
+        close(ours, theirs)  # what is rounded to int8 may fall to either side
+
+
+def test_operations_map_over_a_stack_of_caches(lm: Any) -> None:
+    cache = filled(lm, tokens(2, 9))
     stack = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
+    assert "a stack of (2,)" in repr(stack)
     two = jax.vmap(rewind)(stack, jnp.array([1, 3]))
     assert two.next_position_B.tolist() == [[8, 8], [6, 6]]
+    culled = jax.vmap(lambda c, start: compact(drop_range(c, start, 7)))(stack, jnp.array([2, 5]))
+    second = jax.tree.map(lambda x: x[1], culled)
+    assert second.tokens(0) == tokens(2, 9)[0, [0, 1, 2, 3, 4, 7, 8]].tolist()
+    close(peek(lm, second), peek(lm, drop_range(cache, 5, 7)))
 
 
-def test_what_makes_no_sense_is_refused_by_name(lm: Any) -> None:
-    cache = filled(lm, tokens(2, 9))
-    with pytest.raises(CacheMismatchError, match="take one with branch"):
-        fork(cache, 2)
-    with pytest.raises(CapacityError, match="needs rows and slots"):
-        fork(branch(cache, 0), 0)
-    with pytest.raises(CacheMismatchError, match=r"rows \[2\] of a cache of 2"):
-        branch(cache, 2)
+def test_what_makes_no_sense_is_refused_by_name(llama: Any) -> None:
+    model, params = llama
+    cache = filled(llama, tokens(2, 9))
     with pytest.raises(CapacityError, match="cannot rewind"):
         rewind(cache, 10)
     with pytest.raises(CapacityError, match="cannot rewind"):
         rewind(cache, -1)
+    with pytest.raises(CapacityError, match="either n"):
+        rewind(cache)
     with pytest.raises(CacheMismatchError, match="the mask is"):
         keep(cache, np.ones((2, 9), bool))
     with pytest.raises(CapacityError, match="9 tokens do not fit into 8"):
         compact(cache, capacity=8)
+    with pytest.raises(TokenError, match="two tokens at position 4"):
+        shift(cache, -2, start=6)
+    with pytest.raises(TokenError, match="a token would move to -1"):
+        shift(cache, -1)
+    delta = jaxllm.forward(model, params, cache, [[1], [2]]).delta
+    with pytest.raises(CacheMismatchError, match="slot 9 of row 0 is empty"):
+        patch(cache, [[9], [-1]], delta)
+    with pytest.raises(CacheMismatchError, match="slot 24 of a cache of 24"):
+        patch(cache, [[1], [24]], delta)
+    with pytest.raises(CacheMismatchError, match="slots"):
+        patch(cache, [[1, 2]], delta)
+    short = jaxllm.forward(model, params, cache, [[1], [2]], positions_BT=[[5], [5]]).delta
+    with pytest.raises(TokenError, match="two tokens at position 5"):
+        patch(cache, [[3], [3]], short)
+
+
+def test_dynamic_rope_is_not_movable() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    lm = random_model("llama", rope_parameters=rope)
+    with pytest.raises(ConfigError, match="dynamic"):
+        shift(filled(lm, tokens(1, 9)), 1)

@@ -1,0 +1,83 @@
+"""What the tests of caches share: filled caches, what they answer, and a run without any cache."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxllm
+from jaxllm.ops import dense
+from jaxllm.weights.precision import Precision
+from tests.twins import random_model
+
+# (family, format of keys and values): every operation has to work on both families and on both
+# forms of entries.
+KINDS = [("gpt2", "float32"), ("llama", "int8")]
+
+
+def lm_of(kind: tuple[str, str], **changes: Any) -> Any:
+    """A tiny random model and its parameters."""
+    family, cache = kind
+    return random_model(family, precision=Precision(cache=cache), **changes)
+
+
+def filled(lm: Any, ids: np.ndarray, capacity: int = 24) -> jaxllm.KVCache:
+    """A cache with these tokens run."""
+    model, params = lm
+    cache = jaxllm.init_cache(model.config, ids.shape[0], capacity, dtype=model.precision.cache)
+    return jaxllm.prefill(model, params, cache, ids)[1]
+
+
+def peek(lm: Any, cache: jaxllm.KVCache, token: int = 7) -> np.ndarray:
+    """Logits of one more token on each row, `[B, V]`."""
+    model, params = lm
+    ids = np.full((cache.batch, 1), token)
+    return np.asarray(jaxllm.forward(model, params, cache, ids).logits[:, 0])
+
+
+def fresh(lm: Any, ids: Any, positions: Any = None, token: int = 7) -> np.ndarray:
+    """The same for one row from the text itself, without a cache: `[V]`."""
+    model, params = lm
+    row = np.append(ids, token)[None]
+    positions = np.arange(row.size) if positions is None else np.asarray(positions)
+    # Padding to one length: one compiled program for all texts.
+    row = np.pad(row, ((0, 0), (0, 32 - row.size)))
+    at = np.pad(positions, (0, 32 - positions.size), constant_values=-1)[None]
+    logits = jaxllm.forward(model, params, None, row, positions_BT=at).logits
+    return np.asarray(logits[0, positions.size - 1])
+
+
+def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
+    """Equal to RELIABILITY's bar for one computation done in two ways."""
+    scale = max(1.0, float(np.abs(theirs).max()))
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=atol * scale)
+
+
+def buffers(segment: jaxllm.Segment) -> list[int]:
+    """Where a segment's keys and values lie."""
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves((segment.k, segment.v))]
+
+
+def entries(cache: jaxllm.KVCache) -> dict[tuple[int, int], bytes]:
+    """Every bit of every token's keys, values and id, by (row, position)."""
+    found = {}
+    for segment in cache.segments:
+        arrays = [np.asarray(x) for x in jax.tree.leaves((segment.k, segment.v, segment.token_BS))]
+        positions = np.broadcast_to(
+            segment.position_BS, (cache.batch, segment.position_BS.shape[1])
+        )
+        for row, slot in np.argwhere(positions >= 0):
+            bits = b"".join(x[min(row, x.shape[0] - 1), slot].tobytes() for x in arrays)
+            found[int(row), int(positions[row, slot])] = bits
+    return found
+
+
+def keys(cache: jaxllm.KVCache, row: int = 0) -> np.ndarray:
+    """The keys of a row's tokens in the order of their positions, `[layers, n, K, H]`."""
+    order = np.argsort(np.asarray(cache.position_BS)[row], kind="stable")
+    order = order[np.asarray(cache.position_BS)[row][order] >= 0]
+    layers = []
+    for layer in range(len(cache.tail.k)):
+        parts = [np.asarray(dense(s.k[layer])) for s in cache.segments]
+        layers.append(np.concatenate([p[min(row, p.shape[0] - 1)] for p in parts])[order])
+    return np.stack(layers)

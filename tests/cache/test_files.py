@@ -1,0 +1,142 @@
+"""Caches on disk: what is read is what was written, and only for the model it was written with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxllm
+from jaxllm.cache import drop_range, fingerprint, fork, load_cache, save_cache
+from jaxllm.cache.files import _digest, _header
+from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
+from jaxllm.weights.precision import Precision
+from tests.cache.caches import KINDS, entries, filled, lm_of, peek
+from tests.twins import random_model, tokens
+
+
+@pytest.fixture(scope="module", params=[*KINDS, ("llama", "bfloat16")], ids="-".join)
+def lm(request: pytest.FixtureRequest) -> Any:
+    return lm_of(request.param)
+
+
+def test_a_round_trip_keeps_every_bit_and_continues_uninterrupted(lm: Any, tmp_path: Path) -> None:
+    model, params = lm
+    forks = fork(drop_range(filled(lm, tokens(1, 9)), 3, 5), 3, capacity=6)
+    _, cache = jaxllm.decode_step(model, params, forks, np.array([1, 2, 3]))
+    file = tmp_path / "story.cache"
+    save_cache(file, cache, model, params)
+    again = load_cache(file, model, params)
+    assert entries(again) == entries(cache)
+    assert jax.tree.structure(again) == jax.tree.structure(cache)
+    assert [x.shape for x in jax.tree.leaves(again)] == [x.shape for x in jax.tree.leaves(cache)]
+    assert repr(again) == repr(cache)
+    np.testing.assert_array_equal(peek(lm, again), peek(lm, cache))  # bit for bit
+    for ours, theirs in zip(
+        jaxllm.decode_step(model, params, again, np.array([4, 5, 6])),
+        jaxllm.decode_step(model, params, cache, np.array([4, 5, 6])),
+        strict=True,
+    ):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert again.tokens(2) == cache.tokens(2)
+    assert file.stat().st_size < 1.2 * cache.nbytes + 20_000  # what rows share is there once
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_capacity_can_change_on_the_way(lm: Any, tmp_path: Path) -> None:
+    cache = filled(lm, tokens(2, 9))
+    save_cache(tmp_path / "c", cache, *lm)
+    for capacity in (9, 40):
+        other = load_cache(tmp_path / "c", *lm, capacity=capacity)
+        assert other.capacity == capacity
+        assert entries(other) == entries(cache)
+    with pytest.raises(CapacityError, match="9 slots are used, more than 8"):
+        load_cache(tmp_path / "c", *lm, capacity=8)
+
+
+def test_another_model_precision_or_text_is_refused_by_name(tmp_path: Path) -> None:
+    model, params = lm = random_model("llama")
+    file = tmp_path / "c"
+    save_cache(file, filled(lm, tokens(1, 9)), model, params)
+    changed = jax.tree.map(lambda x: x, params)
+    weight = changed["layers.1"]["mlp"]["up_proj"]["weight"]
+    changed["layers.1"]["mlp"]["up_proj"]["weight"] = weight.at[3, 4].add(1e-6)
+    other, _ = random_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    rounded = jaxllm.build(model.config, Precision(activations="bfloat16"))
+    for what, (m, p) in {
+        "other weights": (model, changed),
+        "config has rope .*7.0": (other, params),
+        "model_type": random_model("gpt2"),
+        "precision has activations 'float32', the model's 'bfloat16'": (rounded, params),
+    }.items():
+        with pytest.raises(CacheMismatchError, match=what):
+            load_cache(file, m, p)
+    ids = tokens(1, 9)[0].tolist()
+    assert load_cache(file, model, params, prefix=ids[:4]).tokens() == ids
+    with pytest.raises(CacheMismatchError, match="row 0 is not this prefix: 3 of its 4 tokens"):
+        load_cache(file, model, params, prefix=[*ids[:3], 130])
+    with pytest.raises(CacheMismatchError, match="9 of its 10"):
+        load_cache(file, model, params, prefix=[*ids, 1])
+    with pytest.raises(CacheMismatchError, match="model_type"):
+        save_cache(file, filled(lm, tokens(1, 9)), *random_model("gpt2"))
+
+
+def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, params = lm = random_model("llama")
+    file, cache = tmp_path / "c", filled(lm, tokens(1, 9))
+    save_cache(file, cache, model, params)
+    whole = file.read_bytes()
+    key = whole.index(np.asarray(cache.tail.k[1]).tobytes()[:64]) + 7
+    for damaged in (
+        whole[:100],
+        whole[:-1],
+        b"",
+        whole[:key] + bytes([whole[key] ^ 1]) + whole[key + 1 :],
+    ):
+        (tmp_path / "d").write_bytes(damaged)
+        with pytest.raises(CheckpointError):
+            load_cache(tmp_path / "d", model, params)
+    save_file({"x": np.zeros(1)}, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="not a file that save_cache wrote"):
+        load_cache(tmp_path / "other", model, params)
+    for missing in ("tokens", "segments", "contents"):
+        header = _header(file)
+        del header[missing]
+        metadata = {"format": "jaxllm-cache", "header": json.dumps(header)}
+        save_file(load_file(file), tmp_path / "e", metadata=metadata)
+        with pytest.raises(CheckpointError, match=missing):
+            load_cache(tmp_path / "e", model, params)
+    arrays = load_file(file)
+    for name, array in {"0.k.1": np.zeros((1, 9, 2, 5), np.float32), "0.token_BS": None}.items():
+        changed = {n: a for n, a in {**arrays, name: array}.items() if a is not None}
+        real = {n: a for n, a in changed.items() if not n.startswith("__")}
+        header = json.dumps({**_header(file), "contents": _digest(real)})
+        save_file(real, tmp_path / "f", metadata={"format": "jaxllm-cache", "header": header})
+        with pytest.raises(CheckpointError, match=name):
+            load_cache(tmp_path / "f", model, params)
+    with pytest.raises(CheckpointError, match="not a readable"):
+        load_cache(tmp_path / "nowhere", model, params)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_cache(tmp_path / "no" / "folder", filled(lm, tokens(1, 9)), model, params)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxllm.weights.files._bytes_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_cache(file, filled(lm, tokens(1, 5)), model, params)
+    assert file.read_bytes() == whole
+
+
+def test_the_fingerprint_sees_names_bits_and_formats() -> None:
+    _, params = random_model("llama")
+    base = fingerprint(params)
+    assert base == fingerprint(jax.tree.map(np.asarray, params))
+    swapped = dict(params, **{"layers.0": params["layers.1"], "layers.1": params["layers.0"]})
+    cast = jaxllm.cast(params, Precision.uniform("bfloat16"))
+    assert len({base, fingerprint(swapped), fingerprint(cast)}) == 3

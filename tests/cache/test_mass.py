@@ -1,0 +1,159 @@
+"""Attention mass, against the full attention matrices of transformers and against brute force."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm.cache import fork, heavy_hitters, rewind, sinks_and_window, slot_order
+from jaxllm.cache.surgery import close_gaps, compact
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.steps import _forward
+from tests.cache.caches import close, filled, fresh, lm_of
+from tests.twins import Twin, load_twin, random_model, save_random, tokens
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral"])
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp("mass")
+    window = {"sliding_window": 5} if request.param == "mistral" else {}
+    save_random(directory, request.param, **window)
+    return load_twin(directory)
+
+
+def attentions(twin: Twin, ids: np.ndarray) -> np.ndarray:
+    """transformers' eager attention, `[layers, B, N, T, S]`."""
+    with torch.no_grad():
+        out = twin.torch_model(torch.tensor(ids), output_attentions=True)
+    return np.stack([a.numpy() for a in out.attentions])
+
+
+def test_mass_is_the_reduction_of_the_full_matrices(twin: Twin) -> None:
+    model, params, ids = twin.model, twin.params, tokens(2, 11)
+    full = attentions(twin, ids)
+    by_layer = full.sum(axis=(2, 3))
+    out = jaxllm.forward(model, params, None, ids, attention_mass="layers")
+    close(out.attention_mass, by_layer)
+    out = jaxllm.forward(model, params, None, ids, attention_mass=True)
+    close(out.attention_mass, by_layer.sum(axis=0))
+    # Row by row of the matrix: what is in the cache and what is new, chunks and single tokens.
+    cache = jaxllm.init_cache(model.config, 2, 14)
+    _, cache, mass = jaxllm.prefill(model, params, cache, ids[:, :7], chunk=3, attention_mass=True)
+    close(mass[:, :7], full[:, :, :, :7, :7].sum(axis=(0, 2, 3)))
+    assert not np.asarray(mass[:, 7:]).any()
+    out = jaxllm.forward(model, params, cache, ids[:, 7:9], attention_mass=True)
+    close(out.attention_mass[:, :7], full[:, :, :, 7:9, :7].sum(axis=(0, 2, 3)))
+    close(out.attention_mass[:, 14:], full[:, :, :, 7:9, 7:9].sum(axis=(0, 2, 3)))
+    _, cache, mass = jaxllm.decode_step(model, params, cache, ids[:, 7], attention_mass="layers")
+    close(mass[:, :, :8], full[:, :, :, 7, :8].sum(axis=2))
+
+
+def test_generation_accumulates_what_a_stream_gives_step_by_step(twin: Twin) -> None:
+    model, params = twin.model, twin.params
+    prompt, lengths = tokens(2, 6), np.array([6, 4])
+    options: dict[str, Any] = {"max_new_tokens": 7, "lengths_B": lengths}
+    result = jaxllm.generate(model, params, prompt, attention_mass=True, **options)
+    plain = jaxllm.generate(model, params, prompt, **options)
+    assert plain.attention_mass is None
+    np.testing.assert_array_equal(result.token_BT, plain.token_BT)
+    steps = [
+        s.attention_mass
+        for s in jaxllm.stream(model, params, prompt, attention_mass=True, **options)
+    ]
+    close(result.attention_mass, np.sum(steps, axis=0))
+    for row, length in enumerate(lengths):
+        text = np.append(prompt[row, :length], result.token_BT[row, :-1])
+        order = np.asarray(slot_order(result.cache))[row, : text.size]
+        full = attentions(twin, text[None]).sum(axis=(0, 2, 3))[0]
+        close(np.asarray(result.attention_mass)[row, order], full)
+
+
+def test_each_branch_has_its_own_mass_over_what_is_shared() -> None:
+    model, params = lm = random_model("llama")
+    forks = fork(filled(lm, tokens(1, 9)), 2, capacity=4)
+    out = jaxllm.forward(model, params, forks, [[5], [60]], attention_mass=True)
+    assert out.attention_mass.shape == (2, 24 + 4 + 1)
+    for row, token in enumerate((5, 60)):
+        text = np.append(tokens(1, 9), [[token]], axis=1)
+        before = jaxllm.forward(model, params, None, text[:, :-1], attention_mass=True)
+        alone = jaxllm.forward(model, params, None, text, attention_mass=True).attention_mass[0]
+        theirs = np.asarray(alone) - np.pad(before.attention_mass[0], (0, 1))
+        close(np.asarray(out.attention_mass)[row, [*range(9), 28]], theirs, atol=1e-4)
+
+
+def test_mass_over_many_blocks_sums_to_one_for_each_query_and_head() -> None:
+    model, params = lm = random_model("gpt2", n_positions=800)
+    cache = filled(lm, tokens(1, 600), capacity=800)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    out = jaxllm.forward(model, params, rewind(cache, 40), [[3, 4]], attention_mass="layers")
+    mass = np.asarray(out.attention_mass)
+    assert mass.shape == (layers, 1, 802)
+    np.testing.assert_allclose(mass.sum(axis=-1), 2 * heads, rtol=1e-5)
+    assert not mass[:, :, 560:800].any()  # empty slots receive nothing
+    assert (mass[:, :, :560] > 0).all()
+
+
+def test_off_it_leaves_no_trace_in_the_compiled_program() -> None:
+    model, params = lm = random_model("llama")
+    segments = filled(lm, tokens(1, 9), capacity=600).segments
+    ids = at = jnp.full((1, 1), 9, jnp.int32)
+
+    def plain(params: Any, segments: Any, ids: jax.Array, at: jax.Array) -> Any:
+        trace = model.apply({"params": params}, ids, at, at.max(axis=1) + 1, segments)
+        return trace.logits, trace.k, trace.v
+
+    def count(lowered: Any) -> int:
+        return lowered.as_text().count("stablehlo.dot_general")
+
+    off = _forward.lower(model, params, segments, ids, at, False, False)
+    on = _forward.lower(model, params, segments, ids, at, False, True)
+    assert count(off) == count(jax.jit(plain).lower(params, segments, ids, at)) < count(on)
+
+
+def test_heavy_hitters_equal_a_sort_by_hand() -> None:
+    model, params = random_model("llama")
+    cache = jaxllm.init_cache(model.config, 2, 24)
+    _, cache, mass = jaxllm.prefill(model, params, cache, tokens(2, 12), attention_mass=True)
+    kept = heavy_hitters(cache, mass, heavy=4, recent=3)
+    for row in range(2):
+        old = np.asarray(mass)[row, :9]
+        expected = [*sorted(np.argsort(-old)[:4].tolist()), 9, 10, 11]
+        positions = np.asarray(kept.position_BS)[row]
+        assert sorted(positions[positions >= 0].tolist()) == expected
+    assert heavy_hitters(cache, mass, heavy=99, recent=3).length_B.tolist() == [12, 12]
+    with pytest.raises(CacheMismatchError, match="the mass is"):
+        heavy_hitters(cache, mass[:, :5], heavy=1, recent=1)
+    with pytest.raises(CapacityError, match="at least 0"):
+        heavy_hitters(cache, mass, heavy=-1, recent=1)
+
+
+@pytest.mark.parametrize("renumber", [False, True])
+def test_sinks_and_window_decode_for_ever_in_a_small_cache(renumber: bool) -> None:
+    """One layer: each step equals a run of the sinks and the window alone (StreamingLLM)."""
+    model, params = lm = lm_of(("llama", "float32"), num_hidden_layers=1)
+    text = tokens(1, 40)[0]
+    cache = filled(lm, text[None, :6], capacity=10)
+    for step in range(6, 40):
+        if int(cache.cursor) == cache.capacity:
+            cache = compact(sinks_and_window(cache, sinks=2, window=5), capacity=10)
+            cache = close_gaps(cache) if renumber else cache
+        logits, cache = jaxllm.decode_step(model, params, cache, text[step : step + 1])
+    left = cache.tokens()
+    assert left[:2] == text[:2].tolist()
+    assert left[2:] == text[42 - len(left) :].tolist()
+    at = np.sort(np.asarray(cache.position_BS)[0])[-len(left) :]
+    assert int(at[-1]) == (int(cache.next_position_B[0]) - 1 if renumber else 39)
+    assert (np.diff(at) == 1).all() == renumber
+    close(logits[0], fresh(lm, left[:-1], positions=at, token=left[-1]))
+    with pytest.raises(CapacityError, match="window 1"):
+        sinks_and_window(cache, sinks=1, window=0)
+
+
+def test_other_values_are_refused_by_name() -> None:
+    model, params = random_model("llama")
+    with pytest.raises(ConfigError, match="attention_mass must be"):
+        jaxllm.forward(model, params, None, [[1]], attention_mass="heads")  # type: ignore[arg-type]
