@@ -25,10 +25,12 @@ def recompute(
     keep their bits. Positions in the range that hold no token are passed over, and gaps stay: for
     the text as if written without them, `close_gaps` first.
 
-    Raises TokenError for an empty range or one outside the model, and what `forward` raises.
+    Raises TokenError for an empty range, and what `forward` raises.
     """
     if not 0 <= start < stop:
         raise TokenError(f"recompute needs 0 <= start < stop, got {start} and {stop}")
+    if not isinstance(cache.next_position_B, jax.core.Tracer):
+        stop = min(stop, int(cache.next_position_B.max()))
     for first in range(start, stop, chunk):
         last = min(first + chunk, stop)
         wanted = np.broadcast_to(

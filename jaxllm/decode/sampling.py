@@ -75,6 +75,7 @@ class TopP(struct.PyTreeNode):
         return jnp.where(kept, scores_BV, -jnp.inf)
 
 
+@jax.jit
 def sample(key: jax.Array, logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
     """Draw one token a row: int32 `[B]`.
 

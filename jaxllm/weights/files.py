@@ -215,7 +215,8 @@ def _reader(
 
 
 def _bytes_of(tensor: LazyTensor) -> "memoryview[int]":
-    array = np.ascontiguousarray(tensor.read())
+    array = tensor.read()
     assert array.dtype == tensor.dtype
     assert array.shape == tensor.shape
+    array = np.ascontiguousarray(array)  # which makes one number an array of one
     return array.reshape(-1).view(np.uint8).data
