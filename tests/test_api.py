@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.cache import drop_range, fork
+from jaxllm.decode.reuse import reuse
 from jaxllm.errors import (
+    CacheMismatchError,
     CapacityError,
     CheckpointError,
     NonFiniteError,
@@ -50,6 +53,35 @@ def test_a_batch_equals_each_prompt_alone(demo: jaxllm.LM) -> None:
         alone = demo.generate(prompt, max_new_tokens=15)
         assert completion.tokens == alone.tokens
         assert completion.text == alone.text
+
+
+def test_what_a_cache_has_of_a_prompt_is_not_run_again(demo: jaxllm.LM) -> None:
+    first = demo.generate("Once upon a time", max_new_tokens=12)
+    assert first.cache.tokens() == demo.encode("Once upon a time") + first.tokens[:-1]
+    for prompt in (f"Once upon a time{first.text} and", "Once upon a day", "Once", "One day"):
+        again = demo.generate(prompt, max_new_tokens=12, cache=first.cache)
+        assert again.tokens == demo.generate(prompt, max_new_tokens=12).tokens
+        pieces = list(demo.stream(prompt, max_new_tokens=12, cache=first.cache))
+        assert [p.token for p in pieces] == again.tokens
+        assert pieces[-1].cache.tokens() == demo.encode(prompt) + again.tokens[:-1]
+    ids = demo.encode("Once upon a time") + first.tokens
+    cache, rest = reuse(first.cache, ids, 5)
+    assert rest == first.tokens[-1:]
+    np.testing.assert_array_equal(cache.position_BS, first.cache.position_BS)
+    assert reuse(first.cache, ids[:3], 5)[1] == ids[2:3]
+    larger, rest = reuse(first.cache, [*ids, *[5] * 150], 5)  # more than there is room for
+    assert len(rest) == 151
+    assert larger.capacity >= len(ids) + 150 + 4
+
+
+def test_a_cache_that_is_no_text_or_of_several_rows_is_refused(demo: jaxllm.LM) -> None:
+    cache = demo.generate("Once upon a time", max_new_tokens=3).cache
+    with pytest.raises(CacheMismatchError, match="has gaps"):
+        demo.generate("Once upon", cache=drop_range(cache, 1, 2))
+    with pytest.raises(CacheMismatchError, match="one prompt"):
+        demo.generate(["Once", "One"], cache=cache)
+    with pytest.raises(CacheMismatchError, match="from one row, the cache has 2"):
+        demo.generate("Once", cache=fork(cache, 2, capacity=2))
 
 
 def test_text_goes_on_where_the_prompt_ends(demo: jaxllm.LM) -> None:

@@ -72,6 +72,44 @@ def test_json_holds_what_was_printed(run: Run) -> None:
     assert echoed == "One day" + text
 
 
+def test_a_prompt_cache_is_used_and_extended(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "story.cache"
+    text = "Once upon a time there was"
+
+    def story(prompt: str, *options: object) -> tuple[int, str, str]:
+        return run("generate", "-p", prompt, "-n", 12, *options)
+
+    _, plain, _ = story(text)
+    _, out, err = story(text, "--prompt-cache", file)
+    assert out == plain
+    assert f"{file}: " in err
+    assert "tokens written" in err
+    held = int(err.split(f"{file}: ")[1].split()[0])
+    _, out, err = story(text + plain, "--prompt-cache", file)
+    assert out == story(text + plain)[1]
+    assert f"{held} of the prompt's {held + 1} tokens are there, of {held} in all" in err
+    assert f"{held + 12} tokens written" in err
+    whole = file.read_bytes()
+    for refused, options in {
+        "holds another text": ("-p", "One day"),
+        "model_type": ("-p", text, "-m", "demo:gpt2"),
+        "has weights 'float16', the model's 'float32'": ("-p", text, "--dtype", "float32"),
+    }.items():
+        status, out, err = run("generate", *options, "--prompt-cache", file)
+        assert (status, out) == (1, "")
+        assert refused in err
+    assert file.read_bytes() == whole
+
+
+def test_keys_and_values_can_be_int8(run: Run) -> None:
+    status, out, _ = run("generate", "-p", "Once upon a time", "-n", 20, "--cache-dtype", "int8")
+    assert status == 0
+    assert len(out.split()) > 8
+    status, _, err = run("generate", "--cache-dtype", "int3")
+    assert status == 1
+    assert "cache must be one of" in err
+
+
 def test_chat_answers_each_line(run: Run) -> None:
     status, out, _ = run("chat", "-n", 12, stdin="Once upon a time\n\nThe end?\n/quit\nnever\n")
     assert status == 0

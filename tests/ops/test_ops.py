@@ -153,6 +153,23 @@ def test_attention_over_many_blocks_equals_one_softmax() -> None:
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
+def test_attention_over_int8_entries_is_attention_over_the_rounded_numbers() -> None:
+    rng = np.random.default_rng(2)
+    k, v = (rng.standard_normal((1, 2 * BLOCK + 5, 2, 8)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((2, 1, 4, 8)).astype(np.float32)
+    pos, q_pos = np.arange(2 * BLOCK + 5)[None], np.array([[300], [2 * BLOCK]])
+    k8, v8 = (ops.keep_as(jnp.asarray(x), jnp.int8) for x in (k, v))
+    part = ops.Part(k8, v8, jnp.asarray(pos))
+    ours, mass = ops.attend(
+        jnp.asarray(q), jnp.asarray(q_pos), [part], scale=0.3, window=None, mass=True
+    )
+    rounded = (np.asarray(ops.dense(k8)), np.asarray(ops.dense(v8)), pos)
+    np.testing.assert_allclose(ours, brute_force(q, q_pos, [rounded], None), atol=1e-5)
+    assert np.abs(rounded[0] - k).max() > 1e-3
+    np.testing.assert_allclose(np.asarray(mass).sum(axis=1), 4, rtol=1e-5)
+    assert not np.asarray(mass)[0, 301:].any()
+
+
 def test_attention_has_the_gradient_of_a_softmax() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (1, 3, 2, 4))

@@ -1,0 +1,202 @@
+"""What a cache is: how it prints, what it knows of its text, int8 entries, derivatives, stacks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.cache import drop_range, fork, keep, rewind, shift
+from jaxllm.decode.sampling import Temperature
+from jaxllm.errors import CacheMismatchError, ConfigError
+from jaxllm.ops import Int8Entries, dense, keep_as
+from jaxllm.weights.precision import Precision
+from tests.cache.caches import close, filled, fresh, lm_of, peek
+from tests.twins import random_model, tokens
+
+
+@pytest.fixture(scope="module")
+def lm() -> Any:
+    return random_model("llama")
+
+
+def test_it_prints_as_what_it_is_and_never_its_numbers(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 9))
+    assert repr(cache) == (
+        "KVCache(llama, 2 layers, float32: 2 rows of 9, 9 tokens, 0 frozen segments,"
+        " tail 9/24, 10 kB)"
+    )
+    forks = fork(filled(lm, tokens(1, 9)), 20, capacity=3)
+    assert "20 rows of 9, 9, 9, 9, 9, 9, 9, 9, ... tokens, 1 frozen segment, tail 0/3" in repr(
+        forks
+    )
+    seen: list[str] = []
+    jax.eval_shape(lambda c: seen.append(repr(c)), cache)
+    assert seen == ["KVCache(llama, 2 layers, float32: 2 rows, capacity 24, traced)"]
+    jaxllm.decode_step(model, params, cache, [1, 2], donate=True)
+    assert repr(cache) == "KVCache(llama, 2 layers, float32: 2 rows, capacity 24, donated)"
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+def test_show_marks_what_was_culled_and_patched(lm: Any, capsys: Any) -> None:
+    model, params = lm
+    cache = filled(lm, np.array([range(9), range(10, 19)]))
+    cache.show(Letters())
+    assert capsys.readouterr().out == "abcdefghi\nklmnopqrs\n"
+    culled = drop_range(cache, [0, 2], [1, 5])
+    jaxllm.recompute(model, params, culled, 5, 7).show(Letters())
+    assert capsys.readouterr().out == "[-a-]bcde{+fg+}hi\nkl[-mno-]{+pq+}rs\n"
+    shift(drop_range(cache, 2, 4), -2, start=4).show(Letters())  # what moved up comes after
+    assert capsys.readouterr().out.splitlines()[0] == "ab[-cd-]efghi"
+    jaxllm.insert(model, params, drop_range(cache, 2, 4), 5, [[25], [25]]).show(Letters())
+    assert capsys.readouterr().out.splitlines()[0] == "ab[-cd-]ezfghi"
+    rewind(drop_range(cache, 6, 8), to=7).show(Letters())
+    assert capsys.readouterr().out.splitlines()[0] == "abcdef[-g-]"
+
+
+def test_its_text_comes_back_in_order(lm: Any) -> None:
+    model, params = lm
+    ids = tokens(2, 9)
+    cache = filled(lm, ids)
+    assert cache.tokens(1) == ids[1].tolist()
+    assert drop_range(cache, 3, 6).tokens(1) == [*ids[1, :3], *ids[1, 6:]]
+    assert jaxllm.insert(model, params, cache, 4, [[1], [2]]).tokens(1) == [
+        *ids[1, :4],
+        2,
+        *ids[1, 4:],
+    ]
+    _, left = jaxllm.prefill(
+        model,
+        params,
+        jaxllm.init_cache(model.config, 1, 8),
+        [[0, 0, 5, 6]],
+        positions_BT=[[-1, -1, 0, 1]],
+    )
+    assert left.tokens() == [5, 6]
+
+
+def test_a_cache_of_another_model_is_refused_by_the_field_that_differs(lm: Any) -> None:
+    model, params = lm
+    other, _ = random_model("llama", max_position_embeddings=64)
+    cache = jaxllm.init_cache(other.config, 1, 8)
+    with pytest.raises(
+        CacheMismatchError, match=r"max_position_embeddings is 64, the model's is 97"
+    ):
+        jaxllm.forward(model, params, cache, [[1]])
+    with pytest.raises(ConfigError, match="int8"):
+        jaxllm.init_cache(model.config, 1, 8, dtype="int4")
+    with pytest.raises(ConfigError, match="cache must be one of"):
+        Precision(cache="int4")
+    with pytest.raises(ConfigError, match="weights must be one of float32, bfloat16, float16,"):
+        Precision(weights="int8")
+
+
+def test_int8_rounds_to_half_a_step_of_each_tokens_head() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
+    x[0, 1] = 0
+    entries = keep_as(jnp.asarray(x), jnp.int8)
+    assert isinstance(entries, Int8Entries)
+    step = np.abs(x).max(axis=-1, keepdims=True) / 127
+    assert (np.abs(np.asarray(dense(entries)) - x) <= 0.5001 * step).all()
+    assert np.abs(np.asarray(entries.value)).max(axis=-1)[1].min() == 127
+    assert keep_as(entries, jnp.dtype(jnp.int8)) is entries
+    again = keep_as(keep_as(entries, jnp.float32), jnp.int8)  # rounding twice is rounding once
+    np.testing.assert_array_equal(again.value, entries.value)
+    x[1, 2, 1, 3] = np.nan
+    assert np.isnan(np.asarray(dense(keep_as(jnp.asarray(x), jnp.int8)))[1, 2, 1]).all()
+
+
+def test_an_int8_cache_is_small_and_close_to_float32() -> None:
+    lm8, lm32 = lm_of(("llama", "int8")), lm_of(("llama", "float32"))
+    model, _ = lm32
+    int8, float32 = filled(lm8, tokens(2, 9)), filled(lm32, tokens(2, 9))
+    heads, H = model.config.num_key_value_heads, model.config.head_dim
+    per_token = 2 * model.config.num_hidden_layers * heads * (H + 4)
+    k, v = int8.tail.k, int8.tail.v
+    assert sum(x.nbytes for x in jax.tree.leaves((k, v))) == 2 * 24 * per_token
+    exact = peek(lm32, float32)
+    assert 0 < np.abs(peek(lm8, int8) - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def test_gradients_reach_single_entries_of_a_cache(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(1, 9))
+
+    def loss(k: Any, v: Any) -> jax.Array:
+        changed = cache.replace(tail=cache.tail.replace(k=k, v=v))
+        logits = jaxllm.forward(model, params, changed, [[7]]).logits[0, -1]
+        return -jax.nn.log_softmax(logits)[3]
+
+    k, v = cache.tail.k, cache.tail.v
+    by_k, by_v = jax.jit(jax.grad(loss, argnums=(0, 1)))(k, v)
+    value = jax.jit(loss)
+    for gradient, entries, other in ((by_k, k, False), (by_v, v, True)):
+        for layer, at in ((0, (0, 2, 1, 3)), (1, (0, 8, 0, 5)), (1, (0, 0, 1, 0))):
+            step = 1e-2
+
+            def moved(by: float, entries: Any = entries, layer: int = layer, at: Any = at) -> Any:
+                return tuple(x.at[at].add(by) if i == layer else x for i, x in enumerate(entries))
+
+            ends = [value(k, moved(d)) if other else value(moved(d), v) for d in (step, -step)]
+            expected = (float(ends[0]) - float(ends[1])) / (2 * step)
+            assert abs(float(gradient[layer][at]) - expected) < 2e-3 + 0.02 * abs(expected)
+        assert not np.asarray(gradient[0])[0, 9:].any()  # empty slots have no influence
+
+
+def test_a_stack_of_caches_maps_to_what_each_gives_alone(lm: Any) -> None:
+    model, params = lm
+    caches = [filled(lm, tokens(1, 9, seed=s)) for s in range(3)]
+    stack = jax.tree.map(lambda *x: jnp.stack(x), *caches)
+    out = jax.vmap(lambda c: jaxllm.forward(model, params, c, jnp.array([[7]])))(stack)
+    _, stepped = jax.vmap(lambda c: jaxllm.decode_step(model, params, c, jnp.array([7])))(stack)
+    for i, cache in enumerate(caches):
+        close(out.logits[i, :, 0], peek(lm, cache))
+        one = jax.tree.map(lambda x, i=i: x[i], stepped)
+        close(peek(lm, one)[0], fresh(lm, [*tokens(1, 9, seed=i)[0], 7]))
+
+
+def test_sampling_parameters_map_over_one_prefix(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(1, 9))
+    logits_BV = jaxllm.forward(model, params, cache, [[7]]).logits[:, 0]
+    temperatures = jnp.array([0.2, 0.7, 1.5])
+
+    def draw(temperature: jax.Array, key: jax.Array) -> jax.Array:
+        sampler = jaxllm.make_sampler().replace(processors=(Temperature(temperature),))
+        return jaxllm.sample(key, logits_BV, sampler)[0]
+
+    key_N = jax.random.split(jax.random.key(0), 64)
+    mapped = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(temperatures, key_N)
+    alone = [[int(draw(t, key)) for key in key_N[:4]] for t in temperatures]
+    assert mapped[:, :4].tolist() == alone
+    assert len(set(mapped[0].tolist())) < len(set(mapped[2].tolist()))
+
+
+def test_scan_and_device_transfer_keep_a_cache(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(1, 4))
+
+    def step(cache: Any, token: jax.Array) -> tuple[Any, None]:
+        return jaxllm.decode_step(model, params, cache, token[None])[1], None
+
+    there = jax.device_put(jax.device_get(cache))
+    scanned, _ = jax.lax.scan(step, there, jnp.asarray(tokens(1, 9)[0, 4:], jnp.int32))
+    close(peek(lm, scanned)[0], fresh(lm, [*tokens(1, 4)[0], *tokens(1, 9)[0, 4:]]))
+
+
+def test_culling_needs_no_copy_and_peeking_gives_no_mass_to_the_culled(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(1, 9))
+    culled = keep(cache, np.arange(24)[None] != 4)
+    assert all(a is b for a, b in zip(culled.tail.k, cache.tail.k, strict=True))
+    mass = jaxllm.forward(model, params, culled, [[7]], attention_mass=True).attention_mass
+    assert float(mass[0, 4]) == 0 < float(mass[0, 5])
