@@ -40,6 +40,67 @@ print(json.dumps({
 """
 
 
+CACHE = """
+import json, statistics, sys, time
+import jax, jaxllm, numpy as np
+from jaxllm.cache import fingerprint, fork, load_cache, save_cache
+def resident(): return next(
+    int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmRSS"))
+def median_ms(step, n=15):
+    times = []
+    for i in range(n + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(step())
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times[2:])
+lm = jaxllm.load(sys.argv[1])
+model, params = lm.model, lm.params
+ids = np.random.default_rng(0).integers(0, 32000, (1, 1024))
+def filled(tokens, capacity, dtype="bfloat16"):
+    empty = jaxllm.init_cache(lm.config, 1, capacity, dtype=dtype)
+    return jaxllm.prefill(model, params, empty, ids[:, :tokens])[1]
+report = {}
+for dtype in ("bfloat16", "int8"):
+    cache = filled(1024, 1088, dtype)
+    report[f"{dtype}_bytes"] = cache.nbytes
+    report[f"{dtype}_peek_ms"] = median_ms(
+        lambda: jaxllm.forward(model, params, cache, [[5]]).logits)
+    report[f"{dtype}_peek_with_mass_ms"] = median_ms(
+        lambda: jaxllm.forward(model, params, cache, [[5]], attention_mass=True).attention_mass)
+    report[f"{dtype}_decode_step_ms"] = median_ms(
+        lambda: jaxllm.decode_step(model, params, cache, [5]))
+    def donated():
+        global cache
+        logits, cache = jaxllm.decode_step(model, params, cache, [5], donate=True)
+        return logits
+    report[f"{dtype}_decode_step_donated_ms"] = median_ms(donated)
+cache = None
+prefix = filled(1000, 1000)
+jax.block_until_ready(fork(prefix, 64, capacity=1).tail)
+before = resident()
+forks = jax.block_until_ready(fork(prefix, 64, capacity=16))
+report["fork_resident_bytes"] = resident() - before
+report["fork_bytes"], report["prefix_bytes"] = forks.nbytes, prefix.nbytes
+forks = jax.block_until_ready(
+    jaxllm.decode_step(model, params, forks, np.arange(64), donate=True))[1]
+report["step_of_64_resident_bytes"] = resident() - before
+report["step_of_64_ms"] = median_ms(
+    lambda: jaxllm.decode_step(model, params, forks, np.arange(64))[0], 5)
+start = time.perf_counter()
+fingerprint(params)
+report["fingerprint_s"] = time.perf_counter() - start
+start = time.perf_counter()
+save_cache(sys.argv[2], prefix, model, params)
+report["save_s"] = time.perf_counter() - start
+start = time.perf_counter()
+again = load_cache(sys.argv[2], model, params)
+report["load_s"] = time.perf_counter() - start
+assert all((np.asarray(a) == np.asarray(b)).all()
+           for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(prefix)))
+print(json.dumps(report))
+"""
+
+
 @pytest.fixture(scope="module")
 def tinyllama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("full") / "tinyllama"
@@ -82,6 +143,18 @@ def test_tinyllama_loads_within_memory_and_generates(
 def test_gpt2_loads_and_generates(tmp_path: Path) -> None:
     make(tmp_path / "gpt2", "gpt2", "float32")
     assert len(measure(tmp_path / "gpt2", "float32")["tokens"]) == 16  # type: ignore[arg-type]
+
+
+def test_sixty_four_branches_of_a_thousand_tokens_cost_less_than_five_percent_of_copies(
+    tinyllama: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", CACHE, str(tinyllama), str(tmp_path / "cache")]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    report = json.loads(out)
+    print(json.dumps({k: round(v, 3) for k, v in report.items()}))
+    copies = 64 * report["prefix_bytes"]
+    assert report["fork_bytes"] < 0.05 * copies
+    assert report["fork_resident_bytes"] < 0.05 * copies
 
 
 def test_tinyllama_logits_equal_transformers(tinyllama: Path) -> None:

@@ -19,7 +19,7 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "sh"
     for line in block.splitlines()
-    if re.match(r"(echo .*\| )?jaxllm ", line)
+    if re.match(r"(echo .*\| )?(jaxllm|python) ", line)
 ]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
@@ -35,7 +35,8 @@ def test_the_python_example_runs() -> None:
 
 
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 10
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in COMMANDS:
         done = subprocess.run(
@@ -44,6 +45,8 @@ def test_the_commands_run_in_order(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stderr}"
     assert (tmp_path / "story-model-hf" / "config.json").exists()
+    assert (tmp_path / "story.cache").exists()
+    assert (tmp_path / "loop" / "brightness.png").exists()
 
 
 def test_make_and_pip_do_the_same() -> None:
@@ -70,7 +73,7 @@ def test_the_file_map_is_complete() -> None:
 
 FLOORS = {
     "errors": 0, "progress": 0, "textfiles": 1, "config": 1, "ops": 2, "weights": 3, "cache": 4,
-    "models": 5, "steps": 6, "decode": 7, "checkpoint": 7, "text": 7, "api": 8, "cli": 9,
+    "models": 5, "steps": 6, "decode": 7, "repair": 7, "checkpoint": 7, "text": 7, "api": 8, "cli": 9,
     "__main__": 10,
 }  # fmt: skip
 
