@@ -73,8 +73,8 @@ def test_the_file_map_is_complete() -> None:
 
 FLOORS = {
     "errors": 0, "progress": 0, "textfiles": 1, "config": 1, "ops": 2, "weights": 3, "cache": 4,
-    "models": 5, "steps": 6, "decode": 7, "repair": 7, "checkpoint": 7, "text": 7, "api": 8, "cli": 9,
-    "__main__": 10,
+    "models": 5, "steps": 6, "decode": 7, "repair": 7, "checkpoint": 7, "text": 7, "api": 8,
+    "cli": 9, "__main__": 10,
 }  # fmt: skip
 
 
