@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
     from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig, Rope
     from jaxllm.decode.generate import Finish, Generated, generate, stream
-    from jaxllm.decode.sampling import GREEDY, Sampler, make_sampler, row_keys, sample
+    from jaxllm.decode.options import make_sampler
+    from jaxllm.decode.sampling import GREEDY, Sampler, row_keys, sample
     from jaxllm.models import build, param_shapes
     from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
@@ -24,7 +25,8 @@ _HOMES = {
     "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "commit", "init_cache"),
     "jaxllm.config": ("GPT2Config", "LlamaConfig", "ModelConfig", "Rope"),
     "jaxllm.decode.generate": ("Finish", "Generated", "generate", "stream"),
-    "jaxllm.decode.sampling": ("GREEDY", "Sampler", "make_sampler", "row_keys", "sample"),
+    "jaxllm.decode.options": ("make_sampler",),
+    "jaxllm.decode.sampling": ("GREEDY", "Sampler", "row_keys", "sample"),
     "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.repair": ("insert", "recompute"),
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),

@@ -16,8 +16,9 @@ from jaxllm import checkpoint, models
 from jaxllm.cache.kv import KVCache
 from jaxllm.config import ModelConfig
 from jaxllm.decode.generate import Finish, Generated, generate, stream
+from jaxllm.decode.options import PROCESSORS, make_sampler
 from jaxllm.decode.reuse import reuse
-from jaxllm.decode.sampling import GREEDY, PROCESSORS, Sampler, make_sampler
+from jaxllm.decode.sampling import GREEDY, Sampler
 from jaxllm.errors import (
     CacheMismatchError,
     CapacityError,

@@ -9,7 +9,7 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import drop_range, fork, keep, rewind, shift
-from jaxllm.decode.sampling import Temperature
+from jaxllm.decode.truncation import Temperature
 from jaxllm.errors import CacheMismatchError, ConfigError
 from jaxllm.ops import Int8Entries, dense, keep_as
 from jaxllm.weights.precision import Precision

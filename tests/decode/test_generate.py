@@ -11,7 +11,7 @@ import pytest
 import jaxllm
 from jaxllm.decode import generate as module
 from jaxllm.decode.generate import Finish
-from jaxllm.decode.sampling import make_sampler
+from jaxllm.decode.options import make_sampler
 from jaxllm.errors import CapacityError, SamplingError
 from tests.twins import random_model, tokens
 

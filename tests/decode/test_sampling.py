@@ -11,10 +11,18 @@ from scipy import stats
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import jaxllm
-from jaxllm.decode.sampling import GREEDY, TopK, TopP, make_sampler, process, row_keys, sample
+from jaxllm.decode.options import make_sampler
+from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample
+from jaxllm.decode.sampling import process as process_in
+from jaxllm.decode.truncation import TopK, TopP
 from jaxllm.errors import SamplingError
 
 TOP_K, TOP_P = jax.jit(TopK.__call__), jax.jit(TopP.__call__)
+
+
+def process(logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
+    """The scores without any text before them."""
+    return process_in(logits_BV, sampler, Context.empty(jax.random.key(0), logits_BV.shape[0]))
 
 
 def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
