@@ -36,7 +36,7 @@ def test_2000_steps_compile_nothing_and_leave_nothing_behind(lm: Any) -> None:
 def test_weights_are_arguments_never_constants(lm: Any) -> None:
     model, params = lm
     lowered = steps._forward.lower(
-        model, params, (), np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), False
+        model, params, (), np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), False, False
     )
     largest = max(leaf.size for leaf in jax.tree.leaves(params))
     constants = [c for c in lowered.as_text().splitlines() if "stablehlo.constant dense" in c]

@@ -3,7 +3,7 @@
 `generate` runs the loop on the device, `stream` runs the same body a token at a time from Python.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, Required, TypedDict, Unpack
@@ -15,15 +15,17 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.kv import KVCache, Segment, extend, init_cache, settle
-from jaxllm.decode.sampling import GREEDY, Sampler, row_keys, sample
+from jaxllm.decode.overflow import Overflow
+from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.steps import Mass, prefill, run
 from jaxllm.weights.paths import Params
 
 _EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
-_NO_TOKEN = -1
+NO_TOKEN = -1
 
-Buffers = tuple[jax.Array, jax.Array]
+# Told each row's newest token (-1: it has ended), says which rows end with it.
+Until = Callable[[np.ndarray], np.ndarray]
 
 
 class Finish(IntEnum):
@@ -33,6 +35,7 @@ class Finish(IntEnum):
     EOS = 1
     LENGTH = 2
     NON_FINITE = 3
+    STOP = 4
 
 
 class Generated(struct.PyTreeNode):
@@ -41,8 +44,9 @@ class Generated(struct.PyTreeNode):
     token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; an end-of-text token is part of
     its row. logprob_BT: float32, each token's log-probability under the model, before any
     sampler. length_B: tokens of each row. finish_B: a `Finish`. cache: holds the prompt and every
-    token but each row's last, so that a longer text goes on from the last token. attention_mass:
-    what each of the cache's slots received from the tokens run so far, `[B, S]` or
+    token but each row's last, so that a longer text goes on from the last token. top_token_BTN,
+    top_logprob_BTN: the N likeliest tokens of each step, best first; None unless asked for.
+    attention_mass: what each of the cache's slots received from the tokens run so far, `[B, S]` or
     `[layers, B, S]`; None unless asked for.
     """
 
@@ -51,32 +55,9 @@ class Generated(struct.PyTreeNode):
     length_B: jax.Array
     finish_B: jax.Array
     cache: KVCache
+    top_token_BTN: jax.Array | None
+    top_logprob_BTN: jax.Array | None
     attention_mass: jax.Array | None
-
-
-class Plan(struct.PyTreeNode):
-    """What a generation was asked for; the same at every step.
-
-    budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
-    key_B: each row's random key.
-    """
-
-    budget_B: jax.Array
-    eos_E: jax.Array
-    key_B: jax.Array
-    sampler: Sampler
-
-
-class Choice(struct.PyTreeNode):
-    """Where each row stands: its newest token, which the cache does not hold yet, and its end."""
-
-    token_B: jax.Array
-    logprob_B: jax.Array
-    length_B: jax.Array
-    finish_B: jax.Array
-
-
-Carry = tuple[KVCache, Choice, jax.Array | None, Buffers]
 
 
 class Options(TypedDict, total=False):
@@ -84,8 +65,11 @@ class Options(TypedDict, total=False):
 
     max_new_tokens: a number, or one a row; required. lengths_B: the prompts' lengths, where they
     are padded on the right. sampler: greedy by default. seed: a number, or keys `[B]`.
-    eos_token_ids: a row ends with any of them. cache: what the prompts go on from; it stays valid.
-    chunk: tokens of a prompt that are run at once. attention_mass: as for `forward`.
+    eos_token_ids: a row ends with any of them. until: a function of each row's newest token that
+    says which rows end; it runs in Python after every token. cache: what the prompts go on from; it
+    stays valid. overflow: what to forget when the cache is full; by default such a generation is
+    refused. top_logprobs: how many of each step's likeliest tokens to report. chunk: tokens of a
+    prompt that are run at once. attention_mass: as for `forward`.
     """
 
     max_new_tokens: Required[int | Sequence[int]]
@@ -93,9 +77,39 @@ class Options(TypedDict, total=False):
     sampler: Sampler
     seed: int | jax.Array
     eos_token_ids: Sequence[int]
+    until: Until | None
     cache: KVCache | None
+    overflow: Overflow | None
+    top_logprobs: int
     chunk: int
     attention_mass: Mass
+
+
+class Plan(struct.PyTreeNode):
+    """What a generation was asked for; the same at every step.
+
+    budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
+    """
+
+    budget_B: jax.Array
+    eos_E: jax.Array
+
+
+class State(struct.PyTreeNode):
+    """Where each row stands, apart from its cache.
+
+    newest_B: its last token, which the cache does not hold yet. context: its text, and its own
+    random key, which each step folds with the length. logprob_BL, top_BLN: as in `Generated`, by
+    place in the text. mass: accumulated.
+    """
+
+    newest_B: jax.Array
+    finish_B: jax.Array
+    context: Context
+    sampler: Sampler
+    logprob_BL: jax.Array
+    top_BLN: tuple[jax.Array, jax.Array]
+    mass: jax.Array | None
 
 
 def generate(
@@ -109,27 +123,19 @@ def generate(
     Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
     cache or the model, SamplingError for a budget below one.
     """
-    plan, cache, choice, mass = _begin(model, params, tokens_BT, **options)
-    longest = int(np.max(options["max_new_tokens"]))
-    tail, choice, mass, token_BT, logprob_BT = _loop(
-        model,
-        params,
-        cache.frozen,
-        plan,
-        cache.replace(frozen=()),
-        choice,
-        mass,
-        bucket(longest),
-        options.get("attention_mass", False),
-    )
-    return Generated(
-        jax.device_put(np.asarray(token_BT)[:, :longest]),  # JAX's own slice would be compiled
-        jax.device_put(np.asarray(logprob_BT)[:, :longest]),
-        choice.length_B,
-        choice.finish_B,
-        tail.replace(frozen=cache.frozen),
-        mass,
-    )
+    plan, cache, state = _begin(model, params, tokens_BT, **options)
+    if options.get("until") is not None:
+        *_, (cache, state) = _steps(model, params, plan, cache, state, options)
+        return _generated(state, cache, options)
+    mass, overflow = options.get("attention_mass", False), options.get("overflow")
+    while True:
+        tail, state = _loop(
+            model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass
+        )
+        cache = tail.replace(frozen=cache.frozen)
+        if overflow is None or not _running(state):
+            return _generated(state, cache, options)
+        cache = overflow(model, params, cache, state.context)
 
 
 def stream(
@@ -141,29 +147,22 @@ def stream(
     caller's. Prefill runs, and errors are raised, when the first item is asked for. The attention
     mass is each step's own, the prompt's at first.
     """
-    plan, cache, choice, mass = _begin(model, params, tokens_BT, **options)
-    frozen, tail = cache.frozen, cache.replace(frozen=())
-    ended_B = np.zeros(choice.token_B.shape, bool)
-    while True:
-        yield Generated(
-            jax.device_put(np.where(ended_B, _NO_TOKEN, choice.token_B)[:, None]),
-            jax.device_put(np.where(ended_B, np.float32(0), choice.logprob_B)[:, None]),
-            choice.length_B,
-            choice.finish_B,
-            tail.replace(frozen=frozen),
-            mass,
-        )
-        ended_B = np.asarray(choice.finish_B) != Finish.RUNNING
-        if ended_B.all():
-            return
-        tail, choice, mass = _one(
-            model, params, frozen, plan, tail, choice, options.get("attention_mass", False)
-        )
+    plan, cache, state = _begin(model, params, tokens_BT, **options)
+    before_B = np.asarray(state.context.prompt_B)
+    for now, step in _steps(model, params, plan, cache, state, options):
+        yield _generated(step, now, options, before_B, width=1)
+        before_B = np.asarray(step.context.length_B)
 
 
 def bucket(tokens: int) -> int:
     """The capacity made for this many tokens: powers of two, so that few programs are compiled."""
     return max(128, 1 << (tokens - 1).bit_length())
+
+
+def padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
+    """End-of-text ids, int32 `[E]`, padded with -1 so that their number is seldom a new shape."""
+    slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
+    return np.array([*eos_token_ids, *[NO_TOKEN] * (slots - len(eos_token_ids))], np.int32)
 
 
 def _begin(
@@ -176,33 +175,35 @@ def _begin(
     sampler: Sampler = GREEDY,
     seed: int | jax.Array = 0,
     eos_token_ids: Sequence[int] = (),
+    until: Until | None = None,
     cache: KVCache | None = None,
+    overflow: Overflow | None = None,
+    top_logprobs: int = 0,
     chunk: int = 256,
     attention_mass: Mass = False,
-) -> tuple[Plan, KVCache, Choice, jax.Array | None]:
-    """Check the room, prefill, and sample the first token of each row; the mass of the prompt."""
+) -> tuple[Plan, KVCache, State]:
+    """Check the room, prefill, and sample the first token of each row."""
     B, T = np.shape(tokens_BT)
     budget_B = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (B,))
     if budget_B.min() < 1:
         raise SamplingError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    longest = int(budget_B.max())
-    start = 0 if cache is None else int(cache.next_position_B.max())
-    limit = model.config.position_limit
-    if start + T + longest - 1 > limit:
-        raise CapacityError(
-            f"{start + T} tokens and {longest} new ones do not fit into the model's {limit}"
-            " positions. Shorten the prompt or max_new_tokens"
-        )
-    needed = T + longest - 1  # the last token is never run
+    if not 0 <= top_logprobs <= model.config.vocab_size:
+        raise SamplingError(f"top_logprobs must be from 0 to the vocabulary, got {top_logprobs}")
+    if overflow is not None and attention_mass is not False:
+        raise SamplingError("attention_mass has no slots to belong to once the cache overflows")
+    needed = T + int(budget_B.max()) - 1  # the last token is never run
     fresh = cache is None
     if cache is None:
-        cache = init_cache(model.config, B, bucket(needed), dtype=model.precision.cache)
-    elif int(cache.cursor) + needed > cache.capacity:
-        raise CapacityError(
-            f"{T} tokens and {longest} new ones do not fit: {int(cache.cursor)} of the cache's"
-            f" {cache.capacity} slots are used. Make the cache with a larger capacity"
-        )
-    given = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
+        capacity = bucket(needed)
+        if overflow is not None:
+            capacity = min(capacity, model.config.context_length)
+        cache = init_cache(model.config, B, capacity, dtype=model.precision.cache)
+    token_BL, length_B = _text(None if fresh else cache, tokens_BT, lengths_B, needed)
+    if overflow is None:
+        _check_room(model, cache, needed)
+    else:
+        tokens_BT, lengths_B = _recent(cache, tokens_BT, lengths_B, overflow)
+    given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
     mass = None
     if attention_mass is False:
         logits_BV, cache = prefill(model, params, cache, tokens_BT, **given)
@@ -210,36 +211,170 @@ def _begin(
         logits_BV, cache, mass = prefill(
             model, params, cache, tokens_BT, attention_mass=attention_mass, **given
         )
-    slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
-    eos = [*eos_token_ids, *[_NO_TOKEN] * (slots - len(eos_token_ids))]
-    plan = Plan(
-        budget_B=jax.device_put(budget_B),
-        eos_E=jax.device_put(np.array(eos, np.int32)),
-        key_B=row_keys(seed, B) if isinstance(seed, int) else seed,
-        sampler=sampler,
+    plan = Plan(*jax.device_put((budget_B, padded_eos(eos_token_ids))))
+    key_B = row_keys(seed, B) if isinstance(seed, int) else seed
+    L, N = token_BL.shape[1], top_logprobs
+    token_BL, length_B, newest_B, finish_B, logprob_BL, top_token, top_logprob = jax.device_put(
+        (
+            token_BL,
+            length_B,
+            np.zeros(B, np.int32),
+            np.full(B, Finish.RUNNING, np.int32),
+            np.zeros((B, L), np.float32),
+            np.full((B, L, N), NO_TOKEN, np.int32),
+            np.zeros((B, L, N), np.float32),
+        )
     )
-    zeros, running = np.zeros(B, np.int32), np.full(B, Finish.RUNNING, np.int32)
-    nothing = Choice(*jax.device_put((zeros, np.zeros(B, np.float32), zeros, running)))
-    return plan, cache, _first(plan, nothing, cache.next_position_B, logits_BV), mass
+    context = Context(token_BL, length_B, length_B, key_B)
+    state = State(newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), mass)
+    return plan, cache, _first(plan, state, logits_BV)
 
 
-def _choose(plan: Plan, last: Choice, position_B: jax.Array, logits_BV: jax.Array) -> Choice:
+def _text(
+    cache: KVCache | None, tokens_BT: Any, lengths_B: Any, needed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's text before generation, with room for all of it: int32 `[B, L]`, `[B]`."""
+    B, T = np.shape(tokens_BT)
+    tokens_BT = np.asarray(tokens_BT)
+    lengths_B = np.full(B, T) if lengths_B is None else np.asarray(lengths_B)
+    held = [[] if cache is None else cache.tokens(row) for row in range(B)]
+    rows = [[*held[b], *tokens_BT[b, : lengths_B[b]].tolist()] for b in range(B)]
+    longest = max(map(len, held)) + needed
+    token_BL = np.full((B, bucket(longest) + 1), NO_TOKEN, np.int32)
+    for token_L, row in zip(token_BL, rows, strict=True):
+        token_L[: len(row)] = row
+    return token_BL, np.array([len(row) for row in rows], np.int32)
+
+
+def _check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
+    """Raise CapacityError where `needed` more tokens do not fit into cache or model."""
+    start, limit = int(np.max(cache.next_position_B)), model.config.position_limit
+    if start + needed > limit:
+        raise CapacityError(
+            f"{start + needed} tokens of prompt and continuation do not fit into the model's"
+            f" {limit} positions. Shorten the prompt or max_new_tokens"
+        )
+    if int(cache.cursor) + needed > cache.capacity:
+        raise CapacityError(
+            f"{needed} tokens of prompt and continuation do not fit: {int(cache.cursor)} of the"
+            f" cache's {cache.capacity} slots are used. Make the cache with a larger capacity"
+        )
+
+
+def _recent(
+    cache: KVCache, tokens_BT: Any, lengths_B: Any, overflow: Overflow
+) -> tuple[np.ndarray, np.ndarray]:
+    """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
+    B, T = np.shape(tokens_BT)
+    lengths_B = np.full(B, T) if lengths_B is None else np.asarray(lengths_B)
+    room = cache.capacity - int(cache.cursor)
+    keep = overflow.room_for(cache.capacity)
+    if room >= T:
+        return np.asarray(tokens_BT), lengths_B
+    if int(cache.cursor):
+        raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
+    rows = [np.asarray(tokens_BT)[b, :n][-keep:] for b, n in enumerate(lengths_B)]
+    kept = np.zeros((B, keep), np.int64)
+    for out, row in zip(kept, rows, strict=True):
+        out[: len(row)] = row
+    return kept, np.array([len(row) for row in rows])
+
+
+def _generated(
+    state: State,
+    cache: KVCache,
+    options: Options,
+    start_B: np.ndarray | None = None,
+    width: int | None = None,
+) -> Generated:
+    """What came since `start_B` (by default the prompt), cut out of the state on the host."""
+    prompt_B, length_B = np.asarray(state.context.prompt_B), np.asarray(state.context.length_B)
+    start_B = prompt_B if start_B is None else start_B
+    width = int(np.max(options["max_new_tokens"])) if width is None else width
+    index_BT = start_B[:, None] + np.arange(width)[None]
+    there_BT = index_BT < length_B[:, None]
+    index_BT = np.where(there_BT, index_BT, 0)
+
+    def cut(array: jax.Array, blank: Any) -> jax.Array:  # JAX's own slice would be compiled
+        x: np.ndarray = np.asarray(array)
+        there = there_BT.reshape(there_BT.shape + (1,) * (x.ndim - 2))
+        found: np.ndarray = np.take_along_axis(x, index_BT.reshape(there.shape), axis=1)
+        return jax.device_put(np.where(there, found, x.dtype.type(blank)))
+
+    asked = bool(options.get("top_logprobs", 0))
+    return Generated(
+        cut(state.context.token_BL, NO_TOKEN),
+        cut(state.logprob_BL, 0),
+        jax.device_put(length_B - prompt_B),
+        state.finish_B,
+        cache,
+        cut(state.top_BLN[0], NO_TOKEN) if asked else None,
+        cut(state.top_BLN[1], 0) if asked else None,
+        state.mass,
+    )
+
+
+def _steps(
+    model: nn.Module,
+    params: Params,
+    plan: Plan,
+    cache: KVCache,
+    state: State,
+    options: Options,
+) -> Iterator[tuple[KVCache, State]]:
+    """The caches and states after each token, until every row has ended."""
+    until, overflow = options.get("until"), options.get("overflow")
+    mass, before_B = options.get("attention_mass", False), np.asarray(state.context.prompt_B)
+    while True:
+        if until is not None:
+            grown_B = np.asarray(state.context.length_B) > before_B
+            ends_B = until(np.where(grown_B, state.newest_B, NO_TOKEN))
+            finish_B = np.where(ends_B & grown_B, np.int32(Finish.STOP), state.finish_B)
+            state = state.replace(finish_B=jax.device_put(finish_B))
+        before_B = np.asarray(state.context.length_B)
+        yield cache, state
+        if not _running(state):
+            return
+        if overflow is not None and int(cache.cursor) >= cache.capacity:
+            cache = overflow(model, params, cache, state.context)
+        tail, state = _one(model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass)
+        cache = tail.replace(frozen=cache.frozen)
+
+
+def _running(state: State) -> bool:
+    return bool((np.asarray(state.finish_B) == Finish.RUNNING).any())
+
+
+def _choose(plan: Plan, state: State, logits_BV: jax.Array) -> State:
     """Sample a token for every row that still runs, and see whether it ends with it."""
-    running_B = last.finish_B == Finish.RUNNING
-    key_B = jax.vmap(jax.random.fold_in)(plan.key_B, position_B)
-    token_B = sample(key_B, logits_BV, plan.sampler)
+    context, finite_B = state.context, jnp.isfinite(logits_BV).all(axis=1)
+    running_B = state.finish_B == Finish.RUNNING
+    grows_B = running_B & finite_B
+    key_B = jax.vmap(jax.random.fold_in)(context.key_B, context.length_B)
+    token_B, sampler = sample_next(logits_BV, state.sampler, context.replace(key_B=key_B))
     logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
-    finite_B = jnp.isfinite(logits_BV).all(axis=1)
-    length_B = last.length_B + (running_B & finite_B).astype(jnp.int32)
-    finish_B = jnp.where(length_B >= plan.budget_B, Finish.LENGTH, Finish.RUNNING)
+    rows = jnp.arange(token_B.shape[0])
+    at_B = jnp.where(grows_B, context.length_B, context.token_BL.shape[1])  # past the end: dropped
+    length_B = context.length_B + grows_B.astype(jnp.int32)
+    finish_B = jnp.where(
+        length_B - context.prompt_B >= plan.budget_B, Finish.LENGTH, Finish.RUNNING
+    )
     finish_B = jnp.where((token_B[:, None] == plan.eos_E[None]).any(axis=1), Finish.EOS, finish_B)
     finish_B = jnp.where(finite_B, finish_B, Finish.NON_FINITE)
-    return Choice(
-        token_B=jnp.where(running_B, token_B, last.token_B),
-        logprob_B=jnp.where(running_B, logprob_B, last.logprob_B),
-        length_B=length_B,
-        finish_B=jnp.where(running_B, finish_B, last.finish_B),
+    top = jax.lax.top_k(logprob_BV, state.top_BLN[0].shape[2])[::-1]
+    return state.replace(
+        newest_B=jnp.where(grows_B, token_B, state.newest_B),
+        finish_B=jnp.where(running_B, finish_B, state.finish_B),
+        context=context.replace(
+            token_BL=context.token_BL.at[rows, at_B].set(token_B, mode="drop"), length_B=length_B
+        ),
+        sampler=sampler,
+        logprob_BL=state.logprob_BL.at[rows, at_B].set(logprob_B, mode="drop"),
+        top_BLN=tuple(
+            old.at[rows, at_B].set(new, mode="drop")
+            for old, new in zip(state.top_BLN, top, strict=True)
+        ),
     )
 
 
@@ -249,59 +384,47 @@ def _advance(
     frozen: tuple[Segment, ...],
     plan: Plan,
     tail: KVCache,
-    choice: Choice,
+    state: State,
     attention_mass: Mass,
-) -> tuple[KVCache, Choice, jax.Array | None]:
-    """Run the chosen tokens, commit them (of running rows only), and choose the next."""
-    running_B = choice.finish_B == Finish.RUNNING
+) -> tuple[KVCache, State]:
+    """Run the chosen tokens, commit them (of running rows only), and choose the next.
+
+    The state's mass is then this step's own.
+    """
+    running_B = state.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
-    segments = (*frozen, tail.tail)
-    token_BT = choice.token_B[:, None]
+    segments, token_BT = (*frozen, tail.tail), state.newest_B[:, None]
     trace, delta, mass = run(
         model, params, segments, token_BT, position_BT, attention_mass=attention_mass
     )
     mass = None if mass is None else settle(mass, tail, 1)
     tail = extend(tail, delta)
-    return tail, _choose(plan, choice, tail.next_position_B, trace.logits[:, 0]), mass
+    return tail, _choose(plan, state.replace(mass=mass), trace.logits[:, 0])
 
 
-@partial(jax.jit, static_argnums=(0, 7, 8), donate_argnums=(4, 6))
+@partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)
 def _loop(
     model: nn.Module,
     params: Params,
     frozen: tuple[Segment, ...],
     plan: Plan,
     tail: KVCache,
-    choice: Choice,
-    mass: jax.Array | None,
-    width: int,
+    state: State,
     attention_mass: Mass,
-) -> tuple[KVCache, Choice, jax.Array | None, jax.Array, jax.Array]:
-    B = choice.token_B.shape[0]
-    rows = jnp.arange(B)
+) -> tuple[KVCache, State]:
+    def unfinished(carry: tuple[KVCache, State]) -> jax.Array:
+        tail, state = carry
+        return (state.finish_B == Finish.RUNNING).any() & (tail.cursor < tail.capacity)
 
-    def keep(choice: Choice, length_B: jax.Array, buffers: Buffers) -> Buffers:
-        # Each row writes at its own length; one without a new token writes outside: dropped.
-        at_B = jnp.where(choice.length_B > length_B, length_B, width)
-        token_BT, logprob_BT = buffers
-        return (
-            token_BT.at[rows, at_B].set(choice.token_B, mode="drop"),
-            logprob_BT.at[rows, at_B].set(choice.logprob_B, mode="drop"),
-        )
+    def body(carry: tuple[KVCache, State]) -> tuple[KVCache, State]:
+        tail, before = carry
+        tail, state = _advance(model, params, frozen, plan, tail, before, attention_mass)
+        if before.mass is not None and state.mass is not None:
+            state = state.replace(mass=before.mass + state.mass)
+        return tail, state
 
-    def unfinished(carry: Carry) -> jax.Array:
-        return (carry[1].finish_B == Finish.RUNNING).any()
-
-    def body(carry: Carry) -> Carry:
-        tail, last, total, buffers = carry
-        tail, choice, mass = _advance(model, params, frozen, plan, tail, last, attention_mass)
-        total = None if total is None or mass is None else total + mass
-        return tail, choice, total, keep(choice, last.length_B, buffers)
-
-    buffers = (jnp.full((B, width), _NO_TOKEN, jnp.int32), jnp.zeros((B, width), jnp.float32))
-    buffers = keep(choice, jnp.zeros((B,), jnp.int32), buffers)
-    carry = jax.lax.while_loop(unfinished, body, (tail, choice, mass, buffers))
-    return *carry[:3], *carry[3]
+    tail, state = jax.lax.while_loop(unfinished, body, (tail, state))
+    return tail, state
 
 
 _first = jax.jit(_choose)
