@@ -225,7 +225,7 @@ def _begin(
             np.zeros((B, L, N), np.float32),
         )
     )
-    context = Context(token_BL, length_B, length_B, key_B)
+    context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
     state = State(newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), mass)
     return plan, cache, _first(plan, state, logits_BV)
 

@@ -41,6 +41,10 @@ class Processor(struct.PyTreeNode):
         """The scores, changed."""
         raise NotImplementedError
 
+    def begin(self, rows: int) -> "Processor":
+        """This processor before the first step of a batch: what it remembers, one a row."""
+        return self
+
     def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Processor":
         """This processor at the next step, after `token_B` was drawn from the chain's scores."""
         return self
@@ -54,6 +58,10 @@ class Sampler(struct.PyTreeNode):
 
     processors: tuple[Processor, ...] = ()
     greedy: bool = struct.field(pytree_node=False, default=False)
+
+    def begin(self, rows: int) -> "Sampler":
+        """This sampler before a batch's first step; a loop that carries it starts with this."""
+        return self.replace(processors=tuple(p.begin(rows) for p in self.processors))
 
     def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Sampler":
         """This sampler at the next step."""

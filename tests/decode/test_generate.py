@@ -12,6 +12,7 @@ import jaxllm
 from jaxllm.decode import generate as module
 from jaxllm.decode.generate import Finish
 from jaxllm.decode.options import make_sampler
+from jaxllm.decode.sampling import Context, Processor, Sampler
 from jaxllm.errors import CapacityError, SamplingError
 from tests.twins import random_model, tokens
 
@@ -171,3 +172,104 @@ def test_budgets_are_checked(lm: Any) -> None:
         with pytest.raises(CapacityError, match="97 positions"):
             jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=9)
         jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=8)  # the last is never run
+
+
+class Unseen(Processor):
+    """Bans every token that the text has already: a processor that reads the context."""
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        rows = jnp.arange(scores_BV.shape[0])[:, None]
+        at = jnp.where(context.token_BL >= 0, context.token_BL, scores_BV.shape[1])
+        return scores_BV.at[rows, at].set(-jnp.inf, mode="drop")
+
+
+class Countdown(Processor):
+    """Allows one token, then the one below it, and so on: a processor that remembers."""
+
+    next_B: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        allowed = jnp.arange(scores_BV.shape[1])[None] == self.next_B[:, None]
+        return jnp.where(allowed, scores_BV, -jnp.inf)
+
+    def begin(self, rows: int) -> "Countdown":
+        return self.replace(next_B=jnp.broadcast_to(self.next_B, (rows,)))
+
+    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Countdown":
+        return self.replace(next_B=token_B - 1)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_processors_see_each_rows_text(lm: Any, cached: bool) -> None:
+    model, params = lm
+    prompts, lengths = tokens(2, 6), np.array([6, 4])
+    sampler, cache = Sampler((Unseen(),), greedy=True), None
+    if cached:  # the first two tokens are in the cache already, and count
+        cache = jaxllm.init_cache(model.config, 2, 40)
+        _, cache = jaxllm.prefill(model, params, cache, prompts[:, :2])
+    result = jaxllm.generate(
+        model, params, prompts[:, 2 * cached :], lengths_B=lengths - 2 * cached,
+        max_new_tokens=20, sampler=sampler, cache=cache,
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        text = prompts[row, :length].tolist()
+        for token in result.token_BT[row].tolist():
+            logits = (
+                jaxllm.forward(model, params, None, [text]).logits[0, -1] if len(text) < 8 else None
+            )
+            assert token not in text
+            if logits is not None:
+                best = np.asarray(logits).copy()
+                best[text] = -np.inf
+                assert token == int(best.argmax())
+            text.append(token)
+
+
+def test_a_sampler_remembers_from_step_to_step(lm: Any) -> None:
+    model, params = lm
+    sampler = Sampler((Countdown(jnp.array(50)),), greedy=True)
+    result = jaxllm.generate(model, params, tokens(2, 3), max_new_tokens=5, sampler=sampler)
+    assert result.token_BT.tolist() == [[50, 49, 48, 47, 46]] * 2
+    again = jaxllm.generate(model, params, tokens(2, 3), max_new_tokens=5, sampler=sampler)
+    assert again.token_BT.tolist() == result.token_BT.tolist()  # the sampler itself is unchanged
+
+
+def test_the_likeliest_tokens_of_each_step_are_reported(lm: Any) -> None:
+    model, params = lm
+    prompt = tokens(2, 5)
+    result = jaxllm.generate(
+        model, params, prompt, max_new_tokens=[6, 3], top_logprobs=4, sampler=make_sampler(top_k=9)
+    )
+    assert result.top_token_BTN.shape == (2, 6, 4)
+    for row, length in enumerate([6, 3]):
+        text = np.append(prompt[row], result.token_BT[row, :length])[None]
+        logits = jaxllm.forward(model, params, None, text).logits[0, 4:-1]
+        expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        best = np.argsort(-expected, axis=1)[:, :4]
+        assert result.top_token_BTN[row, :length].tolist() == best.tolist()
+        np.testing.assert_allclose(
+            result.top_logprob_BTN[row, :length],
+            np.take_along_axis(expected, best, 1),
+            atol=1e-4,
+        )
+    assert (np.asarray(result.top_token_BTN)[1, 3:] == -1).all()
+    with pytest.raises(SamplingError, match="top_logprobs"):
+        jaxllm.generate(model, params, prompt, max_new_tokens=1, top_logprobs=-1)
+
+
+def test_rows_end_where_python_says_so(lm: Any) -> None:
+    model, params = lm
+    free = jaxllm.generate(model, params, tokens(2, 5), max_new_tokens=9)
+    seen: list[list[int]] = []
+
+    def until(token_B: np.ndarray) -> np.ndarray:
+        seen.append(token_B.tolist())
+        return np.array([len(seen) == 4, False])
+
+    ended = jaxllm.generate(model, params, tokens(2, 5), max_new_tokens=9, until=until)
+    row = free.token_BT[0].tolist()
+    assert ended.token_BT[0].tolist() == row[:4] + [-1] * 5
+    assert ended.token_BT[1].tolist() == free.token_BT[1].tolist()
+    assert ended.finish_B.tolist() == [Finish.STOP, Finish.LENGTH]
+    assert ended.cache.length_B.tolist() == [5 + 3, 5 + 8]
+    assert [a for a, _ in seen] == row[:4] + [-1] * 5

@@ -1,0 +1,51 @@
+"""Stop strings against a plain search in the whole text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.errors import SamplingError
+from jaxllm.text.stop import StopStrings
+
+letters = st.text("ab", min_size=1, max_size=4)
+
+
+@given(st.lists(st.text("abc", max_size=3), max_size=12), st.lists(letters, max_size=3))
+def test_any_cut_of_a_text_ends_where_a_search_finds_the_first(
+    pieces: list[str], strings: list[str]
+) -> None:
+    whole = "".join(pieces)
+    stop = StopStrings(strings)
+    shown, ended = "", None
+    for i, piece in enumerate(pieces):
+        shown += stop.push(piece)
+        if stop.found and ended is None:
+            ended = i
+    shown += stop.flush()
+    starts = [i for s in strings if (i := whole.find(s)) >= 0]
+    if not starts:
+        assert (shown, ended) == (whole, None)
+        return
+    # Ended by the first string that is complete, at the piece that completes it.
+    first = min(whole.find(s) + len(s) for s in strings if s in whole)
+    assert ended is not None
+    assert len("".join(pieces[:ended])) < first <= len("".join(pieces[: ended + 1]))
+    read = "".join(pieces[: ended + 1])
+    assert shown == read[: min(i for s in strings if (i := read.find(s)) >= 0)]
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    stop = StopStrings(["END", "\n\n"])
+    assert [stop.push(p) for p in ("one", " E", "N", "x\n", "a", "\n", "\nb")] == [
+        "one", " ", "", "ENx", "\na", "", "",
+    ]  # fmt: skip
+    assert stop.found
+    assert stop.flush() == stop.push("more") == ""
+    open_end = StopStrings(["END"])
+    assert open_end.push("the E") + open_end.flush() == "the E"
+
+
+@pytest.mark.parametrize("strings", [[""], [3], ["a", None]])
+def test_what_is_no_stop_string_is_refused(strings: list[str]) -> None:
+    with pytest.raises(SamplingError, match="stop_strings"):
+        StopStrings(strings)
