@@ -6,6 +6,9 @@ class with `__call__`, and a row in `options.PROCESSORS` if users set it by name
 beside the scores is the `Context`; what it remembers it keeps in its own fields, by `observe`.
 """
 
+import inspect
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +38,19 @@ class Context(struct.PyTreeNode):
 
 
 class Processor(struct.PyTreeNode):
-    """What a sampler's chain is made of."""
+    """What a sampler's chain is made of.
+
+    kind: the class, as static data. Without it JAX takes two dataclasses with as many fields for
+    one structure, and now and then runs the program of the one on the values of the other.
+    """
+
+    kind: str = struct.field(pytree_node=False, default="", kw_only=True, repr=False)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        cls.__annotations__ = {**inspect.get_annotations(cls), "kind": str}
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        cls.kind = struct.field(pytree_node=False, default=name, kw_only=True, repr=False)
+        super().__init_subclass__(**options)
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         """The scores, changed."""
