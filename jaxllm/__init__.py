@@ -9,24 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm import errors
-    from jaxllm.api import LM, Completion, Piece, load
+    from jaxllm.api import LM, Piece, load
     from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
+    from jaxllm.complete import Completion
     from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig, Rope
+    from jaxllm.decode.beam import BeamResult, beam_search
     from jaxllm.decode.generate import Finish, Generated, generate, stream
     from jaxllm.decode.options import make_sampler
     from jaxllm.decode.sampling import GREEDY, Sampler, row_keys, sample
+    from jaxllm.decode.serve import Request, serve
+    from jaxllm.decode.speculative import PromptLookup, Speculated, speculative_generate
     from jaxllm.models import build, param_shapes
     from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
     from jaxllm.weights.precision import Override, Precision, cast
 
 _HOMES = {
-    "jaxllm.api": ("LM", "Completion", "Piece", "load"),
+    "jaxllm.api": ("LM", "Piece", "load"),
     "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "commit", "init_cache"),
+    "jaxllm.complete": ("Completion",),
     "jaxllm.config": ("GPT2Config", "LlamaConfig", "ModelConfig", "Rope"),
+    "jaxllm.decode.beam": ("BeamResult", "beam_search"),
     "jaxllm.decode.generate": ("Finish", "Generated", "generate", "stream"),
     "jaxllm.decode.options": ("make_sampler",),
     "jaxllm.decode.sampling": ("GREEDY", "Sampler", "row_keys", "sample"),
+    "jaxllm.decode.serve": ("Request", "serve"),
+    "jaxllm.decode.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
     "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.repair": ("insert", "recompute"),
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
@@ -38,6 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GREEDY",
     "LM",
+    "BeamResult",
     "Completion",
     "Delta",
     "Finish",
@@ -50,9 +59,13 @@ __all__ = [
     "Override",
     "Piece",
     "Precision",
+    "PromptLookup",
+    "Request",
     "Rope",
     "Sampler",
     "Segment",
+    "Speculated",
+    "beam_search",
     "build",
     "cast",
     "commit",
@@ -69,6 +82,8 @@ __all__ = [
     "recompute",
     "row_keys",
     "sample",
+    "serve",
+    "speculative_generate",
     "stream",
 ]
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,63 +14,50 @@ import numpy as np
 
 from jaxllm import checkpoint, models
 from jaxllm.cache.kv import KVCache
+from jaxllm.complete import (
+    DECODERS,
+    FINISH_REASONS,
+    Completion,
+    Parts,
+    TopLogprobs,
+    complete,
+    generation,
+    reader_of,
+    reason,
+    top_logprobs,
+)
 from jaxllm.config import ModelConfig
-from jaxllm.decode.generate import Finish, Generated, generate, stream
-from jaxllm.decode.options import PROCESSORS, make_sampler
-from jaxllm.decode.reuse import reuse
-from jaxllm.decode.sampling import GREEDY, Sampler
+from jaxllm.decode.generate import Finish, stream
+from jaxllm.decode.sampling import GREEDY
+from jaxllm.decode.serve import Request, serve
 from jaxllm.errors import (
-    CacheMismatchError,
-    CapacityError,
     CheckpointError,
+    JaxllmError,
     NonFiniteError,
     SamplingError,
     TokenError,
 )
+from jaxllm.settings import UNSUPPORTED, Settings, read_settings, row_options
 from jaxllm.text.chat import ChatTemplate
-from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.reader import Reader
 from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 
+# What a request to `serve` cannot ask for.
+UNSERVED = (
+    "assistant_model",
+    "cache",
+    "guidance_scale",
+    "num_beams",
+    "num_return_sequences",
+    "overflow",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+    "top_logprobs",
+)
 DEMOS = Path(__file__).parent / "demo"
-DEFAULT_NEW_TOKENS = 256
-FINISH_REASONS = {Finish.EOS: "eos", Finish.LENGTH: "length"}
-
 Prompt = str | Sequence[int]
-
-# generation_config.json's fields that change which tokens come out, and the value without effect.
-_UNSUPPORTED = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1.0,
-    "min_p": None,
-    "num_beams": 1,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "penalty_alpha": None,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A continuation.
-
-    text: without special tokens (None where the checkpoint has no tokenizer). tokens: ids, the
-    end-of-text token included. logprobs: of each token under the model, before any sampler.
-    finish_reason: "eos" or "length". cache: of the whole call, a row a prompt; it holds prompt and
-    continuation but for the last token.
-    """
-
-    text: str | None
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    prompt_tokens: int
-    cache: KVCache = dataclasses.field(repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +75,7 @@ class Piece:
     finish_reason: str | None
     tokens_per_second: float
     cache: KVCache = dataclasses.field(repr=False)
+    top_logprobs: TopLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +92,11 @@ class LM:
     generation: Mapping[str, Any]
     path: Path
 
+    @property
+    def parts(self) -> Parts:
+        """What decoding takes."""
+        return Parts(self.model, self.params, self.tokenizer)
+
     @overload
     def generate(self, prompt: str, **options: Any) -> Completion: ...
     @overload
@@ -119,39 +112,122 @@ class LM:
         an empty text). Token ids are taken as they are.
 
         options, in Hugging Face's spelling; generation_config.json gives the defaults:
-        max_new_tokens (256, or what fits), do_sample, temperature, top_k, top_p (each a number, or
-        one a prompt), eos_token_id (an id or several), seed (0), chunk (256), the tokens of a
-        prompt that are run at once, and cache, a KVCache of one row: what the prompt shares with
-        its text is not run again. Greedy unless do_sample=True or a temperature is given.
 
-        Returns a Completion, or a list of them. Raises TokenError for ids outside the vocabulary,
-        CapacityError when prompt and new tokens exceed the context, SamplingError for an unknown
-        or impossible option, NonFiniteError when the model returns NaN.
+        max_new_tokens (256, or what fits), eos_token_id (an id or several), stop_strings: the end.
+        do_sample, seed (0), and everything in `decode.options.PROCESSORS`: the choice of tokens.
+        Greedy unless do_sample=True or a temperature is given. Numbers may be one a prompt.
+        num_return_sequences (1), num_beams (1), length_penalty (1.0), early_stopping (False).
+        assistant_model (an LM) or prompt_lookup_num_tokens: speculative decoding, with
+        num_assistant_tokens (4) or max_matching_ngram_size (3).
+        penalty_alpha, with top_k (4): contrastive search. guidance_scale, negative_prompt (text or
+        token ids): classifier-free guidance.
+        top_logprobs (0): how many of each step's likeliest tokens to report.
+        overflow: "refuse" a text that exceeds the context; "slide": begin again from the context's
+        recent half; "sinks": keep the first tokens and a window.
+        cache: a KVCache of one row; what the prompt shares with its text is not run again.
+        chunk (256): tokens of a prompt that are run at once.
+        batch_invariant (False): a row's last bits may depend on how many rows run with it; True
+        runs each prompt by itself, which gives up what batching gains. Where a prompt's place in
+        the list must not matter either, give each its own seed: seed=[3, 7].
+
+        Returns a Completion, or a list of them, for num_return_sequences above 1 a list for each
+        prompt. Raises TokenError for ids outside the vocabulary, CapacityError when prompt and new
+        tokens exceed the context, SamplingError for an unknown or impossible option,
+        NonFiniteError when the model returns NaN.
         """
         prompts, single = self._prompts(prompt)
-        tokens_BT, arguments = self._arguments(prompts, options)
-        result = generate(self.model, self.params, tokens_BT, **arguments)
-        completions = [self._completion(result, row, p) for row, p in enumerate(prompts)]
-        return completions[0] if single else completions
+        if options.get("negative_prompt") is not None:
+            options["negative_prompt"] = self.encode(options["negative_prompt"])
+        settings = read_settings(self.config, self.generation, prompts, options)
+        if settings.batch_invariant and len(prompts) > 1:
+            return [
+                self.generate(p, **row_options(options, row, len(prompts)))
+                for row, p in enumerate(prompts)
+            ]
+        n, each = settings.num_return_sequences, complete(self.parts, prompts, settings)
+        if n == 1:
+            return each[0] if single else each
+        groups = [each[i : i + n] for i in range(0, len(each), n)]
+        return groups[0] if single else groups
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
         """As `generate` for one prompt, a `Piece` at a time; equal options give equal tokens."""
         prompts, single = self._prompts(prompt)
         if not single:
             raise TokenError("stream takes one prompt; use generate for a list of them")
-        tokens_BT, arguments = self._arguments(prompts, options)
-        text = Detokenizer(self.tokenizer, prompt=prompts[0]) if self.tokenizer else None
-        start = 0.0
+        settings = read_settings(self.config, self.generation, prompts, options)
+        if settings.num_return_sequences > 1 or any(d.asked(settings) for d in DECODERS):
+            raise SamplingError("stream gives one text as it is decoded; use generate")
+        tokens_BT, arguments = generation(prompts, settings)
+        reader, pieces, start = reader_of(self.parts, prompts[0], settings), [""], 0.0
+
+        def ends(token_B: np.ndarray) -> np.ndarray:
+            pieces.append(reader.push(int(token_B[0])))
+            return np.array([reader.stopped])
+
+        arguments["until"] = ends
         for count, step in enumerate(stream(self.model, self.params, tokens_BT, **arguments)):
-            finish = self._finish(step, row=0)
-            token = int(step.token_BT[0, 0])
+            finish = reason(Finish(int(step.finish_B[0])), 0, int(step.length_B[0]))
             now = time.perf_counter()
             start = now if count <= 1 else start
-            piece = text.push(token) if text else ""
-            if finish and text:
-                piece += text.flush()
+            piece = pieces.pop() + (reader.flush() if finish else "")
             rate = (count - 1) / (now - start) if count > 1 else 0.0
-            yield Piece(piece, token, float(step.logprob_BT[0, 0]), finish, rate, step.cache)
+            yield Piece(
+                piece,
+                int(step.token_BT[0, 0]),
+                float(step.logprob_BT[0, 0]),
+                finish,
+                rate,
+                step.cache,
+                top_logprobs(step, 0, 1)[0] if settings.top_logprobs else None,
+            )
+
+    def serve(
+        self, requests: Iterable[Mapping[str, Any]], *, rows: int = 8, capacity: int | None = None
+    ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
+        """Answer requests by continuous batching: they join and leave while others run.
+
+        requests: each a mapping with `prompt` (text or token ids), `id` (by default its number) and
+        options of `generate`, of which beams, several sequences, overflow, a cache and top_logprobs
+        are not served. rows: how many run at once, in a cache of `capacity` tokens a row (by
+        default the model's context). Asked for the next request whenever a row is free.
+
+        Yields `(id, Completion)` as they finish, with the tokens that `generate` gives each alone,
+        or `(id, error)` for one that cannot be answered; the others go on.
+        """
+        readers: dict[Any, tuple[Reader, int, list[int], list[float]]] = {}
+        refused: list[tuple[Any, JaxllmError]] = []
+
+        def read() -> Iterator[Request | None]:
+            for number, request in enumerate(requests):
+                options = {**request}
+                name, prompt = options.pop("id", number), options.pop("prompt", None)
+                try:
+                    made, reader = self._request(name, prompt, options)
+                except JaxllmError as error:
+                    refused.append((name, error))
+                    yield None  # so that the refusal is told now
+                    continue
+                readers[name] = (reader, len(made.prompt), [], [])
+                yield made
+
+        capacity = self.config.context_length if capacity is None else capacity
+        for event in serve(self.model, self.params, read(), rows=rows, capacity=capacity):
+            while refused:
+                yield refused.pop(0)
+            if event.error is not None:
+                yield event.id, event.error
+                continue
+            reader, length, tokens, logprobs = readers[event.id]
+            if event.token is not None and event.logprob is not None:
+                tokens.append(event.token)
+                logprobs.append(event.logprob)
+            if event.finish == Finish.NON_FINITE:
+                yield event.id, NonFiniteError("the model returned NaN or infinite logits")
+            elif event.finish is not None:
+                finish = FINISH_REASONS[event.finish]
+                yield event.id, Completion(reader.whole(tokens), tokens, logprobs, finish, length)
+        yield from refused
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation, as the checkpoint's chat template spells it.
@@ -201,78 +277,32 @@ class LM:
             ids = [int(bos)]
         return ids
 
-    def _arguments(
-        self, prompts: list[list[int]], options: Mapping[str, Any]
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """What `decode.generate` takes, from the caller's options and the checkpoint's defaults."""
-        known = {"max_new_tokens", "do_sample", "eos_token_id", "seed", "chunk", "cache"}
-        known |= set(PROCESSORS)
-        if unknown := sorted(set(options) - known):
-            raise SamplingError(
-                f"no option {', '.join(unknown)} (known: {', '.join(sorted(known))})"
-            )
-        settings = {**self.generation, **{k: v for k, v in options.items() if v is not None}}
-        eos = settings.get("eos_token_id")
-        new = self._budget(prompts, settings)
-        cache = options.get("cache")
-        if cache is not None:
-            if len(prompts) > 1:
-                raise CacheMismatchError("a cache serves one prompt; fork it for several")
-            cache, rest = reuse(cache, prompts[0], new)
-            prompts = [rest]
-        return _padded(prompts), {
-            "max_new_tokens": new,
-            "lengths_B": np.array([len(p) for p in prompts], np.int32),
-            "sampler": self._sampler(settings, options),
-            "seed": settings.get("seed", 0),
-            "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
-            "chunk": settings.get("chunk", 256),
-            "cache": cache,
-        }
+    def _request(
+        self, name: Any, prompt: Any, options: Mapping[str, Any]
+    ) -> tuple[Request, Reader]:
+        """One request of `serve`, and what reads its tokens."""
+        ids = self.encode(prompt)
+        settings = read_settings(self.config, self.generation, [ids], options)
+        plain = Settings(max_new_tokens=1, sampler=GREEDY)
+        for field in UNSERVED:
+            if getattr(settings, field) != getattr(plain, field):
+                raise SamplingError(f"a request to serve takes no {field}")
+        reader = reader_of(self.parts, ids, settings)
 
-    def _budget(self, prompts: list[list[int]], settings: Mapping[str, Any]) -> int:
-        longest = max(map(len, prompts))
-        room = self.config.context_length - longest
-        asked = settings.get("max_new_tokens")
-        new = min(DEFAULT_NEW_TOKENS, room) if asked is None else asked
-        if isinstance(new, bool) or not isinstance(new, int) or (asked is not None and new < 1):
-            raise SamplingError(f"max_new_tokens must be a whole number from 1 up, got {new!r}")
-        if room < max(new, 1):
-            raise CapacityError(
-                f"a prompt of {longest} tokens and {max(new, 1)} new ones exceed the model's"
-                f" context of {self.config.context_length}. Shorten the prompt or max_new_tokens"
-            )
-        return new
+        def stops(token: int) -> bool:
+            reader.push(token)
+            return reader.stopped
 
-    def _sampler(self, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Sampler:
-        do_sample = options.get("do_sample")
-        if do_sample is None:
-            asked = options.get("temperature") is not None
-            do_sample = asked or bool(self.generation.get("do_sample"))
-        if not do_sample:
-            return GREEDY
-        return make_sampler(**{k: settings[k] for k in PROCESSORS if settings.get(k) is not None})
-
-    def _completion(self, result: Generated, row: int, prompt: list[int]) -> Completion:
-        finish = self._finish(result, row)
-        assert finish is not None
-        length = int(result.length_B[row])
-        tokens = np.asarray(result.token_BT)[row, :length].tolist()
-        logprobs = np.asarray(result.logprob_BT)[row, :length].tolist()
-        text = None
-        if self.tokenizer:
-            pieces = Detokenizer(self.tokenizer, prompt=prompt)
-            text = "".join(map(pieces.push, tokens)) + pieces.flush()
-        return Completion(text, tokens, logprobs, finish, len(prompt), result.cache)
-
-    def _finish(self, result: Generated, row: int) -> str | None:
-        finish = Finish(int(result.finish_B[row]))
-        if finish == Finish.NON_FINITE:
-            raise NonFiniteError(
-                f"the model returned NaN or infinite logits in row {row},"
-                f" after {int(result.length_B[row])} new tokens"
-            )
-        return FINISH_REASONS.get(finish)
+        request = Request(
+            id=name,
+            prompt=ids,
+            max_new_tokens=int(np.max(settings.max_new_tokens)),
+            sampler=settings.sampler,
+            seed=settings.seed,  # type: ignore[arg-type]
+            eos_token_ids=settings.eos_token_ids,
+            until=stops if settings.stop_strings else None,
+        )
+        return request, reader
 
 
 def load(
@@ -294,7 +324,7 @@ def load(
     precision = Precision.uniform(dtype) if isinstance(dtype, str) else dtype
     precision = precision or opened.precision
     directory = opened.directory
-    for name, neutral in _UNSUPPORTED.items():
+    for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
@@ -346,13 +376,6 @@ def _download(repo: str) -> Path:
         )
     except Exception as error:  # whatever the network brings, one line of it is what helps
         raise CheckpointError(f"hf:{repo} could not be downloaded: {error!s:.200}") from error
-
-
-def _padded(prompts: list[list[int]]) -> np.ndarray:
-    tokens_BT = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
-    for row, prompt in zip(tokens_BT, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens_BT
 
 
 def _is_id(token: Any) -> bool:

@@ -6,14 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from convert import command
-from jaxllm.errors import CacheMismatchError, JaxllmError
+from jaxllm.errors import CacheMismatchError, CheckpointError, JaxllmError, SamplingError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM, Piece
@@ -47,6 +47,21 @@ Temperature = Annotated[
 ]
 TopK = Annotated[int | None, typer.Option(help="Sample among the k best tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the best tokens of mass p.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End before this text; may be given more than once.")
+]
+Overflow = Annotated[
+    str | None, typer.Option(help="When the context is full: refuse (default), slide or sinks.")
+]
+More = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="NAME=VALUE",
+        help="Any other option of LM.generate, its value as JSON: -o min_p=0.05 -o num_beams=4",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 
@@ -60,6 +75,9 @@ def generate(
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
+    stop: Stop = None,
+    overflow: Overflow = None,
+    more: More = None,
     seed: Seed = 0,
     dtype: Dtype = None,
     cache_dtype: CacheDtype = None,
@@ -67,14 +85,42 @@ def generate(
         Path | None,
         typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="A smaller model of the same vocabulary that proposes tokens."),
+    ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
+            help="Answer each line of this JSON-lines file instead; - reads stdin.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write --batch's answers here; by default to stdout.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="How many of --batch's prompts run at once.")] = 8,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
     ] = False,
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
+    options = _options(
+        more,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_strings=stop,
+        overflow=overflow,
+        seed=seed,
+    )
+    if batch is not None:
+        return _batch(model, dtype, cache_dtype, batch, out, rows, options)
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-    options = _options(max_new_tokens, temperature, top_k, top_p)
     start = time.perf_counter()
     lm = _load(model, dtype, cache_dtype)
     if prompt_cache:
@@ -82,9 +128,13 @@ def generate(
     loaded = time.perf_counter()
     if echo and not as_json:
         _write(text)
+    if draft:
+        options["assistant_model"] = _load(draft, dtype, cache_dtype)
+    if not _streams(options):
+        return _several(lm, text, options, as_json)
     pieces: list[Piece] = []
     with _waiting("compiling and reading the prompt") as ready:
-        for piece in lm.stream(text, seed=seed, **options):
+        for piece in lm.stream(text, **options):
             if not pieces:
                 first = time.perf_counter()
                 ready()
@@ -112,6 +162,8 @@ def chat(
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
+    overflow: Overflow = None,
+    more: More = None,
     seed: Seed = 0,
     dtype: Dtype = None,
     cache_dtype: CacheDtype = None,
@@ -120,7 +172,14 @@ def chat(
     lm = _load(model, dtype, cache_dtype)
     messages = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*messages, {"role": "user", "content": "?"}])  # refuse before the first line
-    options = _options(max_new_tokens, temperature, top_k, top_p)
+    options = _options(
+        more,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        overflow=overflow,
+    )
     for turn, line in enumerate(_lines()):
         messages.append({"role": "user", "content": line})
         answer = ""
@@ -228,17 +287,86 @@ def _keep_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
     _note(f"{file}: {len(cache.tokens())} tokens written")
 
 
-def _options(
-    max_new_tokens: int | None, temperature: float | None, top_k: int | None, top_p: float | None
-) -> dict[str, Any]:
-    """Options of `LM.stream`: whoever names a top-k or top-p wants to sample."""
-    return {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "do_sample": True if top_k is not None or top_p is not None else None,
-    }
+def _options(more: list[str] | None, **named: Any) -> dict[str, Any]:
+    """Options of `LM.generate`: those given. Whoever names a top-k or top-p wants to sample."""
+    options = {name: value for name, value in named.items() if value not in (None, [])}
+    for item in more or []:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise SamplingError(f"--option takes NAME=VALUE, got {item!r}")
+        try:
+            options[name.replace("-", "_")] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name.replace("-", "_")] = value  # a text without its quotes
+    if options.keys() & {"top_k", "top_p"}:
+        options.setdefault("do_sample", True)
+    return options
+
+
+def _streams(options: dict[str, Any]) -> bool:
+    """Whether these options give one text that grows, and not the outcome of something else."""
+    whole = {"assistant_model", "prompt_lookup_num_tokens", "penalty_alpha", "guidance_scale"}
+    several = any(options.get(name, 1) != 1 for name in ("num_beams", "num_return_sequences"))
+    return not several and not whole & options.keys()
+
+
+def _batch(
+    model: str,
+    dtype: str | None,
+    cache_dtype: str | None,
+    file: Path,
+    out: Path | None,
+    rows: int,
+    options: dict[str, Any],
+) -> None:
+    """Answer the lines of a file, with a progress bar on a terminal; failures are counted."""
+    from jaxllm.batchfile import answer
+    from jaxllm.progress import steps_bar
+
+    if out is not None and out.exists():
+        raise CheckpointError(f"{out} exists; name another file, so that no answers are lost")
+    text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    lm = _load(model, dtype, cache_dtype)
+    start = time.perf_counter()
+    with open(out, "w", encoding="utf-8") if out else nullcontext() as target:
+
+        def write(line: str) -> None:
+            if target is None:
+                return _write(line)
+            target.write(line)
+            target.flush()
+
+        with steps_bar(f"answering {file.name}", sum(map(bool, lines))) as done:
+            count, failed = answer(lm, lines, options, rows=rows, write=write, done=done)
+    where = f" in {out}" if out else ""
+    _note(f"{count} answers{where}, {failed} of them errors; {time.perf_counter() - start:.1f} s")
+    if failed:
+        sys.exit(1)
+
+
+def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> None:
+    """Print more than one continuation, or the outcome of a search: nothing to stream."""
+    with _waiting("generating"):
+        found = lm.generate(prompt, **options)
+    for number, completion in enumerate(found if isinstance(found, list) else [found]):
+        if as_json:
+            report = {
+                "prompt": prompt,
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "finish_reason": completion.finish_reason,
+                "score": completion.score,
+                "drafted": completion.drafted,
+            }
+            _write(json.dumps(report, ensure_ascii=False) + "\n")
+            continue
+        about = "" if completion.score is None else f" (score {completion.score:.3f})"
+        if completion.drafted is not None:
+            about = " ({1} of {0} drafted tokens accepted)".format(*completion.drafted)
+        _note(f"--- {number + 1}{about}")
+        text = completion.text if lm.tokenizer else " ".join(map(str, completion.tokens))
+        _write(f"{text}\n")
 
 
 def _lines() -> Iterator[str]:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -13,20 +14,46 @@ def bytes_bar(
 
     show: True or False to decide, None to show it where stderr is a terminal.
     """
-    if not (sys.stderr.isatty() if show is None else show):
+    if not _shown(show):
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
+    with _bar(description, total, DownloadColumn(), TransferSpeedColumn()) as advance:
+        yield advance
+
+
+@contextmanager
+def steps_bar(
+    description: str, total: int, show: bool | None = None
+) -> Iterator[Callable[[], None]]:
+    """A bar over `total` steps; yields the function that says that one more is done."""
+    if not _shown(show):
+        yield lambda: None
+        return
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
+    with _bar(description, total, MofNCompleteColumn(), TimeRemainingColumn()) as advance:
+        yield lambda: advance(1)
+
+
+def _shown(show: bool | None) -> bool:
+    return sys.stderr.isatty() if show is None else show
+
+
+@contextmanager
+def _bar(description: str, total: int, *columns: Any) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
     console = Console(stderr=True)
     # On a terminal the bar goes when the work is done; in a log its last state stays.
-    with Progress(*columns, console=console, transient=console.is_terminal) as progress:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        console=console,
+        transient=console.is_terminal,
+    ) as progress:
         task = progress.add_task(description, total=total)
         yield lambda n: progress.advance(task, n)

@@ -1,5 +1,6 @@
 """The front door: options, prompts, batches, defaults, and every refusal."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,112 @@ def test_a_cache_that_is_no_text_or_of_several_rows_is_refused(demo: jaxllm.LM) 
         demo.generate("Once", cache=fork(cache, 2, capacity=2))
 
 
+def test_a_stop_string_ends_the_text_before_itself(demo: jaxllm.LM) -> None:
+    prompts = ["Once upon a time", "One day"]
+    free = demo.generate(prompts, max_new_tokens=30)
+    assert free[0].text is not None
+    stop = free[0].text[9:14]  # across token borders, most likely; it must be found anyway
+    ended = demo.generate(prompts, max_new_tokens=30, stop_strings=[stop, "no such text"])
+    for whole, cut in zip(free, ended, strict=True):
+        assert whole.text is not None
+        assert cut.text is not None
+        assert cut.text == whole.text.split(stop)[0]
+        assert cut.tokens == whole.tokens[: len(cut.tokens)]
+        assert cut.finish_reason == ("stop" if stop in whole.text else whole.finish_reason)
+    pieces = list(demo.stream("Once upon a time", max_new_tokens=30, stop_strings=stop))
+    assert "".join(p.text for p in pieces) == ended[0].text
+    assert [p.token for p in pieces] == ended[0].tokens
+    assert pieces[-1].finish_reason == "stop"
+    assert len(ended[0].tokens) < 30
+
+
+def test_several_sequences_and_their_likeliest_tokens(demo: jaxllm.LM) -> None:
+    options: Any = {"temperature": 1.0, "seed": 5, "max_new_tokens": 8, "top_logprobs": 3}
+    several = demo.generate(["Once", "One day"], num_return_sequences=2, **options)
+    flat = demo.generate(["Once", "Once", "One day", "One day"], **options)
+    assert [c.tokens for pair in several for c in pair] == [c.tokens for c in flat]
+    assert len({tuple(c.tokens) for c in flat}) == 4
+    pair = demo.generate("Once", num_return_sequences=2, **options)
+    assert [c.tokens for c in pair] == [c.tokens for c in flat[:2]]
+    greedy = demo.generate("Once", max_new_tokens=4, top_logprobs=3)
+    assert [top[0][0] for top in greedy.top_logprobs] == greedy.tokens
+    np.testing.assert_allclose([t[0][1] for t in greedy.top_logprobs], greedy.logprobs, rtol=1e-6)
+    streamed = [p.top_logprobs for p in demo.stream("Once", max_new_tokens=4, top_logprobs=3)]
+    assert [[i for i, _ in top] for top in streamed] == [
+        [i for i, _ in top] for top in greedy.top_logprobs
+    ]
+
+
+def test_beams_have_scores_and_penalties_reach_greedy_text(demo: jaxllm.LM) -> None:
+    best, second = demo.generate(
+        "Once upon a time", num_beams=4, num_return_sequences=2, max_new_tokens=12
+    )
+    assert best.score >= second.score
+    assert best.text != second.text
+    one, two = demo.generate(["Once upon a time", "One day"], num_beams=4, max_new_tokens=12)
+    assert one.tokens == best.tokens
+    assert two.finish_reason in ("length", "eos")
+    with pytest.raises(SamplingError, match="beam search takes no cache"):
+        demo.generate("One", num_beams=2, cache=demo.generate("One", max_new_tokens=1).cache)
+    with pytest.raises(SamplingError, match="stream gives one text"):
+        next(demo.stream("One", num_beams=2))
+    text = demo.generate("Once", max_new_tokens=40, no_repeat_ngram_size=2)
+    ids = demo.encode("Once") + text.tokens
+    pairs = list(itertools.pairwise(ids))
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_speculation_guidance_and_contrast_are_options_too(demo: jaxllm.LM) -> None:
+    prompt = "Once upon a time"
+    plain = demo.generate(prompt, max_new_tokens=16)
+    for options in ({"assistant_model": demo}, {"prompt_lookup_num_tokens": 3}):
+        found = demo.generate(prompt, max_new_tokens=16, **options)
+        assert found.tokens == plain.tokens
+        assert found.text == plain.text
+        assert found.drafted is not None
+    assert demo.generate(prompt, max_new_tokens=16, penalty_alpha=0.0).tokens == plain.tokens
+    guided = demo.generate(prompt, max_new_tokens=16, guidance_scale=1.0001, negative_prompt="One")
+    assert guided.tokens == plain.tokens  # next to no guidance
+    stop = plain.text[8:12]
+    cut = demo.generate(prompt, max_new_tokens=16, prompt_lookup_num_tokens=3, stop_strings=stop)
+    assert cut.text == plain.text.split(stop)[0]
+    assert cut.finish_reason == "stop"
+    with pytest.raises(SamplingError, match="beam search and guidance cannot be had at once"):
+        demo.generate(prompt, num_beams=2, guidance_scale=2.0)
+    with pytest.raises(SamplingError, match="contrastive search takes no overflow"):
+        demo.generate(prompt, penalty_alpha=0.5, overflow="slide")
+    with pytest.raises(SamplingError, match="not both"):
+        demo.generate(prompt, assistant_model=demo, prompt_lookup_num_tokens=3)
+
+
+def test_a_text_may_outgrow_the_context_if_asked_to(plain: Path) -> None:
+    lm = jaxllm.load(plain)
+    assert len(lm.generate([1] * 90, max_new_tokens=150, overflow="slide").tokens) == 150
+    assert len(lm.generate([1] * 90, max_new_tokens=20, overflow="sinks").tokens) == 20
+    with pytest.raises(CapacityError, match="overflow='slide'"):
+        lm.generate([1] * 90, max_new_tokens=20)
+    with pytest.raises(SamplingError, match="overflow must be one of refuse, slide, sinks"):
+        lm.generate([1] * 90, overflow="shift")
+
+
+def test_rows_by_themselves_have_the_same_bits_wherever_they_sit(plain: Path) -> None:
+    lm = jaxllm.load(plain)
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    options: Any = {"temperature": 1.0, "batch_invariant": True, "max_new_tokens": 6}
+    one = lm.generate(prompts, seed=[1, 2, 3], **options)
+    two = lm.generate([prompts[2], *prompts[:2], [1] * 40], seed=[3, 1, 2, 4], **options)
+    alone = lm.generate(prompts[1], seed=[2], temperature=1.0, max_new_tokens=6)
+    for a, b in zip(one, [two[1], two[2], two[0]], strict=True):
+        assert (a.tokens, a.logprobs) == (b.tokens, b.logprobs)  # bit for bit
+    assert (alone.tokens, alone.logprobs) == (one[1].tokens, one[1].logprobs)
+    together = lm.generate(prompts, seed=[1, 2, 3], temperature=1.0, max_new_tokens=[6, 4, 5])
+    assert [c.tokens for c in together] == [
+        c.tokens[:n] for c, n in zip(one, [6, 4, 5], strict=True)
+    ]
+    with pytest.raises(SamplingError, match="seed must be"):
+        lm.generate(prompts, seed=[1, 2], temperature=1.0)
+
+
 def test_text_goes_on_where_the_prompt_ends(demo: jaxllm.LM) -> None:
     """The continuation keeps its leading space: prompt + text is the text of all the tokens."""
     assert demo.tokenizer is not None
@@ -136,8 +243,8 @@ def test_settings_that_would_be_dropped_are_said(plain: Path, tmp_path: Path) ->
     import shutil
 
     shutil.copytree(plain, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
-    with pytest.warns(UserWarning, match="repetition_penalty is not supported"):
+    (tmp_path / "m" / "generation_config.json").write_text('{"penalty_alpha": 0.6}')
+    with pytest.warns(UserWarning, match="penalty_alpha is not supported"):
         jaxllm.load(tmp_path / "m")
 
 

@@ -101,6 +101,87 @@ def test_a_prompt_cache_is_used_and_extended(run: Run, tmp_path: Path) -> None:
     assert file.read_bytes() == whole
 
 
+def test_any_option_can_be_given(run: Run) -> None:
+    base = ("generate", "-p", "Once upon a time", "-n", 16)
+    _, plain, _ = run(*base)
+    stop = plain[6:10]
+    _, out, err = run(*base, "--stop", stop, "--stop", "never")
+    assert out == plain.split(stop)[0]
+    assert "(stop)" in err
+    status, out, err = run(*base, "-o", "num_beams=3", "-o", "num_return_sequences=2")
+    assert status == 0
+    assert len(out.splitlines()) == 2
+    assert "--- 1 (score -" in err
+    _, out, _ = run(*base, "-o", "num-beams=3", "--json")
+    assert json.loads(out)["score"] < 0
+    _, out, _ = run(*base, "-o", "repetition_penalty=9.0", "-o", "stop_strings=zzz")
+    assert out != plain
+    for options, message in {
+        ("-o", "num_beams"): "NAME=VALUE",
+        ("-o", "beams=3"): "no option beams",
+        ("--overflow", "wrap"): "overflow must be one of",
+        ("-o", "min_p=7"): "min_p must be",
+    }.items():
+        status, _, err = run(*base, *options)
+        assert status == 1
+        assert message in err
+
+
+def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path) -> None:
+    lines = [
+        '"Once upon a time"',
+        '{"prompt": "One day", "id": "b", "max_new_tokens": 5, "temperature": 1.0, "seed": 3}',
+        "",
+        '{"prompt": "Once", "stop_strings": ["."], "max_new_tokens": 60}',
+        "{broken",
+        '{"text": "no prompt"}',
+        '{"prompt": [1, 999999], "id": "outside"}',
+        '{"prompt": "x", "temperature": -1}',
+        '{"prompt": "x", "num_beams": 2}',
+    ]
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    status, _, err = run(
+        "generate", "--batch", file, "--out", out, "-n", 12, "--rows", 2, "--dtype", "float32"
+    )
+    assert status == 1
+    assert "8 answers" in err
+    assert "5 of them errors" in err
+    answers = {a["id"]: a for a in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    assert (
+        answers[0]["text"]
+        == run("generate", "-p", "Once upon a time", "-n", 12, "--dtype", "float32")[1]
+    )
+    alone = (
+        "generate",
+        "-p",
+        "One day",
+        "-n",
+        5,
+        "--temperature",
+        1.0,
+        "--seed",
+        3,
+        "--dtype",
+        "float32",
+    )
+    assert answers["b"]["text"] == run(*alone)[1]
+    assert answers[3]["finish_reason"] == "stop"
+    assert "." not in answers[3]["text"]
+    assert "line 5 is no JSON" in answers[4]["error"]
+    assert "line 6 has no prompt" in answers[5]["error"]
+    assert "vocabulary" in answers["outside"]["error"]
+    assert "temperature must be" in answers[7]["error"]
+    assert "takes no num_beams" in answers[8]["error"]
+    status, _, err = run("generate", "--batch", file, "--out", out)
+    assert status == 1
+    assert "exists" in err
+    file.write_text('"One day"', encoding="utf-8")
+    status, printed, _ = run("generate", "--batch", file, "-n", 5)
+    assert status == 0
+    assert json.loads(printed)["finish_reason"] == "length"
+
+
 def test_keys_and_values_can_be_int8(run: Run) -> None:
     status, out, _ = run("generate", "-p", "Once upon a time", "-n", 20, "--cache-dtype", "int8")
     assert status == 0

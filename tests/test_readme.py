@@ -35,7 +35,7 @@ def test_the_python_example_runs() -> None:
 
 
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 12
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in COMMANDS:
@@ -73,8 +73,9 @@ def test_the_file_map_is_complete() -> None:
 
 FLOORS = {
     "errors": 0, "progress": 0, "textfiles": 1, "config": 1, "ops": 2, "weights": 3, "cache": 4,
-    "models": 5, "steps": 6, "decode": 7, "repair": 7, "checkpoint": 7, "text": 7, "api": 8,
-    "cli": 9, "__main__": 10,
+    "models": 5, "steps": 6, "decode": 7, "repair": 7, "checkpoint": 7, "text": 7, "settings": 8,
+    "complete": 9, "api": 10,
+    "batchfile": 11, "cli": 12, "__main__": 13,
 }  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from jaxllm.weights.precision import Precision
 
 VOCAB = 131
 
+torch.set_num_threads(1)  # tiny models: threads cost more than they bring
+
 LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 40,

@@ -17,7 +17,7 @@ from flax import struct
 from jaxllm.cache.kv import KVCache, Segment, extend, init_cache, settle
 from jaxllm.decode.overflow import Overflow
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample_next
-from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.errors import CapacityError, SamplingError, TokenError
 from jaxllm.steps import Mass, prefill, run
 from jaxllm.weights.paths import Params
 
@@ -183,6 +183,8 @@ def _begin(
     attention_mass: Mass = False,
 ) -> tuple[Plan, KVCache, State]:
     """Check the room, prefill, and sample the first token of each row."""
+    if np.ndim(tokens_BT) != 2:
+        raise TokenError(f"tokens must be [B, T], got shape {np.shape(tokens_BT)}")
     B, T = np.shape(tokens_BT)
     budget_B = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (B,))
     if budget_B.min() < 1:
