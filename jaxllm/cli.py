@@ -90,13 +90,8 @@ def generate(
         typer.Option(help="A smaller model of the same vocabulary that proposes tokens."),
     ] = None,
     batch: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            allow_dash=True,
-            help="Answer each line of this JSON-lines file instead; - reads stdin.",
-        ),
+        str | None,
+        typer.Option(help="Answer each line of this JSON-lines file instead; - reads stdin."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write --batch's answers here; by default to stdout.")
@@ -314,7 +309,7 @@ def _batch(
     model: str,
     dtype: str | None,
     cache_dtype: str | None,
-    file: Path,
+    file: str,
     out: Path | None,
     rows: int,
     options: dict[str, Any],
@@ -325,7 +320,9 @@ def _batch(
 
     if out is not None and out.exists():
         raise CheckpointError(f"{out} exists; name another file, so that no answers are lost")
-    text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    if file != "-" and not Path(file).is_file():
+        raise CheckpointError(f"--batch: {file} is not a file")
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     lines = text.splitlines()
     lm = _load(model, dtype, cache_dtype)
     start = time.perf_counter()
@@ -337,7 +334,7 @@ def _batch(
             target.write(line)
             target.flush()
 
-        with steps_bar(f"answering {file.name}", sum(map(bool, lines))) as done:
+        with steps_bar(f"answering {file}", sum(map(bool, lines))) as done:
             count, failed = answer(lm, lines, options, rows=rows, write=write, done=done)
     where = f" in {out}" if out else ""
     _note(f"{count} answers{where}, {failed} of them errors; {time.perf_counter() - start:.1f} s")

@@ -1,7 +1,7 @@
 """What every test shares: strict numerics, tiny random models, their PyTorch twins, the data."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -18,6 +18,13 @@ hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> Iterator[None]:
+    """Compiled programs go with their module: thousands in one process exhaust its memory maps."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

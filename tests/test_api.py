@@ -243,8 +243,8 @@ def test_settings_that_would_be_dropped_are_said(plain: Path, tmp_path: Path) ->
     import shutil
 
     shutil.copytree(plain, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text('{"penalty_alpha": 0.6}')
-    with pytest.warns(UserWarning, match="penalty_alpha is not supported"):
+    (tmp_path / "m" / "generation_config.json").write_text('{"num_beam_groups": 2}')
+    with pytest.warns(UserWarning, match="num_beam_groups is not supported"):
         jaxllm.load(tmp_path / "m")
 
 

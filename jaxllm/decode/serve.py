@@ -8,7 +8,7 @@ alone. The loop writes its cache in place; what a request is refused for concern
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, init_cache
-from jaxllm.decode.batch import (
+from jaxllm.decode.draws import Result, Samplers, draw, drawn_by_kind, fitted
+from jaxllm.decode.generate import NO_TOKEN, Finish, padded_eos
+from jaxllm.decode.places import (
     NOWHERE,
     Line,
     Places,
@@ -26,8 +28,7 @@ from jaxllm.decode.batch import (
     micro_batches,
     run_own,
 )
-from jaxllm.decode.generate import NO_TOKEN, Finish, padded_eos
-from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample_next
+from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
 from jaxllm.weights.paths import Params
 
@@ -129,8 +130,6 @@ class _Drawn(NamedTuple):
 
 
 _Draws = dict[int, _Drawn]  # what a step drew, by row
-Result = tuple[jax.Array, jax.Array, jax.Array]
-Samplers = tuple[Sampler, ...]
 
 
 class _Loop(NamedTuple):
@@ -213,7 +212,7 @@ def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _L
     prompt_T = _checked(model, request, capacity)
     key = row_keys(request.seed, 1)[0]
     places = now.context.token_BL.shape[1]
-    kind, sampler = _fitted(request.sampler, model.config.vocab_size, places)
+    kind, sampler = fitted(request.sampler, model.config.vocab_size, places)
     row = min(set(range(rows)) - set(now.seats))
     token_L = np.full(places, NO_TOKEN, np.int32)
     token_L[: prompt_T.size] = prompt_T
@@ -248,7 +247,7 @@ def _stepped(
             take_B = np.zeros(rows, np.int32)
             take_B[list(take)] = list(take.values())
             kind_KB = _kinds(now, take)
-            result, context, samplers = _draw(context, samplers, kind_KB, out, take_B)
+            result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
             found.append((take, result))
     drawn: _Draws = {}
     for take, result in found:  # read when all has been dispatched
@@ -379,37 +378,6 @@ def _no_text(rows: int, capacity: int) -> Context:
     return Context(token_BL, prompt_B, length_B, row_keys(0, rows))
 
 
-def _fitted(sampler: Sampler, vocabulary: int, places: int) -> tuple[Hashable, Sampler]:
-    """A sampler in the shapes that it keeps from draw to draw, and its kind: what is compiled."""
-    leaves, shape = jax.tree.flatten(jax.tree.map(jnp.asarray, sampler))
-    kind = (shape, tuple((x.shape, x.dtype) for x in leaves))
-    kept = [
-        jnp.broadcast_to(x, like.shape).astype(like.dtype)
-        for x, like in zip(leaves, _forms(kind, vocabulary, places), strict=True)
-    ]
-    return kind, jax.tree.unflatten(shape, kept)
-
-
-@lru_cache(maxsize=256)
-def _forms(kind: Any, vocabulary: int, places: int) -> list[jax.ShapeDtypeStruct]:
-    """The form of each leaf of such a sampler after a draw from the logits of one row.
-
-    Raises SamplingError for a sampler that is not one of a single row.
-    """
-    structure, forms = kind
-    sampler = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*form) for form in forms])
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    text = jax.ShapeDtypeStruct((places,), jnp.int32)
-    key = jax.eval_shape(partial(row_keys, 0, 1))
-    context = Context(text, number, number, jax.ShapeDtypeStruct((), key.dtype))  # type: ignore[arg-type]
-    logits_V = jax.ShapeDtypeStruct((vocabulary,), jnp.float32)
-    try:
-        _, then = jax.eval_shape(_draw_one, sampler, logits_V, context)
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(then)]
-    except (TypeError, ValueError) as error:
-        raise SamplingError(f"a request needs a sampler of one row: {error}") from None
-
-
 def _wanted(now: _Loop) -> dict[Hashable, Sampler]:
     """The samplers without those that nobody has, once there are many: each set is compiled."""
     held = {seat.kind for seat in now.seats.values()}
@@ -443,68 +411,6 @@ def _seated(
         lambda old, new: old.at[row].set(new), (context, stacked), (own, sampler)
     )
     return position_BS.at[row].set(EMPTY), context, stacked
-
-
-def _draw_one(sampler: Sampler, logits_V: jax.Array, context: Context) -> tuple[jax.Array, Sampler]:
-    """A row's next token, and its sampler at the next step: as it would be alone."""
-    key = jax.random.fold_in(context.key_B, context.length_B)
-    alone: Context = jax.tree.map(lambda x: x[None], context.replace(key_B=key))
-    token_B, sampler = sample_next(logits_V[None], sampler, alone)
-    return token_B[0], sampler
-
-
-def _drawn(
-    context: Context, samplers: Samplers, kind_KB: jax.Array, logits_BV: jax.Array
-) -> tuple[Result, Context, Samplers]:
-    """Tokens, log-probabilities and whether logits were finite, `[B]`, drawn by each row's kind of
-    sampler; rows of no kind stay as they are.
-    """
-    live_B = kind_KB.any(axis=0)
-    token_B, then = jnp.zeros(live_B.shape, jnp.int32), []
-    for sampler, mine_B in zip(samplers, kind_KB, strict=True):
-        drawn_B, after = jax.lax.cond(
-            mine_B.any(), partial(_draw_some, mine_B), _draw_none, sampler, logits_BV, context
-        )
-        token_B = jnp.where(mine_B, drawn_B, token_B)
-        then.append(after)
-    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
-    rows = jnp.arange(live_B.shape[0])
-    at_B = jnp.where(live_B, context.length_B, context.token_BL.shape[1])  # past the end: dropped
-    context = context.replace(
-        token_BL=context.token_BL.at[rows, at_B].set(token_B, mode="drop"),
-        length_B=context.length_B + live_B.astype(jnp.int32),
-    )
-    return (token_B, logprob_B, jnp.isfinite(logits_BV).all(axis=1)), context, tuple(then)
-
-
-def _draw_some(
-    mine_B: jax.Array, sampler: Sampler, logits_BV: jax.Array, context: Context
-) -> tuple[jax.Array, Sampler]:
-    token_B, then = jax.vmap(_draw_one)(sampler, logits_BV, context)
-
-    def of_mine(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(mine_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-    return token_B, jax.tree.map(of_mine, then, sampler)
-
-
-def _draw_none(
-    sampler: Sampler, logits_BV: jax.Array, context: Context
-) -> tuple[jax.Array, Sampler]:
-    return jnp.zeros(logits_BV.shape[:1], jnp.int32), sampler
-
-
-@partial(jax.jit, donate_argnums=(0, 1))
-def _draw(
-    context: Context,
-    samplers: Samplers,
-    kind_KB: jax.Array,
-    out_R1V: jax.Array,
-    take_B: jax.Array,
-) -> tuple[Result, Context, Samplers]:
-    """`_drawn` from the logits that stand in row `take_B` of a micro-batch's."""
-    return _drawn(context, samplers, kind_KB, out_R1V[take_B, 0])
 
 
 @partial(jax.jit, static_argnums=(3, 8), donate_argnums=(0, 1, 2))
@@ -546,7 +452,7 @@ def _burst(
             member_RB=None,
         )
         out, tail = run_own(tail, (), model, params, places, None, "logits")
-        drawn, context, samplers = _drawn(context, samplers, kind_KB, out[:, 0])
+        drawn, context, samplers = drawn_by_kind(context, samplers, kind_KB, out[:, 0])
         results = tuple(x.at[i].set(new) for x, new in zip(results, drawn, strict=True))
         token_B, _, finite_B = drawn
         ends_B = (token_B[:, None] == eos_BE).any(axis=1) | ~finite_B

@@ -31,7 +31,7 @@ def test_any_cut_of_a_text_ends_where_a_search_finds_the_first(
     assert ended is not None
     assert len("".join(pieces[:ended])) < first <= len("".join(pieces[: ended + 1]))
     read = "".join(pieces[: ended + 1])
-    assert shown == read[: min(i for s in strings if (i := read.find(s)) >= 0)]
+    assert shown == read[: min(read.find(s) for s in strings if s in read)]
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:

@@ -1,0 +1,266 @@
+"""Micro-batches: where tokens of many sequences go, and the programs that run them there.
+
+Sequences are independent of each other, so those with about as many tokens to run go together: a
+decoding row is not padded to the width of somebody's prompt. `batch.decode` and `serve` both stand
+on this.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import EMPTY, KVCache, Segment, as_kept
+from jaxllm.steps import run
+from jaxllm.weights.paths import Params
+
+Array = Any  # a jax or numpy array
+Wanted = Literal["logits", "hidden"]
+NOWHERE = np.iinfo(np.int32).max  # a slot that no cache has: such a write is dropped
+
+
+class Line(NamedTuple):
+    """Tokens of one sequence, or of several that share all of their text, in their order.
+
+    rows: the sequences. index_T: which tokens of the caller's these are. token_T, position_T;
+    slot_T: where their entries go, in the row's own slots or, for several rows, the shared ones.
+    output_T: whose outputs are wanted. length: of the whole text, with what is still to come.
+    """
+
+    rows: tuple[int, ...]
+    index_T: np.ndarray
+    token_T: np.ndarray
+    position_T: np.ndarray
+    slot_T: np.ndarray
+    output_T: np.ndarray
+    length: int
+
+    def cut(self, tokens: slice) -> "Line":
+        """Some of its tokens."""
+        return self._replace(**{name: getattr(self, name)[tokens] for name in self._fields[1:6]})
+
+
+class Places(struct.PyTreeNode):
+    """A micro-batch on the device: R rows of T tokens; -1 as position and NOWHERE as slot is none.
+
+    row_R: rows of the cache; None for all in order, which are then not gathered. column_R: the
+    column whose outputs are wanted; None for all. member_RB: which sequences have the entries,
+    None where each row writes its own slots.
+    """
+
+    row_R: Array | None
+    token_RT: Array
+    position_RT: Array
+    slot_RT: Array
+    length_R: Array
+    column_R: Array | None
+    member_RB: Array | None
+
+
+def micro_batches(lines: Sequence[Line], limit: int) -> Iterator[list[Line]]:
+    """Lines cut and grouped so that no group has more than `limit` tokens, in as few widths as
+    there are. A line's tokens keep their order; lines of one row and of several are not mixed.
+    """
+    queue = [line for line in lines if line.index_T.size]
+    while queue:
+        groups: dict[tuple[int, bool], list[Line]] = {}
+        for line in queue:
+            piece = line.cut(slice(0, limit))
+            kind = (_width(piece.index_T.size), len(line.rows) > 1)
+            groups.setdefault(kind, []).append(piece)
+        for pieces in groups.values():
+            yield from _bounded(pieces, limit)
+        queue = [line.cut(slice(limit, None)) for line in queue if line.index_T.size > limit]
+
+
+def _bounded(pieces: list[Line], limit: int) -> Iterator[list[Line]]:
+    group: list[Line] = []
+    for piece in pieces:
+        if group and sum(p.index_T.size for p in group) + piece.index_T.size > limit:
+            yield group
+            group = []
+        group.append(piece)
+    yield group
+
+
+def _width(tokens: int) -> int:
+    """Columns for this many tokens: few widths, few programs."""
+    return 1 if tokens == 1 else max(8, 1 << (tokens - 1).bit_length())
+
+
+def lay_out(lines: Sequence[Line], rows: int) -> tuple[Places, np.ndarray]:
+    """The places of a micro-batch in a cache of so many rows, and the row R of each line.
+
+    Single tokens run in all rows at once, as a decode step does: to gather rows would cost a copy
+    of them. Wider ones run in as many rows as they need.
+    """
+    width = _width(max(line.index_T.size for line in lines))
+    few = 1 << (len(lines) - 1).bit_length()
+    whole = width == 1 or few >= rows
+    R = rows if whole else few
+    at = np.array([line.rows[0] for line in lines]) if whole else np.arange(len(lines))
+    row_R = np.zeros(R, np.int32)
+    token_RT, position_RT = np.zeros((R, width), np.int32), np.full((R, width), EMPTY, np.int32)
+    slot_RT = np.full((R, width), NOWHERE, np.int32)
+    length_R, column_R = np.ones(R, np.int32), np.zeros(R, np.int32)
+    member_RB = np.zeros((R, rows), bool)
+    for r, line in zip(at, lines, strict=True):
+        real = slice(0, line.index_T.size)
+        row_R[r] = line.rows[0]
+        token_RT[r, real], position_RT[r, real] = line.token_T, line.position_T
+        slot_RT[r, real], length_R[r] = line.slot_T, line.length
+        column_R[r] = np.argmax(line.output_T)
+        member_RB[r, line.rows] = True
+    several = any(np.count_nonzero(line.output_T) > 1 for line in lines)
+    places = Places(
+        None if whole else row_R,
+        token_RT,
+        position_RT,
+        slot_RT,
+        length_R,
+        None if several else column_R,
+        member_RB if len(lines[0].rows) > 1 else None,
+    )
+    return places, at
+
+
+def advance(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    places: Places,
+    *,
+    vectors_PD: Array | None = None,
+    wanted: Wanted = "logits",
+    donate: bool = False,
+) -> tuple[jax.Array, KVCache]:
+    """Run a micro-batch: float32 logits `[R, 1 or T, V]` or the last hidden states `[R, T, D]`, and
+    the cache with its entries written. `cursor` and `next_position_B` are left to the caller.
+
+    vectors_PD: what stands at the P = R * T places instead of token ids. donate: write in place.
+    Nothing is checked.
+    """
+    pool = cache.frozen
+    if places.member_RB is None:
+        step = _OWN[donate]
+        out, tail = step(cache.tail, pool, model, params, places, vectors_PD, wanted)
+        return out, cache.replace(tail=tail)
+    out, shared = _SHARED[donate](pool[0], cache.tail, model, params, places, vectors_PD, wanted)
+    return out, cache.replace(frozen=(shared,))
+
+
+def run_own(
+    tail: Segment,
+    pool: tuple[Segment, ...],
+    model: nn.Module,
+    params: Params,
+    places: Places,
+    vectors_PD: jax.Array | None,
+    wanted: Wanted,
+) -> tuple[jax.Array, Segment]:
+    out, delta = _computed(model, params, (*pool, tail), places, vectors_PD, wanted)
+    rows = jnp.arange(tail.position_BS.shape[0]) if places.row_R is None else places.row_R
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[rows[:, None], places.slot_RT].set(new, mode="drop")
+
+    written: Segment = jax.tree.map(put, tail, as_kept(delta, tail))
+    return out, written
+
+
+def _shared(
+    pool: Segment,
+    tail: Segment,
+    model: nn.Module,
+    params: Params,
+    places: Places,
+    vectors_PD: jax.Array | None,
+    wanted: Wanted,
+) -> tuple[jax.Array, Segment]:
+    out, delta = _computed(model, params, (pool, tail), places, vectors_PD, wanted)
+    assert places.member_RB is not None
+    slot_P = places.slot_RT.reshape(-1)
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[0, slot_P].set(new.reshape(-1, *new.shape[2:]), mode="drop")
+
+    new = as_kept(delta, pool)
+    position_RTB = jnp.where(
+        places.member_RB[:, None, :], places.position_RT[:, :, None], jnp.int32(EMPTY)
+    )
+    position_BP = position_RTB.reshape(slot_P.shape[0], -1).T
+    written: Segment = jax.tree.map(
+        put, pool.replace(position_BS=None), new.replace(position_BS=None)
+    )
+    position_BN = pool.position_BS.at[:, slot_P].set(position_BP, mode="drop")
+    return out, written.replace(position_BS=position_BN)
+
+
+def _computed(
+    model: nn.Module,
+    params: Params,
+    segments: tuple[Segment, ...],
+    places: Places,
+    vectors_PD: jax.Array | None,
+    wanted: Wanted,
+) -> tuple[jax.Array, Any]:
+    rows = places.row_R
+    if rows is not None:
+        count = segments[-1].position_BS.shape[0]
+
+        def of_rows(x: jax.Array) -> jax.Array:
+            return x if x.shape[0] == 1 and count > 1 else jnp.take(x, rows, axis=0)
+
+        segments = jax.tree.map(of_rows, segments)
+    token_RT = places.token_RT
+    if vectors_PD is not None:
+        params, first = with_vectors(model, params, vectors_PD)
+        token_RT = first + jnp.arange(token_RT.size, dtype=jnp.int32).reshape(token_RT.shape)
+    trace, delta, _ = run(
+        model,
+        params,
+        segments,
+        token_RT,
+        places.position_RT,
+        length_B=places.length_R,
+        column_B=places.column_R if wanted == "logits" else None,
+    )
+    if vectors_PD is not None:  # a vector has no id
+        delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))
+    if wanted == "hidden":
+        return trace.hidden_states[-1].astype(jnp.float32), delta
+    return trace.logits[:, :, : model.config.vocab_size], delta
+
+
+def table_of(params: Params) -> str:
+    """The name of the embedding table in the parameters."""
+    return "wte" if "wte" in params else "embed_tokens"
+
+
+def with_vectors(model: nn.Module, params: Params, vectors_PD: jax.Array) -> tuple[Params, int]:
+    """Parameters in whose embedding table these vectors stand, and the id of the first.
+
+    A tied table is the output matrix too: the vectors follow it, in its number format, and the
+    logits of their ids are cut off. Otherwise they take its place as they are.
+    """
+    name = table_of(params)
+    if not model.config.tie_word_embeddings:
+        return {**params, name: {"weight": vectors_PD}}, 0
+    table_VD = params[name]["weight"]
+    both = jnp.concatenate([table_VD, vectors_PD.astype(table_VD.dtype)])
+    return {**params, name: {"weight": both}}, table_VD.shape[0]
+
+
+def _compiled(step: Any) -> tuple[Any, Any]:
+    """The step compiled twice: leaving what it writes to alone, and writing into it."""
+    static = partial(jax.jit, static_argnums=(2, 6))
+    return static(step), static(step, donate_argnums=0)
+
+
+_OWN = _compiled(run_own)
+_SHARED = _compiled(_shared)
