@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not full"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/pytest -m full --timeout 3600 -s

@@ -20,6 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 
+# What takes longest in one piece begins first, so that two workers end together.
+LONGEST = ("test_readme.py", "test_notebooks.py", "test_cli.py", "test_api.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs() -> Iterator[None]:
     """Compiled programs go with their module: thousands in one process exhaust its memory maps."""

@@ -20,10 +20,10 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
-from tests.twins import save_random, tokens
+from tests.twins import BOTH, save_random, tokens
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=BOTH)
 def demo(request: pytest.FixtureRequest) -> jaxllm.LM:
     return jaxllm.load(f"demo:{request.param}", dtype="float32")
 

@@ -176,10 +176,9 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path) ->
     status, _, err = run("generate", "--batch", file, "--out", out)
     assert status == 1
     assert "exists" in err
-    file.write_text('"One day"', encoding="utf-8")
-    status, printed, _ = run("generate", "--batch", file, "-n", 5)
-    assert status == 0
-    assert json.loads(printed)["finish_reason"] == "length"
+    answers = run("generate", "--batch", "-", "--dtype", "float32", "-n", 12, stdin='"One day"')
+    assert answers[0] == 0
+    assert json.loads(answers[1])["finish_reason"] == "length"
 
 
 def test_keys_and_values_can_be_int8(run: Run) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -22,6 +23,9 @@ from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
 VOCAB = 131
+
+# Where both families run the same code, the second one is tried by `make test-full`.
+BOTH = ["llama", pytest.param("gpt2", marks=pytest.mark.full)]
 
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import jaxllm
 from jaxllm.ops import dense
@@ -11,8 +12,11 @@ from jaxllm.weights.precision import Precision
 from tests.twins import random_model
 
 # (family, format of keys and values): every operation has to work on both families and on both
-# forms of entries.
-KINDS = [("gpt2", "float32"), ("llama", "int8")]
+# forms of entries; the second of them in `make test-full`.
+KINDS = [
+    pytest.param(("llama", "int8"), id="llama-int8"),
+    pytest.param(("gpt2", "float32"), id="gpt2-float32", marks=pytest.mark.full),
+]
 
 
 def lm_of(kind: tuple[str, str], **changes: Any) -> Any:

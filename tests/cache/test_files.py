@@ -17,8 +17,10 @@ from jaxllm.weights.precision import Precision
 from tests.cache.caches import KINDS, entries, filled, lm_of, peek
 from tests.twins import random_model, tokens
 
+BFLOAT16 = pytest.param(("llama", "bfloat16"), id="llama-bfloat16", marks=pytest.mark.full)
 
-@pytest.fixture(scope="module", params=[*KINDS, ("llama", "bfloat16")], ids="-".join)
+
+@pytest.fixture(scope="module", params=[*KINDS, BFLOAT16])
 def lm(request: pytest.FixtureRequest) -> Any:
     return lm_of(request.param)
 

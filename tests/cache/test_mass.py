@@ -16,8 +16,10 @@ from jaxllm.steps import _forward
 from tests.cache.caches import close, filled, fresh, lm_of
 from tests.twins import Twin, load_twin, random_model, save_random, tokens
 
+SLOWER = [pytest.param(family, marks=pytest.mark.full) for family in ("llama", "gpt2")]
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral"])
+
+@pytest.fixture(scope="module", params=["mistral", *SLOWER])
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
     directory = tmp_path_factory.mktemp("mass")
     window = {"sliding_window": 5} if request.param == "mistral" else {}

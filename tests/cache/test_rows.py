@@ -12,7 +12,7 @@ from tests.cache.caches import KINDS, buffers, close, filled, fresh, lm_of, peek
 from tests.twins import tokens
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+@pytest.fixture(scope="module", params=KINDS)
 def lm(request: pytest.FixtureRequest) -> Any:
     return lm_of(request.param)
 

@@ -29,7 +29,7 @@ from tests.cache.caches import KINDS, buffers, close, entries, filled, fresh, ke
 from tests.twins import random_model, tokens
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+@pytest.fixture(scope="module", params=KINDS)
 def lm(request: pytest.FixtureRequest) -> Any:
     return lm_of(request.param)
 

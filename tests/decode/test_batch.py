@@ -24,13 +24,13 @@ from jaxllm.decode.sequences import (
 )
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.weights.precision import Precision
-from tests.twins import assert_close, random_model, tokens
+from tests.twins import BOTH, assert_close, random_model, tokens
 
 SEQUENCES, CAPACITY = 4, 24
 A, B = tokens(2, 9, seed=1)[0], tokens(2, 9, seed=2)[0]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=BOTH)
 def lm(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
@@ -358,7 +358,7 @@ def test_embeddings_are_pooled_last_hidden_states(lm: Any, pooling: Any, normali
     assert_close(outputs.values, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", BOTH)
 @pytest.mark.parametrize("tied", [False, True])
 def test_vectors_of_tokens_are_as_good_as_the_tokens(family: str, tied: bool) -> None:
     lm = random_model(family, tie_word_embeddings=tied)

@@ -18,7 +18,7 @@ from jaxllm.decode.beam import BeamResult, beam_search
 from jaxllm.decode.generate import Finish
 from jaxllm.decode.sampling import Context, Processor, Sampler
 from jaxllm.errors import CacheMismatchError, CapacityError, SamplingError, TokenError
-from tests.twins import VOCAB, load_twin, random_model, save_random, tokens
+from tests.twins import BOTH, VOCAB, load_twin, random_model, save_random, tokens
 
 BEAMS = 4
 DEMO = Path(jaxllm.__file__).parent / "demo"
@@ -27,7 +27,7 @@ MODES = [False, True, "never"]
 PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=BOTH)
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp(request.param)
     save_random(directory, request.param, spread=0.2, num_hidden_layers=2)
@@ -133,7 +133,7 @@ def test_sequences_and_scores_are_those_of_transformers(twin: Any, early_stoppin
     assert set(ended) == {Finish.EOS, Finish.LENGTH}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", BOTH)
 def test_the_demo_models_equal_transformers(family: str) -> None:
     lm = jaxllm.load(f"demo:{family}", dtype="float32")
     twin = _without_defaults(load_twin(DEMO / family))

@@ -10,12 +10,12 @@ import torch
 import jaxllm
 from jaxllm.decode.contrastive import contrastive_search
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
-from tests.twins import Twin, load_twin, random_model, save_random, tokens
+from tests.twins import BOTH, Twin, load_twin, random_model, save_random, tokens
 
 PROMPT = tokens(1, 6, seed=3)[0].tolist()
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=BOTH)
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
     directory: Path = tmp_path_factory.mktemp(request.param)
     save_random(directory, request.param, spread=0.2)

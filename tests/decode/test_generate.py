@@ -14,10 +14,10 @@ from jaxllm.decode.generate import Finish
 from jaxllm.decode.options import make_sampler
 from jaxllm.decode.sampling import Context, Processor, Sampler
 from jaxllm.errors import CapacityError, SamplingError
-from tests.twins import random_model, tokens
+from tests.twins import BOTH, random_model, tokens
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=BOTH)
 def lm(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 

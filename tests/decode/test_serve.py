@@ -17,7 +17,7 @@ from jaxllm.decode.options import make_sampler
 from jaxllm.decode.sampling import Processor, Sampler
 from jaxllm.decode.serve import Event, Request, serve
 from jaxllm.errors import CapacityError, SamplingError, TokenError
-from tests.twins import random_model, tokens
+from tests.twins import BOTH, random_model, tokens
 
 
 class Warming(Processor):
@@ -40,7 +40,7 @@ SAMPLERS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=BOTH)
 def lm(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 

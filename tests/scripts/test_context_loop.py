@@ -25,7 +25,7 @@ import jaxllm
 from jaxllm.cache import init_cache
 from jaxllm.cli import run_command
 from jaxllm.errors import CacheMismatchError, CapacityError, NonFiniteError
-from tests.twins import assert_close, random_model, tokens
+from tests.twins import BOTH, assert_close, random_model, tokens
 
 STEPS = 22
 BUDGET = Budget(keep=12, sinks=1, recent=4, repair=3)
@@ -231,7 +231,7 @@ def test_it_samples_as_generate_does_with_the_same_seed() -> None:
     assert texts[0] != texts[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", BOTH)
 def test_brightness_is_what_a_run_without_a_cache_says(family: str) -> None:
     rounds = loop(family, 5, ROOMY)
     text = [*tokens(1, 9)[0].tolist(), *made(rounds)[:-1]]
@@ -244,7 +244,7 @@ def test_brightness_is_what_a_run_without_a_cache_says(family: str) -> None:
     assert_close(rounds[0].before_P[:8], share_TT[:8, :8].sum(axis=0) / np.arange(8, 0, -1))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", BOTH)
 def test_repaired_to_the_end_it_is_a_text_that_never_had_the_culled_tokens(family: str) -> None:
     model, params = random_model(family)
     rounds = loop(family, 18, dataclasses.replace(ROOMY, repair=40))

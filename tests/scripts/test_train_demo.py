@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 import jaxllm
 from jaxllm.weights.paths import flatten
+from tests.twins import BOTH
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def tokenizer() -> Tokenizer:
     return demo_data.train_tokenizer(stories(20, 0), 400)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("arch", BOTH)
 def test_a_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_path: Path) -> None:
     train_demo.make_model(arch, tmp_path, steps=2, seed=0)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
