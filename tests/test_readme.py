@@ -35,7 +35,7 @@ def test_the_python_example_runs() -> None:
 
 
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 11
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in COMMANDS:

@@ -9,9 +9,9 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
-from tests.twins import VOCAB, random_model, tokens
+from tests.twins import BOTH, VOCAB, random_model, tokens
 
-FAMILIES = ["llama", "gpt2"]
+FAMILIES = BOTH
 BAR = 1e-5  # float32, ours against ours, other shapes
 
 

@@ -266,6 +266,7 @@ def test_untouched_entries_keep_every_bit(lm: Any, name: str) -> None:
     assert entries(cache) == before  # and the argument is what it was
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"merge_rows"}))
 def test_every_operation_runs_under_jit(name: str) -> None:
     operate, _ = OPERATIONS[name]

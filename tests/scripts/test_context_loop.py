@@ -218,6 +218,7 @@ def test_without_a_budget_the_text_is_that_of_generate(
     assert text == lm.generate("Once upon a time", max_new_tokens=11).text + "\n"
 
 
+@pytest.mark.full
 def test_it_samples_as_generate_does_with_the_same_seed() -> None:
     model, params = random_model("llama")
     seed, texts = (1 << 40) + 5, []
@@ -258,6 +259,7 @@ def test_repaired_to_the_end_it_is_a_text_that_never_had_the_culled_tokens(famil
     assert left[-1] > rounds[-1].cache.capacity  # so it was compacted, too
 
 
+@pytest.mark.full
 def test_it_ends_with_an_end_of_text_token() -> None:
     without = made(loop("llama", 12, ROOMY))
     ended = made(loop("llama", 12, ROOMY, eos=(without[5], 130)))

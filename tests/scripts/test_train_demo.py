@@ -57,6 +57,7 @@ def test_a_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_pa
     assert ours.tokenizer.adds_bos
 
 
+@pytest.mark.full
 def test_training_is_a_function_of_the_seed(tiny: None) -> None:
     model = jaxllm.build(train_demo.CONFIGS["llama"])
     _, rows, _ = train_demo.make_data(3, 0)
