@@ -128,7 +128,8 @@ class LM:
         chunk (256): tokens of a prompt that are run at once.
         batch_invariant (False): a row's last bits may depend on how many rows run with it; True
         runs each prompt by itself, which gives up what batching gains. Where a prompt's place in
-        the list must not matter either, give each its own seed: seed=[3, 7].
+        the list must not matter either, give each its own seed: seed=[3, 7]; with one seed, equal
+        prompts draw equal texts.
 
         Returns a Completion, or a list of them, for num_return_sequences above 1 a list for each
         prompt. Raises TokenError for ids outside the vocabulary, CapacityError when prompt and new

@@ -157,6 +157,8 @@ def _generated(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[
 
 
 def _beams(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
+    if len(set(_each(settings.max_new_tokens, prompts))) > 1:
+        raise SamplingError("beam search takes one max_new_tokens for all prompts")
     result = beam_search(
         lm.model,
         lm.params,

@@ -32,6 +32,8 @@ _WHOLE = {
     "prompt_lookup_num_tokens": 1,
     "top_logprobs": 0,
 }
+# Options that are the caller's alone: a checkpoint's file does not set them.
+_CALLERS = ("assistant_model", "batch_invariant", "cache", "chunk", "negative_prompt", "overflow")
 # Options whose value is a list for one row already: these are for all prompts.
 LISTS = (
     "bad_words_ids",
@@ -93,7 +95,8 @@ def read_settings(
     known = plain | {"do_sample", "eos_token_id", *PROCESSORS}
     if unknown := sorted(set(options) - known):
         raise SamplingError(f"no option {', '.join(unknown)} (known: {', '.join(sorted(known))})")
-    given = {**generation, **{k: v for k, v in options.items() if v is not None}}
+    defaults = {k: v for k, v in generation.items() if k not in _CALLERS}
+    given = {**defaults, **{k: v for k, v in options.items() if v is not None}}
     chosen = {k: given[k] for k in plain & set(given) if given[k] is not None}
     overflow = chosen.get("overflow")
     if isinstance(overflow, str):
@@ -119,6 +122,8 @@ def read_settings(
             )
     if chosen.get("guidance_scale") == 1:  # transformers' value for none
         del chosen["guidance_scale"]
+    if chosen.get("batch_invariant") and chosen.get("num_return_sequences", 1) > 1:
+        raise SamplingError("batch_invariant takes one sequence a prompt: list the prompt twice")
     if isinstance(new, list):
         chosen["max_new_tokens"] = [
             n for n in new for _ in range(chosen.get("num_return_sequences", 1))

@@ -189,6 +189,10 @@ def test_rows_by_themselves_have_the_same_bits_wherever_they_sit(plain: Path) ->
     ]
     with pytest.raises(SamplingError, match="seed must be"):
         lm.generate(prompts, seed=[1, 2], temperature=1.0)
+    with pytest.raises(SamplingError, match="one sequence a prompt"):
+        lm.generate(prompts, num_return_sequences=2, batch_invariant=True)
+    with pytest.raises(SamplingError, match="one max_new_tokens"):
+        lm.generate(prompts, num_beams=2, max_new_tokens=[3, 4, 5])
 
 
 def test_text_goes_on_where_the_prompt_ends(demo: jaxllm.LM) -> None:

@@ -130,7 +130,10 @@ def load_cache(
     if header["cursor"] > capacity:
         raise CapacityError(f"{path}: {header['cursor']} slots are used, more than {capacity}")
     empty = init_cache(model.config, 1, 1, dtype=header["cache_dtype"])
-    rows = tensors["next_position_B"].shape[0]
+    next_B = tensors.get("next_position_B", np.empty((0, 0)))
+    if next_B.ndim != 1 or next_B.dtype != np.int32 or not header["segments"] > 0:
+        raise CheckpointError(f"{path}: next_position_B or the segments are missing")
+    rows = next_B.shape[0]
     *frozen, tail = (
         _segment(tensors, i, empty.tail, rows, str(path)) for i in range(header["segments"])
     )
@@ -141,7 +144,7 @@ def load_cache(
             position_BS=_with_room(tail.position_BS, room, EMPTY)
         ),
         cursor=jnp.asarray(header["cursor"], jnp.int32),
-        next_position_B=jax.device_put(tensors["next_position_B"]),
+        next_position_B=jax.device_put(next_B),
     )
 
 

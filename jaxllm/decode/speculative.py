@@ -24,14 +24,13 @@ from flax import struct
 from jaxllm.cache.kv import Delta, KVCache, as_kept, init_cache
 from jaxllm.cache.surgery import rewind
 from jaxllm.config import LlamaConfig, ModelConfig
-from jaxllm.decode.generate import Finish, bucket
+from jaxllm.decode.generate import Finish, bucket, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, process, row_keys
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
 
 _NONE = -1  # no token: past a row's end, or nothing proposed
-_EOS_SLOTS = 8  # as in generate: the number of end-of-text ids is not a shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,8 +165,7 @@ def speculative_generate(
     prompt_B = np.broadcast_to(np.asarray(T if lengths_B is None else lengths_B, np.int32), (B,))
     token_BL = np.full((B, bucket(T + longest)), _NONE, np.int32)
     token_BL[:, :T] = np.where(np.arange(T)[None] < prompt_B[:, None], tokens_BT, _NONE)
-    eos_E = np.full(_EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS)), _NONE, np.int32)
-    eos_E[: len(eos_token_ids)] = eos_token_ids
+    eos_E = padded_eos(eos_token_ids)
     limit_B, running_B = prompt_B + budget_B, np.full(B, Finish.RUNNING, np.int32)
     arrays = jax.device_put((token_BL, prompt_B, limit_B, eos_E, running_B))
     token_BL, start_B, limit_B, eos_E, running_B = arrays
