@@ -1,0 +1,223 @@
+"""`jaxllm generate`: continue a text, or the lines of a file."""
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxllm.cli.console import note, waiting, write
+from jaxllm.cli.options import (
+    CacheDtype,
+    Dtype,
+    Model,
+    More,
+    NewTokens,
+    Overflow,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    load_model,
+    read_options,
+)
+from jaxllm.errors import CacheMismatchError, CheckpointError
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM, Piece
+    from jaxllm.cache import KVCache
+
+EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate -m demo:gpt2 -p - -n 80"
+
+
+def generate(
+    model: Model = "demo:llama",
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")
+    ] = "",
+    max_new_tokens: NewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    stop: Stop = None,
+    overflow: Overflow = None,
+    more: More = None,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    cache_dtype: CacheDtype = None,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="A smaller model of the same vocabulary that proposes tokens."),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(help="Answer each line of this JSON-lines file instead; - reads stdin."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write --batch's answers here; by default to stdout.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="How many of --batch's prompts run at once.")] = 8,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
+    ] = False,
+) -> None:
+    """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
+    options = read_options(
+        more,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_strings=stop,
+        overflow=overflow,
+        seed=seed,
+    )
+    if batch is not None:
+        return _batch(model, dtype, cache_dtype, batch, out, rows, options)
+    text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+    start = time.perf_counter()
+    lm = load_model(model, dtype, cache_dtype)
+    if prompt_cache:
+        options["cache"] = _read_cache(lm, text, prompt_cache)
+    loaded = time.perf_counter()
+    if echo and not as_json:
+        write(text)
+    if draft:
+        options["assistant_model"] = load_model(draft, dtype, cache_dtype)
+    if not _streams(options):
+        return _several(lm, text, options, as_json)
+    pieces: list[Piece] = []
+    with waiting("compiling and reading the prompt") as ready:
+        for piece in lm.stream(text, **options):
+            if not pieces:
+                first = time.perf_counter()
+                ready()
+            pieces.append(piece)
+            if not as_json:
+                # Without a tokenizer there is no text: the ids are the output.
+                write(piece.text if lm.tokenizer else f"{piece.token} ")
+    if prompt_cache:
+        _keep_cache(lm, pieces[-1].cache, prompt_cache)
+    if as_json:
+        _print_json(lm, text, pieces, loaded - start, first - loaded)
+    elif sys.stdout.isatty():
+        write("\n")
+    note(
+        f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
+        f" tokens/s; loaded in {loaded - start:.1f} s, first token after {first - loaded:.1f} s"
+    )
+
+
+def _read_cache(lm: "LM", text: str, file: Path) -> "KVCache | None":
+    """The cache in a file, if there is one; it must have the beginning of the text in common."""
+    from jaxllm.cache import load_cache
+    from jaxllm.decode.reuse import shared_prefix
+
+    if not file.exists():
+        return None
+    cache, tokens = load_cache(file, lm.model, lm.params), lm.encode(text)
+    held, shared = len(cache.tokens()), shared_prefix(cache, tokens)
+    if shared < min(held, len(tokens), 2):  # nothing, or a begin-of-text token alone
+        raise CacheMismatchError(f"{file} holds another text; name another file, or remove it")
+    note(f"{file}: {shared} of the prompt's {len(tokens)} tokens are there, of {held} in all")
+    return cache
+
+
+def _keep_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
+    from jaxllm.cache import save_cache
+
+    save_cache(file, cache, lm.model, lm.params)
+    note(f"{file}: {len(cache.tokens())} tokens written")
+
+
+def _streams(options: dict[str, Any]) -> bool:
+    """Whether these options give one text that grows, and not the outcome of something else."""
+    whole = {"assistant_model", "prompt_lookup_num_tokens", "penalty_alpha", "guidance_scale"}
+    several = any(options.get(name, 1) != 1 for name in ("num_beams", "num_return_sequences"))
+    return not several and not whole & options.keys()
+
+
+def _batch(
+    model: str,
+    dtype: str | None,
+    cache_dtype: str | None,
+    file: str,
+    out: Path | None,
+    rows: int,
+    options: dict[str, Any],
+) -> None:
+    """Answer the lines of a file, with a progress bar on a terminal; failures are counted."""
+    from jaxllm.batchfile import answer
+    from jaxllm.progress import steps_bar
+
+    if out is not None and out.exists():
+        raise CheckpointError(f"{out} exists; name another file, so that no answers are lost")
+    if file != "-" and not Path(file).is_file():
+        raise CheckpointError(f"--batch: {file} is not a file")
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    lm = load_model(model, dtype, cache_dtype)
+    start = time.perf_counter()
+    with open(out, "w", encoding="utf-8") if out else nullcontext() as target:
+
+        def put(line: str) -> None:
+            if target is None:
+                return write(line)
+            target.write(line)
+            target.flush()
+
+        with steps_bar(f"answering {file}", sum(map(bool, lines))) as done:
+            count, failed = answer(lm, lines, options, rows=rows, write=put, done=done)
+    where = f" in {out}" if out else ""
+    note(f"{count} answers{where}, {failed} of them errors; {time.perf_counter() - start:.1f} s")
+    if failed:
+        sys.exit(1)
+
+
+def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> None:
+    """Print more than one continuation, or the outcome of a search: nothing to stream."""
+    with waiting("generating"):
+        found = lm.generate(prompt, **options)
+    for number, completion in enumerate(found if isinstance(found, list) else [found]):
+        if as_json:
+            report = {
+                "prompt": prompt,
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "finish_reason": completion.finish_reason,
+                "score": completion.score,
+                "drafted": completion.drafted,
+            }
+            write(json.dumps(report, ensure_ascii=False) + "\n")
+            continue
+        about = "" if completion.score is None else f" (score {completion.score:.3f})"
+        if completion.drafted is not None:
+            about = " ({1} of {0} drafted tokens accepted)".format(*completion.drafted)
+        note(f"--- {number + 1}{about}")
+        text = completion.text if lm.tokenizer else " ".join(map(str, completion.tokens))
+        write(f"{text}\n")
+
+
+def _print_json(
+    lm: "LM", prompt: str, pieces: "list[Piece]", load_s: float, first_token_s: float
+) -> None:
+    report = {
+        "prompt": prompt,
+        "text": "".join(p.text for p in pieces) if lm.tokenizer else None,
+        "tokens": [p.token for p in pieces],
+        "logprobs": [round(p.logprob, 6) for p in pieces],
+        "finish_reason": pieces[-1].finish_reason,
+        "load_s": round(load_s, 3),
+        "first_token_s": round(first_token_s, 3),
+        "tokens_per_second": round(pieces[-1].tokens_per_second, 2),
+    }
+    write(json.dumps(report, ensure_ascii=False) + "\n")

@@ -1,0 +1,48 @@
+"""`jaxllm info`: what a checkpoint is."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from jaxllm.cli.console import write
+
+EXAMPLE = "Example: jaxllm info -m ~/models/TinyLlama-1.1B"
+
+
+def info(
+    model: Annotated[str, typer.Argument(help="As --model of generate.")] = "demo:llama",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""
+    import jax
+
+    from jaxllm.api import open_checkpoint
+    from jaxllm.cache import init_cache
+    from jaxllm.checkpoint import is_native
+    from jaxllm.text.tokenizer import has_tokenizer
+
+    opened = open_checkpoint(model)
+    config = opened.config
+    count = sum(t.nbytes // t.dtype.itemsize for t in opened.tensors.values())
+    size = sum(t.nbytes for t in opened.tensors.values())
+    token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
+    facts = {
+        "path": str(opened.directory),
+        "form": "jaxllm" if is_native(opened.directory) else "Hugging Face",
+        **config.to_dict(),
+        "parameters": count,
+        "bytes": size,
+        "dtype": opened.precision.weights,
+        "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
+        "tokenizer": has_tokenizer(opened.directory),
+    }
+    if as_json:
+        write(json.dumps(facts) + "\n")
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = f"{value:,}" if type(value) is int else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+        write(f"{name:{width}}  {shown}\n")
