@@ -60,7 +60,8 @@ def recast(opened: Any, dtype: str) -> Any:
 
     from jaxllm.errors import CheckpointError
     from jaxllm.weights.files import LazyTensor, first_non_finite
-    from jaxllm.weights.precision import DTYPES, Precision
+    from jaxllm.weights.formats import DTYPES
+    from jaxllm.weights.precision import Precision
 
     precision = Precision.uniform(dtype)
 

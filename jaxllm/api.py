@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, overload
 
 import flax.linen as nn
-import jax
 import numpy as np
 
 from jaxllm import checkpoint, models
@@ -41,8 +40,10 @@ from jaxllm.settings import UNSUPPORTED, Settings, read_settings, row_options
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.reader import Reader
 from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
-from jaxllm.weights.paths import Params
-from jaxllm.weights.precision import Precision
+from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.precision import Precision, freeze
+from jaxllm.weights.quantize import Rules
+from jaxllm.weights.stored import count as weights_in
 
 # What a request to `serve` cannot ask for.
 UNSERVED = (
@@ -244,10 +245,15 @@ class LM:
         return self.tokenizer.encode(text, parse_special=True)
 
     def __repr__(self) -> str:
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        total = sum(weights_in(leaf) for _, leaf in flatten(self.params))
+        precision = self.model.precision
+        quantized = (
+            f" {precision.quantize}" if isinstance(precision.quantize, str) else " quantized"
+        )
         return (
-            f"LM({self.path.name}: {self.config.model_type}, {count / 1e6:.1f} M parameters,"
-            f" {self.model.precision.weights}, context {self.config.context_length})"
+            f"LM({self.path.name}: {self.config.model_type}, {total / 1e6:.1f} M parameters,"
+            f" {precision.weights}{f' {named}' if precision.quantize else ''},"
+            f" context {self.config.context_length})"
         )
 
     def _prompts(self, prompt: Any) -> tuple[list[list[int]], bool]:
@@ -310,6 +316,7 @@ def load(
     path: str | Path,
     *,
     dtype: str | Precision | None = None,
+    quantize: Rules | None = None,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2) or jaxllm's own form.
@@ -317,13 +324,18 @@ def load(
     path: a directory; "demo:llama" or "demo:gpt2" for the checkpoints that jaxllm brings; or
     "hf:owner/name", the only spelling for which anything is downloaded. dtype: "float32",
     "bfloat16", "float16" for weights, activations and cache alike, or a `Precision`; by default as
-    the checkpoint keeps its weights. show_progress: by default where stderr is a terminal.
+    the checkpoint keeps its weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or
+    ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading.
+    show_progress: by default where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
     opened = open_checkpoint(path)
-    precision = Precision.uniform(dtype) if isinstance(dtype, str) else dtype
-    precision = precision or opened.precision
+    precision = dtype if isinstance(dtype, Precision) else opened.precision
+    if isinstance(dtype, str):
+        precision = precision.in_dtype(dtype)
+    if quantize is not None:
+        precision = dataclasses.replace(precision, quantize=freeze(quantize))
     directory = opened.directory
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):

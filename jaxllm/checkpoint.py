@@ -20,8 +20,10 @@ from jaxllm.errors import CheckpointError
 from jaxllm.progress import bytes_bar
 from jaxllm.textfiles import read_json, write_json
 from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.formats import DTYPES, Leaf, format_of
 from jaxllm.weights.paths import Params, flatten, map_leaves
-from jaxllm.weights.precision import DTYPES, Override, Precision
+from jaxllm.weights.precision import Precision
+from jaxllm.weights.stored import assemble, expected_pieces, pieces_of
 
 FORMAT = "jaxllm"
 VERSION = 1
@@ -34,7 +36,8 @@ class Checkpoint:
 
     tensors: by our paths, in the shapes that the configuration demands. generation: the contents
     of generation_config.json, or what an older config.json said in its place. precision: as the
-    checkpoint keeps its weights, unless it says otherwise.
+    checkpoint keeps its weights, unless it says otherwise. formats: of the quantized ones, by path;
+    their tensors are the leaf's pieces (see `weights.stored`).
     """
 
     directory: Path
@@ -42,6 +45,7 @@ class Checkpoint:
     tensors: Mapping[str, LazyTensor]
     generation: Mapping[str, Any]
     precision: Precision
+    formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def is_native(directory: Path) -> bool:
@@ -58,16 +62,15 @@ def open_native(directory: Path) -> Checkpoint:
             f" this jaxllm reads version {VERSION}"
         )
     config = config_from_dict(data["model"])
-    precision = dict(data["precision"])
-    overrides = tuple((regex, Override(**o)) for regex, o in precision.pop("overrides"))
-    tensors = open_tensors(directory / WEIGHTS, mapped=True)
-    check_names(tensors, config, str(directory))
+    tensors, formats = open_tensors(directory / WEIGHTS, mapped=True), data.get("formats", {})
+    check_names(tensors, config, str(directory), formats)
     return Checkpoint(
         directory,
         config,
         tensors,
         read_generation(directory),
-        Precision(**precision, overrides=overrides),
+        Precision.from_dict(data["precision"]),
+        formats,
     )
 
 
@@ -102,6 +105,7 @@ def save(
             "version": VERSION,
             "model": checkpoint.config.to_dict(),
             "precision": dataclasses.asdict(checkpoint.precision),
+            "formats": dict(checkpoint.formats),
         },
     )
 
@@ -127,10 +131,17 @@ def load_params(
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
 
-        def read(path: str, _: jax.ShapeDtypeStruct) -> jax.Array:
-            tensor = checkpoint.tensors[path]
-            leaf = _to_device(path, tensor, precision.weights_at(_module(path)), complaints)
-            if leaf.dtype != tensor.dtype:
+        def read(path: str, shape: jax.ShapeDtypeStruct) -> Leaf:
+            if path in checkpoint.formats:
+                leaf = _assembled(checkpoint, path, shape.shape, precision)
+                advance(leaf.nbytes)
+                return leaf
+            tensor, name = checkpoint.tensors[path], precision.format_at(path, len(shape.shape))
+            as_array = DTYPES.get(name, tensor.dtype)
+            leaf = _to_device(path, tensor, np.dtype(as_array), complaints)
+            if name not in DTYPES:
+                leaf = jax.block_until_ready(precision.keep(path, leaf))
+            if format_of(leaf) != tensor.dtype.name:
                 tensor.release()
             advance(tensor.nbytes)
             return leaf
@@ -139,6 +150,28 @@ def load_params(
     if complaints:
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(complaints)}")
     return params
+
+
+def in_memory(checkpoint: Checkpoint, params: Params, precision: Precision) -> Checkpoint:
+    """The checkpoint with other parameters, which `save` then writes."""
+    leaves = dict(flatten(params))
+    formats = {path: format_of(x) for path, x in leaves.items() if "" not in pieces_of(x)}
+    tensors = {
+        f"{path}{name}": LazyTensor.of(np.asarray(piece))
+        for path, leaf in leaves.items()
+        for name, piece in pieces_of(leaf).items()
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats=formats)
+
+
+def _assembled(
+    checkpoint: Checkpoint, path: str, shape: tuple[int, ...], precision: Precision
+) -> Leaf:
+    name = checkpoint.formats[path]
+    pieces = {
+        key: checkpoint.tensors[f"{path}{key}"].read() for key in expected_pieces(name, shape)
+    }
+    return precision.keep(path, assemble(path, name, shape, pieces))
 
 
 def _to_device(path: str, tensor: LazyTensor, dtype: np.dtype, complaints: list[str]) -> jax.Array:
@@ -166,18 +199,43 @@ def native_precision(tensors: Mapping[str, LazyTensor]) -> Precision:
     return Precision.uniform(max(sizes, key=lambda name: sizes[name]))
 
 
-def check_names(tensors: Mapping[str, LazyTensor], config: ModelConfig, where: str) -> None:
-    """Raise CheckpointError with every missing, unexpected, misshapen or mistyped tensor."""
-    expected = dict(flatten(models.param_shapes(models.build(config))))
-    complaints = [f"{path} is missing" for path in expected if path not in tensors]
+def check_names(
+    tensors: Mapping[str, LazyTensor],
+    config: ModelConfig,
+    where: str,
+    formats: Mapping[str, str] | None = None,
+) -> None:
+    """Raise CheckpointError with every missing, unexpected, misshapen or mistyped tensor.
+
+    formats: of the quantized leaves, by path.
+    """
+    leaves, formats = dict(flatten(models.param_shapes(models.build(config)))), formats or {}
+    complaints = [
+        f"{path} is quantized, and not part of this model"
+        for path in formats.keys() - leaves.keys()
+    ]
+    expected: dict[str, tuple[tuple[int | None, ...], Any]] = {}
+    for path, leaf in leaves.items():
+        if path not in formats:
+            expected[path] = (leaf.shape, None)
+        elif len(leaf.shape) != 2:
+            complaints.append(f"{path} is no matrix, and quantized")
+        else:
+            pieces = expected_pieces(formats[path], leaf.shape)
+            expected |= {f"{path}{name}": piece for name, piece in pieces.items()}
+    complaints += [f"{path} is missing" for path in expected if path not in tensors]
     for path, tensor in tensors.items():
         if path not in expected:
             complaints.append(f"{path} is not part of this model")
-        elif tensor.shape != expected[path].shape:
-            complaints.append(
-                f"{path} has shape {tensor.shape}, the configuration says {expected[path].shape}"
-            )
-        elif tensor.dtype.name not in (*DTYPES, "float64"):
+            continue
+        shape, dtype = expected[path]
+        if len(shape) != len(tensor.shape) or any(
+            want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
+        ):
+            complaints.append(f"{path} has shape {tensor.shape}, the configuration says {shape}")
+        elif dtype is not None and tensor.dtype != np.dtype(dtype):
+            complaints.append(f"{path} is {tensor.dtype.name}, its format says {np.dtype(dtype)}")
+        elif dtype is None and tensor.dtype.name not in (*DTYPES, "float64"):
             complaints.append(f"{path} is {tensor.dtype.name}, not a floating-point format")
     if complaints:
         shown = "\n  ".join(complaints[:50])
@@ -197,7 +255,3 @@ def read_model_json(directory: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{directory} has no config.json: not a model directory")
     return read_json(path)
-
-
-def _module(path: str) -> str:
-    return path.rpartition(".")[0]

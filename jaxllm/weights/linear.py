@@ -1,41 +1,159 @@
 """Products with a weight leaf; the leaf's kind decides how, and only here is that decided.
 
-Weights are `[out, in]`: a row is one dot product. Accumulation is float32.
+Weights are `[out, in]`: a row is one dot product. Accumulation is float32. On a CPU a few rows go
+through the kernels of `ops.native`, which read the weights as they are stored; everywhere else XLA
+has the same product in plain JAX.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm.ops import native
+from jaxllm.weights.formats import Leaf
+from jaxllm.weights.qtensor import CHUNK, Packed, QTensor
 
-def linear(x: jax.Array, weight_OI: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
+_KINDS = {
+    jnp.dtype(jnp.float32): native.Kind.FLOAT32,
+    jnp.dtype(jnp.bfloat16): native.Kind.BFLOAT16,
+    jnp.dtype(jnp.float16): native.Kind.FLOAT16,
+}
+
+
+def linear(
+    x: jax.Array, weight_OI: Leaf, bias_O: jax.Array | None = None, *, int8_inputs: bool = False
+) -> jax.Array:
     """`x @ weight.T + bias` over the last axis of x: `[..., I]` to `[..., O]`, float32.
 
-    Where the formats of x and weight differ, both are widened to float32.
+    Where the formats of x and weight differ, both are widened to float32; only products of more
+    than 16 rows of bfloat16 with quantized weights take the weights rounded to bfloat16. The bits
+    of a row do not depend on how many rows, up to 16, are multiplied with it on a CPU.
+
+    int8_inputs: round x to int8 in blocks of 128 columns where the weights are integers (dynamic
+    quantization): faster, not exact.
     """
     rows = math.prod(x.shape[:-1])
     x_RI = x.reshape(rows, x.shape[-1])
-    if x_RI.dtype != weight_OI.dtype:
-        x_RI, weight_OI = x_RI.astype(jnp.float32), weight_OI.astype(jnp.float32)
-    if rows == 1 and x_RI.dtype == jnp.bfloat16:
-        y_RO = jax.lax.platform_dependent(x_RI, weight_OI, cpu=_paired, default=_product)
+    if int8_inputs and isinstance(weight_OI, QTensor):
+        y_RO = _multiply_int8(x_RI, weight_OI)
     else:
-        y_RO = _product(x_RI, weight_OI)
+        y_RO = _multiply(x_RI, weight_OI)
     if bias_O is not None:
         y_RO = y_RO + bias_O.astype(jnp.float32)[None]
     return y_RO.reshape(*x.shape[:-1], y_RO.shape[-1])
 
 
-def embed(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+def embed(weight_VD: Leaf, token_BT: jax.Array) -> jax.Array:
     """Rows of an embedding table: `[B, T]` ids to `[B, T, D]`; NaN for an id outside the table.
 
     An id that only the device sees cannot be refused: NaN makes it show instead of another row.
     """
+    if isinstance(weight_VD, QTensor | Packed):
+        return weight_VD.take(token_BT)
     return weight_VD.at[token_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
+@jax.custom_jvp
+def _multiply(x_RI: jax.Array, weight: Leaf) -> jax.Array:
+    return _on_each_platform(x_RI, weight, 3)
+
+
+@_multiply.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    """The derivative is that of the plain product, whichever path computed the value."""
+    return _multiply(*primals), jax.jvp(_plain, primals, tangents)[1]
+
+
+@jax.custom_jvp
+def _multiply_int8(x_RI: jax.Array, weight: QTensor) -> jax.Array:
+    return _on_each_platform(x_RI, weight, 1)
+
+
+@_multiply_int8.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    """Rounding has no slope: the derivative passes through it (Bengio et al. 2013)."""
+    return _multiply_int8(*primals), jax.jvp(_plain, primals, tangents)[1]
+
+
+def _on_each_platform(x_RI: jax.Array, weight: Leaf, digits: int) -> jax.Array:
+    def plain(x_RI: jax.Array, weight: Leaf) -> jax.Array:
+        return _plain(round_to_int8(x_RI) if digits == 1 else x_RI, weight)
+
+    few = 0 < x_RI.shape[0] <= native.MAX_ROWS
+    if not native.enabled() or not (few or isinstance(weight, QTensor | Packed)):
+        return plain(x_RI, weight)
+    by_kernel = partial(_kernel, digits) if few else partial(_widened, digits)
+    y: jax.Array = jax.lax.platform_dependent(x_RI, weight, cpu=by_kernel, default=plain)
+    return y
+
+
+def _kernel(digits: int, x_RI: jax.Array, weight: Leaf) -> jax.Array:
+    """A few rows by the native kernel; batched over x alone, more rows of the same product."""
+
+    @jax.custom_batching.custom_vmap
+    def call(x_RI: jax.Array, weight: Leaf) -> jax.Array:
+        kind, pieces, group, columns = _pieces(weight)
+        x_RI = x_RI if x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
+        return native.linear(x_RI, kind, pieces, group=group, columns=columns, digits=digits)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, x: jax.Array, weight: Leaf) -> tuple[jax.Array, bool]:
+        if not any(jax.tree.leaves(batched[1])):
+            y = _on_each_platform(x.reshape(-1, x.shape[-1]), weight, digits)
+            return y.reshape(size, -1, y.shape[-1]), True
+        axes = jax.tree.map(lambda b: 0 if b else None, batched)
+        return jax.vmap(_plain, in_axes=tuple(axes))(x, weight), True
+
+    y: jax.Array = call(x_RI, weight)
+    return y
+
+
+def _widened(digits: int, x_RI: jax.Array, weight: QTensor | Packed) -> jax.Array:
+    """Many rows: the weight is expanded natively, for XLA's own product."""
+    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
+    kind, pieces, group, columns = _pieces(weight)
+    dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
+    scale_O = None
+    if isinstance(weight, QTensor) and weight.group is None:  # integers are exact in bfloat16
+        scale_O = weight.scale[:, 0].astype(jnp.float32)
+        pieces = [weight.data, jnp.ones_like(weight.scale)]
+    y_RO = _product(x_RI, native.widen(kind, pieces, dtype, group=group, columns=columns))
+    return y_RO if scale_O is None else y_RO * scale_O[None]
+
+
+def _pieces(weight: Leaf) -> tuple[native.Kind, list[jax.Array], int | None, int]:
+    """A leaf as the kernels take it: kind, arrays, columns in a group, columns."""
+    columns = weight.shape[1]
+    if isinstance(weight, QTensor):
+        kind = native.Kind.INT8 if weight.bits == 8 else native.Kind.INT4
+        return kind, jax.tree.leaves(weight), weight.group, columns
+    if isinstance(weight, Packed):
+        return native.Kind.PACKED, jax.tree.leaves(weight), None, columns
+    return _KINDS[jnp.dtype(weight.dtype)], [weight], None, columns
+
+
+def _plain(x_RI: jax.Array, weight: Leaf) -> jax.Array:
+    """The product in plain JAX: for every platform, and the meaning of all the others."""
+    rows = x_RI.shape[0]
+    if isinstance(weight, QTensor):
+        many = x_RI.dtype == jnp.bfloat16 and rows > native.MAX_ROWS
+        weight = weight.dense(jnp.bfloat16 if many else jnp.float32)
+    elif isinstance(weight, Packed):
+        weight = weight.dense()
+    if x_RI.dtype != weight.dtype:
+        x_RI, weight = x_RI.astype(jnp.float32), weight.astype(jnp.float32)
+    if rows == 1 and x_RI.dtype == jnp.bfloat16:
+        y: jax.Array = jax.lax.platform_dependent(x_RI, weight, cpu=_paired, default=_product)
+        return y
+    return _product(x_RI, weight)
+
+
 def _product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    if x_RI.dtype != weight_OI.dtype:
+        x_RI, weight_OI = x_RI.astype(jnp.float32), weight_OI.astype(jnp.float32)
     return jax.lax.dot_general(
         x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
@@ -44,3 +162,14 @@ def _product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
 def _paired(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
     """XLA:CPU widens a whole bf16 weight for one row but not for two: ten times the speed."""
     return _product(jnp.concatenate([x_RI, x_RI]), weight_OI)[:1]
+
+
+def round_to_int8(x_RI: jax.Array) -> jax.Array:
+    """x as int8 with a scale for each 128 columns stands for it: float32 of the same shape."""
+    rows, columns = x_RI.shape
+    width = -(-columns // CHUNK) * CHUNK
+    x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
+    x_RCG = x_RCG.reshape(rows, -1, CHUNK)
+    step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) / 127
+    x_RCG = jnp.round(x_RCG / jnp.where(step == 0, 1.0, step)) * step
+    return x_RCG.reshape(rows, width)[:, :columns]

@@ -5,29 +5,36 @@ Norms, rotary angles, softmax, accumulation and logits are float32 whatever is c
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.weights.formats import DTYPES, PACKED, Leaf, as_format, parse
 from jaxllm.weights.paths import Params, first_match, map_leaves
+from jaxllm.weights.quantize import Rules, format_at, rules_of
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Override:
-    """What one module does differently; None means as everywhere else."""
+    """What one module does differently; None means as everywhere else.
+
+    weights: any format of `weights.formats`. activations: in which it takes its input. output: in
+    which it hands its result back, in place of the format of the stream it was given.
+    """
 
     weights: str | None = None
     activations: str | None = None
+    output: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None:
+        if self.weights is not None:
+            parse(self.weights)
+        for name in ("activations", "output"):
+            if (value := getattr(self, name)) is not None:
                 _check(name, value)
 
 
@@ -35,7 +42,11 @@ class Override:
 class Precision:
     """Formats of the weights, of the activations between modules, and of keys and values cached.
 
-    cache: also "int8", with a scale for each token and head.
+    weights: of all that `quantize` leaves alone. quantize: what matrices are quantized to, as
+    `weights.quantize.quantize` takes it. cache: also "int8", with a scale for each token and head.
+
+    int8_inputs: linears with integer weights round their input to int8 in blocks of 128 columns
+    (dynamic quantization): faster, and the one choice here that changes what is computed.
 
     overrides: ordered rows `(regex over module paths, Override)`; the first row that matches a
     module or one of its parents wins: `("layers.0", Override(weights="float32"))` covers all of
@@ -48,13 +59,18 @@ class Precision:
     weights: str = "float32"
     activations: str = "float32"
     cache: str = "float32"
+    quantize: str | tuple[tuple[str, str | None], ...] | None = None
+    int8_inputs: bool = False
     overrides: tuple[tuple[str, Override], ...] = ()
 
     def __post_init__(self) -> None:
         _check("weights", self.weights)
         _check("activations", self.activations)
         _check("cache", self.cache, CACHE_DTYPES)
-        for regex, _ in self.overrides:
+        regexes = [regex for regex, _ in self.overrides]
+        if self.quantize is not None:
+            regexes += [regex for regex, _ in rules_of(self.quantize)]
+        for regex in regexes:
             try:
                 re.compile(regex)
             except re.error as error:
@@ -67,13 +83,49 @@ class Precision:
         """The same format everywhere."""
         return cls(weights=dtype, activations=dtype, cache=dtype)
 
-    def weights_at(self, module: str) -> jnp.dtype:
-        """The format in which the parameters of `module` (a dotted path) are kept."""
-        return jnp.dtype(self._override(module, "weights") or self.weights)
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Precision":
+        """From what JSON holds, as `dataclasses.asdict` gives it; overrides may be left out.
+
+        Raises ConfigError for a field that there is not, or a value that is none.
+        """
+        try:
+            rows = [(regex, Override(**fields)) for regex, fields in data.get("overrides", ())]
+            fields = {**data, "overrides": tuple(rows)}
+            if isinstance(fields.get("quantize"), Sequence | Mapping):
+                fields["quantize"] = freeze(fields["quantize"])
+            return cls(**fields)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"precision: {error}") from None
+
+    def in_dtype(self, dtype: str) -> "Precision":
+        """With weights, activations and cache in one format; what is quantized stays so."""
+        return dataclasses.replace(self, weights=dtype, activations=dtype, cache=dtype)
+
+    def format_at(self, path: str, ndim: int) -> str:
+        """The format in which the parameter at `path` is kept."""
+        override = self._override(path.rpartition(".")[0], "weights")
+        if override is not None:
+            return override if override in DTYPES or ndim == 2 else self.weights
+        quantized = None if self.quantize is None else format_at(self.quantize, path, ndim)
+        return quantized or self.weights
+
+    def keep(self, path: str, leaf: Leaf) -> Leaf:
+        """The parameter at `path` in the format that it is kept in."""
+        name = self.format_at(path, leaf.ndim)
+        if name == PACKED and self.weights == "bfloat16":
+            leaf = as_format(leaf, "bfloat16")
+        return as_format(leaf, name)
 
     def activations_at(self, module: str) -> jnp.dtype:
         """The format in which `module` (a dotted path) takes its input."""
         return jnp.dtype(self._override(module, "activations") or self.activations)
+
+    def output_at(self, module: str) -> str | None:
+        """The format in which `module` hands its result back; None: as the stream it was given."""
+        return self._override(module, "output")
 
     def _override(self, module: str, what: str) -> str | None:
         names = module.split(".")
@@ -85,13 +137,14 @@ class Precision:
         return None
 
 
+def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
+    """Quantization rules as a value that hashes. Raises ConfigError for an unknown format."""
+    return rules if isinstance(rules, str) else tuple(rules_of(rules))
+
+
 def cast(params: Params, precision: Precision) -> Params:
-    """The parameters with every array in the format that `precision` keeps it in."""
-
-    def to(path: str, leaf: jax.Array) -> jax.Array:
-        return leaf.astype(precision.weights_at(path.rpartition(".")[0]))
-
-    return map_leaves(to, params)
+    """The parameters with every leaf in the format that `precision` keeps it in."""
+    return map_leaves(precision.keep, params)
 
 
 def _check(name: str, dtype: str, known: Mapping[str, Any] = DTYPES) -> None:

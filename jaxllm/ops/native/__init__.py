@@ -1,0 +1,155 @@
+"""C++ kernels behind XLA's FFI, for what XLA does slowly on a CPU; absent where none were built.
+
+Nothing here decides anything: `weights.linear` and `ops.attention` ask `enabled()` and have a path
+in plain JAX that gives the same numbers. The kernels share their rows out over XLA's own threads.
+
+JAXLLM_NATIVE=0 turns them off. JAXLLM_ISA names the instruction set, one of `portable`, `avx2`,
+`avx512`; by default the best that the machine has.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+
+MAX_ROWS = 16  # of activations that `linear` takes
+
+
+class Kind(IntEnum):
+    """What a weight or a cache is made of, as csrc/kernels.h numbers it."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    INT8 = 3
+    INT4 = 4
+    PACKED = 5
+
+
+# Part of what a compiled function is compiled for, as a device or a precision is.
+_ENABLED = jax.make_user_context(True)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """What is traced inside uses no kernel of ours."""
+    with _ENABLED(False):
+        yield
+
+
+def enabled() -> bool:
+    """Whether there are kernels and nobody has turned them off."""
+    return _ENABLED.value and library() is not None
+
+
+def isa(name: str | None = None) -> str | None:
+    """The instruction set in use, after taking the one that is named; None without kernels.
+
+    Raises ConfigError for one that this machine has not.
+    """
+    kernels = library()
+    if kernels is None:
+        return None
+    found = kernels.jaxllm_isa(name.encode() if name else None)
+    if found is None:
+        raise ConfigError(f"this machine has no kernels for the instruction set {name!r}")
+    return str(found.decode())
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels' shared library, its functions registered with XLA; None where there is none."""
+    if os.environ.get("JAXLLM_NATIVE", "1") == "0" or (path := _path()) is None:
+        return None
+    kernels = ctypes.CDLL(path)
+    kernels.jaxllm_isa.restype = ctypes.c_char_p
+    if (name := os.environ.get("JAXLLM_ISA")) and kernels.jaxllm_isa(name.encode()) is None:
+        raise ConfigError(f"JAXLLM_ISA: this machine has no instruction set {name!r}")
+    for target in ("jaxllm_linear", "jaxllm_widen", "jaxllm_attend"):
+        capsule = jax.ffi.pycapsule(getattr(kernels, target))
+        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    return kernels
+
+
+def _path() -> str | None:
+    """Where the library was installed: beside this file, or in site-packages when editable."""
+    for folder in (os.path.dirname(__file__), *(f"{p}/jaxllm/ops/native" for p in sys.path)):
+        path = os.path.join(folder, "_kernels.so")
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def linear(
+    x_RI: jax.Array,
+    kind: Kind,
+    pieces: Sequence[jax.Array],
+    *,
+    columns: int,
+    group: int | None = None,
+    digits: int = 3,
+) -> jax.Array:
+    """`x @ weight.T`: float32 `[R, O]` from at most 16 rows, each in the same order of additions.
+
+    x_RI: float32 or bfloat16. pieces: the arrays of a weight of this kind, `[O, ...]` (see
+    `weights.qtensor`). digits: 3 keeps float32's 24 bits of x where weights are integers, 1 rounds
+    x to int8 in blocks of 128 columns.
+    """
+    out = jax.ShapeDtypeStruct((x_RI.shape[0], pieces[0].shape[0]), jnp.float32)
+    call = jax.ffi.ffi_call("jaxllm_linear", out, vmap_method="sequential")
+    attributes = {
+        "kind": np.int32(kind),
+        "group": np.int64(group or 0),
+        "columns": np.int64(columns),
+        "digits": np.int32(digits),
+    }
+    y: jax.Array = call(x_RI, *pieces, **attributes)
+    return y
+
+
+def widen(
+    kind: Kind,
+    pieces: Sequence[jax.Array],
+    dtype: jnp.dtype,
+    *,
+    columns: int,
+    group: int | None = None,
+) -> jax.Array:
+    """The weight itself, `[O, I]` in bfloat16 or float32."""
+    out = jax.ShapeDtypeStruct((pieces[0].shape[0], columns), dtype)
+    call = jax.ffi.ffi_call("jaxllm_widen", out, vmap_method="sequential")
+    attributes = {
+        "kind": np.int32(kind),
+        "group": np.int64(group or 0),
+        "columns": np.int64(columns),
+    }
+    weight: jax.Array = call(*pieces, **attributes)
+    return weight
+
+
+def attend(
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    pieces: Sequence[jax.Array],
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """Attention over the parts of a cache where they lie: float32 `[B, T, N, H]` from float32.
+
+    pieces: for each part k, v and positions, and after them the two scales where k is int8.
+    """
+    out = jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32)
+    call = jax.ffi.ffi_call("jaxllm_attend", out, vmap_method="sequential")
+    limit = np.int64(-1 if window is None else window)
+    y: jax.Array = call(q_BTNH, position_BT, *pieces, scale=np.float32(scale), window=limit)
+    return y

@@ -1,0 +1,463 @@
+// The kernels for AVX-512 with VNNI and BF16 (Zen 4, Sapphire Rapids and later).
+//
+// A tile is `O` weight rows times `R` input rows. Each output has one accumulator that walks the
+// columns in order, so its bits depend on nothing but its own two rows.
+//
+// Floats: products of 16 (or 32 bfloat16) columns at a time. Integers: an input row is written as
+// base-256 digits, 128 columns sharing a power of two, and the products are exact integer sums of
+// 8-bit by 8-bit products (VNNI); three digits keep all that float32 keeps.
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+namespace jaxllm {
+namespace {
+
+#include "numbers.h"
+#include "attention.h"
+
+int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// ---- floats: what is loaded from 32 columns of a weight row, and how it is multiplied ----
+
+struct Two {  // 16 columns each: the first and second half, or the even and the odd ones
+  __m512 a, b;
+};
+
+__mmask32 mask_of(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+
+struct F32 {
+  static constexpr int kColumns = 32;
+  static Two load(const uint8_t* row, int64_t c, __mmask32 m) {
+    const float* p = reinterpret_cast<const float*>(row) + c;
+    return {_mm512_maskz_loadu_ps(__mmask16(m), p), _mm512_maskz_loadu_ps(__mmask16(m >> 16), p + 16)};
+  }
+};
+
+struct F16 {
+  static Two load(const uint8_t* row, int64_t c, __mmask32 m) {
+    const uint16_t* p = reinterpret_cast<const uint16_t*>(row) + c;
+    return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16(m), p)),
+            _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16(m >> 16), p + 16))};
+  }
+};
+
+struct BF16 {
+  static __m512i load(const uint8_t* row, int64_t c, __mmask32 m) {
+    return _mm512_maskz_loadu_epi16(m, reinterpret_cast<const uint16_t*>(row) + c);
+  }
+};
+
+Two even_odd(__m512i bf16) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bf16, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(bf16, _mm512_set1_epi32(int(0xffff0000))))};
+}
+
+__m512 add_product(__m512 sum, const Two& w, const uint8_t* x) {
+  const float* f = reinterpret_cast<const float*>(x);
+  sum = _mm512_fmadd_ps(w.a, _mm512_loadu_ps(f), sum);
+  return _mm512_fmadd_ps(w.b, _mm512_loadu_ps(f + 16), sum);
+}
+
+__m512 add_product(__m512 sum, __m512i w, const uint8_t* x) {
+  return _mm512_dpbf16_ps(sum, __m512bh(w), __m512bh(_mm512_loadu_si512(x)));
+}
+
+// How the input is kept, for 32 columns: floats in order, floats even then odd, or bfloat16.
+enum class Kept { kOrder, kEvenOdd, kBF16 };
+
+Kept kept_of(const Weight& w, const Input& in) {
+  if (w.kind == Kind::kF32 || w.kind == Kind::kF16) return Kept::kOrder;
+  return in.bf16 ? Kept::kBF16 : Kept::kEvenOdd;
+}
+
+int64_t bytes_of(Kept kept) { return kept == Kept::kBF16 ? 2 : 4; }
+
+template <class F, bool Dot>
+auto loaded(const uint8_t* row, int64_t c, __mmask32 m) {
+  if constexpr (std::is_same_v<F, BF16> && !Dot)
+    return even_odd(BF16::load(row, c, m));
+  else
+    return F::load(row, c, m);
+}
+
+template <class F, bool Dot, int O, int R>
+void float_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o, int64_t r, float* y) {
+  constexpr int64_t kBytes = Dot ? 2 : 4;
+  __m512 sum[O][R];
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
+  const uint8_t* row = w.data + o * w.stride;
+  x += r * x_stride;
+  for (int64_t c = 0; c < w.columns; c += 32) {
+    const __mmask32 m = mask_of(w.columns - c);
+    for (int i = 0; i < O; i++) {
+      const auto weight = loaded<F, Dot>(row + i * w.stride, c, m);
+      for (int j = 0; j < R; j++)
+        sum[i][j] = add_product(sum[i][j], weight, x + j * x_stride + c * kBytes);
+    }
+  }
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+}
+
+// ---- bfloat16 from 12 bits ----
+
+struct Pair {  // 64 bfloat16 weights, in order
+  __m512i first, second;
+};
+
+struct PackedRow {
+  const uint8_t *bytes, *nibbles;
+  const int32_t *escape, *last;
+  const uint16_t* value;
+};
+
+PackedRow packed_row(const Weight& w, int64_t o) {
+  const int32_t begin = w.escape_begin[o], end = w.escape_begin[o + 1];
+  return {w.data + o * w.stride, w.nibbles + o * w.nibble_stride, w.escape_column + begin,
+          w.escape_column + end, w.escape_value + begin};
+}
+
+struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
+  __m512i high, low;
+};
+
+Exponents exponents_of(int32_t base) {
+  alignas(16) uint8_t high[16], low[16];
+  for (int i = 0; i < 16; i++) {
+    high[i] = uint8_t((base + i) >> 1);
+    low[i] = uint8_t((base + i) << 7);
+  }
+  return {_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(high))),
+          _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(low)))};
+}
+
+Pair unpacked(PackedRow& row, int64_t c, const Exponents& e) {
+  const __m512i byte = _mm512_loadu_si512(row.bytes + c);
+  __m512i index = _mm512_loadu_si512(row.nibbles + c / 128 * 64);
+  if (c & 64) index = _mm512_srli_epi16(index, 4);
+  index = _mm512_and_si512(index, _mm512_set1_epi8(15));
+  const __m512i top = _mm512_set1_epi8(char(128));
+  // (byte & 128) | high bits of the exponent; its low bit | (byte & 127)
+  const __m512i high = _mm512_ternarylogic_epi32(byte, top, _mm512_shuffle_epi8(e.high, index), 0xea);
+  const __m512i low = _mm512_ternarylogic_epi32(byte, top, _mm512_shuffle_epi8(e.low, index), 0xba);
+  Pair w = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+  if (__builtin_expect(row.escape < row.last && *row.escape < c + 64, 0)) {
+    alignas(64) uint16_t plain[64];
+    _mm512_store_si512(plain, w.first);
+    _mm512_store_si512(plain + 32, w.second);
+    for (; row.escape < row.last && *row.escape < c + 64; row.escape++, row.value++)
+      plain[*row.escape - c] = *row.value;
+    w = {_mm512_load_si512(plain), _mm512_load_si512(plain + 32)};
+  }
+  return w;
+}
+
+template <bool Dot, int O, int R>
+void packed_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o, int64_t r, float* y) {
+  constexpr int64_t kBytes = Dot ? 2 : 4;
+  const Exponents e = exponents_of(w.base);
+  __m512 sum[O][R];
+  PackedRow row[O];
+  for (int i = 0; i < O; i++) {
+    row[i] = packed_row(w, o + i);
+    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
+  }
+  x += r * x_stride;
+  for (int64_t c = 0; c < w.columns; c += 64)
+    for (int i = 0; i < O; i++) {
+      const Pair weight = unpacked(row[i], c, e);
+      for (int j = 0; j < R; j++) {
+        const uint8_t* at = x + j * x_stride + c * kBytes;
+        if constexpr (Dot) {
+          sum[i][j] = add_product(sum[i][j], weight.first, at);
+          sum[i][j] = add_product(sum[i][j], weight.second, at + 32 * kBytes);
+        } else {
+          sum[i][j] = add_product(sum[i][j], even_odd(weight.first), at);
+          sum[i][j] = add_product(sum[i][j], even_odd(weight.second), at + 32 * kBytes);
+        }
+      }
+    }
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+}
+
+// ---- integers ----
+
+// 128 columns of an input row. Byte j of half h stands for column 64 h + j (8-bit weights) or
+// 32 (j / 16) + 16 h + j % 16 (4-bit ones, whose low and high bits lie so). `bias` holds what the
+// unsigned weights' offset adds, a 32-bit lane of four bytes at a time: for each digit, half by
+// half or together (8 bits), or the plain sums of all digits (4 bits).
+template <int D>
+struct alignas(64) Chunk {
+  int8_t digit[D][2][64];
+  int32_t bias[D][2][16];
+  float scale;
+};
+
+bool split(const Weight& w) { return w.kind == Kind::kInt8 && w.group < 128; }
+
+template <int D>
+void write_chunk(const Weight& w, const float* x, Chunk<D>& out) {
+  memset(&out, 0, sizeof out);
+  if (!finite(x, 128)) {
+    out.scale = NAN;
+    return;
+  }
+  const float most = largest(x, 128);
+  if (most == 0) return;
+  float by;  // the step is a power of two where there is room for all bits
+  if (D == 1) {
+    out.scale = most / 127;
+    by = 1 / out.scale;
+    if (!(by < INFINITY)) by = 0;
+  } else {
+    int exponent;
+    frexpf(most, &exponent);  // most < 2^exponent
+    int room = exponent - 23;
+    if (ldexpf(most, -room) > 8355711) room++;  // 127 * (1 + 256 + 65536), the largest number
+    room = room < -126 ? -126 : room;
+    out.scale = ldexpf(1, room);
+    by = ldexpf(1, -room);
+  }
+  const int32_t limit = D == 1 ? 127 : 8355711;
+  int32_t sum[2][16] = {};
+  for (int c = 0; c < 128; c++) {
+    const bool four = w.kind == Kind::kInt4;
+    const int h = four ? c / 16 % 2 : c / 64, j = four ? c / 32 * 16 + c % 16 : c % 64;
+    int32_t n = int32_t(nearbyintf(x[c] * by));
+    n = n > limit ? limit : (n < -limit ? -limit : n);
+    sum[0][j / 4] += n;
+    for (int d = 0; d < D; d++) {
+      const int8_t low = int8_t(n & 255);
+      out.digit[d][h][j] = low;
+      n = (n - low) >> 8;
+      if (w.kind == Kind::kInt8) out.bias[d][split(w) ? h : 0][j / 4] -= 128 * low;
+    }
+  }
+  if (w.kind == Kind::kInt4) memcpy(out.bias[0][0], sum[0], sizeof sum[0]);
+}
+
+__m512 lanes_of_scales(const Weight& w, int64_t at, __m512i spread, int count) {
+  const __mmask16 m = __mmask16((1u << count) - 1);
+  const __m512 some =
+      w.half ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, static_cast<const uint16_t*>(w.scale) + at))
+             : _mm512_maskz_loadu_ps(m, static_cast<const float*>(w.scale) + at);
+  return _mm512_permutexvar_ps(spread, some);
+}
+
+__m512i lanes_of_zeros(const Weight& w, int64_t at, __m512i spread, int count) {
+  const __m128i some = _mm_maskz_loadu_epi8(__mmask16((1u << count) - 1), w.zero + at);
+  return _mm512_permutexvar_epi32(spread, _mm512_cvtepu8_epi32(some));
+}
+
+template <int D>
+__m512i dot(const Chunk<D>& x, int d, int h, __m512i w, __m512i sum) {
+  return _mm512_dpbusd_epi32(sum, w, _mm512_load_si512(x.digit[d][h]));
+}
+
+// Digits' sums put together: sum_d 256^d t[d] as floats.
+template <int D>
+__m512 together(const __m512i* t) {
+  __m512 f = _mm512_cvtepi32_ps(t[D - 1]);
+  for (int d = D - 2; d >= 0; d--)
+    f = _mm512_fmadd_ps(f, _mm512_set1_ps(256), _mm512_cvtepi32_ps(t[d]));
+  return f;
+}
+
+template <int D, int O, int R>
+void int4_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r, float* y) {
+  const Chunk<D>* x = reinterpret_cast<const Chunk<D>*>(prepared) + r * chunks;
+  const int count = int(128 / w.group);  // groups in a chunk
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i spread = _mm512_srl_epi32(lane, _mm_cvtsi32_si128(count == 4 ? 2 : (count == 2 ? 3 : 4)));
+  const __m512i low_bits = _mm512_set1_epi8(15);
+  __m512 sum[O][R];
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
+  for (int64_t c = 0; c < chunks; c++)
+    for (int i = 0; i < O; i++) {
+      const __m512i byte = _mm512_loadu_si512(w.data + (o + i) * w.stride + 64 * c);
+      const __m512i low = _mm512_and_si512(byte, low_bits);
+      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(byte, 4), low_bits);
+      const int64_t group = (o + i) * w.groups + c * count;
+      const __m512 scale = lanes_of_scales(w, group, spread, count);
+      for (int j = 0; j < R; j++) {
+        const Chunk<D>& in = x[j * chunks + c];
+        __m512i t = _mm512_setzero_si512();
+        for (int d = D - 1; d >= 0; d--) {
+          if (d < D - 1) t = _mm512_slli_epi32(t, 8);
+          t = dot(in, d, 1, high, dot(in, d, 0, low, t));
+        }
+        const __m512i bias = _mm512_load_si512(in.bias[0][0]);
+        t = _mm512_sub_epi32(t, w.zero ? _mm512_mullo_epi32(bias, lanes_of_zeros(w, group, spread, count))
+                                       : _mm512_slli_epi32(bias, 3));
+        sum[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(t),
+                                    _mm512_mul_ps(scale, _mm512_set1_ps(in.scale)), sum[i][j]);
+      }
+    }
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+}
+
+template <int D, int O, int R, bool Split>
+void int8_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r, float* y) {
+  const Chunk<D>* x = reinterpret_cast<const Chunk<D>*>(prepared) + r * chunks;
+  const int count = Split ? int(64 / w.group) : 1;  // groups in a half
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i spread = _mm512_srli_epi32(lane, count == 2 ? 3 : 4);
+  const __m512i flip = _mm512_set1_epi8(char(128));
+  const bool by_row = w.groups == 1;
+  __m512 sum[O][R];
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
+  for (int64_t c = 0; c < chunks; c++)
+    for (int i = 0; i < O; i++) {
+      const uint8_t* byte = w.data + (o + i) * w.stride + 128 * c;
+      const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(byte), flip);
+      const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(byte + 64), flip);
+      const int64_t group = (o + i) * w.groups + (Split ? 2 * count * c : (by_row ? 0 : c));
+      const __m512 scale = by_row ? _mm512_set1_ps(1) : lanes_of_scales(w, group, spread, count);
+      const __m512 scale_2 = Split ? lanes_of_scales(w, group + count, spread, count) : scale;
+      for (int j = 0; j < R; j++) {
+        const Chunk<D>& in = x[j * chunks + c];
+        const __m512 step = _mm512_set1_ps(in.scale);
+        __m512i t[D], u[D];
+        for (int d = 0; d < D; d++) {
+          t[d] = dot(in, d, 0, first, _mm512_load_si512(in.bias[d][0]));
+          if (Split)
+            u[d] = dot(in, d, 1, second, _mm512_load_si512(in.bias[d][1]));
+          else
+            t[d] = dot(in, d, 1, second, t[d]);
+        }
+        if (by_row)
+          sum[i][j] = _mm512_fmadd_ps(together<D>(t), step, sum[i][j]);
+        else
+          sum[i][j] = _mm512_fmadd_ps(together<D>(t), _mm512_mul_ps(scale, step), sum[i][j]);
+        if (Split)
+          sum[i][j] = _mm512_fmadd_ps(together<D>(u), _mm512_mul_ps(scale_2, step), sum[i][j]);
+      }
+    }
+  for (int i = 0; i < O; i++) {
+    const float scale = by_row ? scale_at(w, o + i) : 1;
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]) * scale;
+  }
+}
+
+// ---- the tiles of a range of outputs ----
+
+// Calls tile<O, R>(o, r) over begin <= o < end and all rows: four by four, and what is left over.
+template <class Tile>
+void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
+  const auto down = [&](auto R, int64_t r) {
+    int64_t o = begin;
+    for (; o + 4 <= end; o += 4) tile(std::integral_constant<int, 4>(), R, o, r);
+    for (; o < end; o++) tile(std::integral_constant<int, 1>(), R, o, r);
+  };
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) down(std::integral_constant<int, 4>(), r);
+  switch (rows - r) {
+    case 3: return down(std::integral_constant<int, 3>(), r);
+    case 2: return down(std::integral_constant<int, 2>(), r);
+    case 1: return down(std::integral_constant<int, 1>(), r);
+  }
+}
+
+bool integers(const Weight& w) { return w.kind == Kind::kInt8 || w.kind == Kind::kInt4; }
+
+int64_t chunks_of(const Input& in) { return up(in.columns, 128) / 128; }
+
+size_t prepared_bytes(const Weight& w, const Input& in) {
+  if (integers(w))
+    return in.rows * chunks_of(in) * (in.digits == 1 ? sizeof(Chunk<1>) : sizeof(Chunk<3>));
+  return in.rows * up(in.columns, 64) * bytes_of(kept_of(w, in));
+}
+
+void prepare(const Weight& w, const Input& in, void* prepared) {
+  const int64_t width = up(in.columns, 128), chunks = chunks_of(in);
+  std::vector<float> x(width);
+  for (int64_t r = 0; r < in.rows; r++) {
+    if (integers(w)) {
+      input_row(in, r, width, x.data());
+      for (int64_t c = 0; c < chunks; c++) {
+        if (in.digits == 1)
+          write_chunk(w, &x[128 * c], static_cast<Chunk<1>*>(prepared)[r * chunks + c]);
+        else
+          write_chunk(w, &x[128 * c], static_cast<Chunk<3>*>(prepared)[r * chunks + c]);
+      }
+      continue;
+    }
+    const int64_t wide = up(in.columns, 64);
+    const Kept kept = kept_of(w, in);
+    if (kept == Kept::kBF16) {
+      uint16_t* to = static_cast<uint16_t*>(prepared) + r * wide;
+      memcpy(to, static_cast<const uint16_t*>(in.x) + r * in.columns, 2 * in.columns);
+      memset(to + in.columns, 0, 2 * (wide - in.columns));
+      continue;
+    }
+    float* to = static_cast<float*>(prepared) + r * wide;
+    input_row(in, r, wide, kept == Kept::kOrder ? to : x.data());
+    for (int64_t c = 0; kept == Kept::kEvenOdd && c < wide; c++)
+      to[c / 32 * 32 + c % 2 * 16 + c % 32 / 2] = x[c];
+  }
+}
+
+template <class F, bool Dot>
+void multiply_floats(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  const int64_t stride = up(in.columns, 64) * (Dot ? 2 : 4);
+  tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+    float_tile<F, Dot, O, R>(w, x, stride, o, r, y);
+  });
+}
+
+template <bool Dot>
+void multiply_packed(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  const int64_t stride = up(in.columns, 64) * (Dot ? 2 : 4);
+  tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+    packed_tile<Dot, O, R>(w, x, stride, o, r, y);
+  });
+}
+
+template <int D>
+void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  const int64_t chunks = chunks_of(in);
+  tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+    if (w.kind == Kind::kInt4)
+      int4_tile<D, O, R>(w, x, chunks, o, r, y);
+    else if (split(w))
+      int8_tile<D, O, R, true>(w, x, chunks, o, r, y);
+    else
+      int8_tile<D, O, R, false>(w, x, chunks, o, r, y);
+  });
+}
+
+void multiply(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end, float* y) {
+  const uint8_t* x = static_cast<const uint8_t*>(prepared);
+  switch (w.kind) {
+    case Kind::kF32: return multiply_floats<F32, false>(w, in, x, begin, end, y);
+    case Kind::kF16: return multiply_floats<F16, false>(w, in, x, begin, end, y);
+    case Kind::kBF16:
+      return in.bf16 ? multiply_floats<BF16, true>(w, in, x, begin, end, y)
+                     : multiply_floats<BF16, false>(w, in, x, begin, end, y);
+    case Kind::kPacked:
+      return in.bf16 ? multiply_packed<true>(w, in, x, begin, end, y)
+                     : multiply_packed<false>(w, in, x, begin, end, y);
+    default:
+      return in.digits == 1 ? multiply_integers<1>(w, in, x, begin, end, y)
+                            : multiply_integers<3>(w, in, x, begin, end, y);
+  }
+}
+
+}  // namespace
+
+const Kernels* avx512_kernels() {
+  static const Kernels kernels = {"avx512", prepared_bytes, prepare, multiply, widen, attend};
+  return &kernels;
+}
+
+}  // namespace jaxllm

@@ -1,0 +1,76 @@
+// The kernels in plain C++, compiled once for any machine (portable: SSE2, NEON) and, on x86, once
+// more for AVX2. Fixed-width inner loops that compilers turn into vectors; one order of additions
+// for an output whatever else is computed beside it.
+#include <cmath>
+#include <cstring>
+#include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+#ifndef JAXLLM_ISA
+#define JAXLLM_ISA portable
+#endif
+#define JAXLLM_JOIN(a, b) a##b
+#define JAXLLM_NAMED(a, b) JAXLLM_JOIN(a, b)
+#define JAXLLM_QUOTE(a) #a
+#define JAXLLM_TEXT(a) JAXLLM_QUOTE(a)
+
+namespace jaxllm {
+namespace {
+
+#include "numbers.h"
+#include "attention.h"
+
+int64_t width_of(const Input& in) { return (in.columns + 127) / 128 * 128; }
+
+size_t prepared_bytes(const Weight&, const Input& in) { return 4 * in.rows * width_of(in); }
+
+void prepare(const Weight& w, const Input& in, void* prepared) {
+  const int64_t width = width_of(in);
+  const bool integers = w.kind == Kind::kInt8 || w.kind == Kind::kInt4;
+  for (int64_t r = 0; r < in.rows; r++) {
+    float* x = static_cast<float*>(prepared) + r * width;
+    input_row(in, r, width, x);
+    for (int64_t c = 0; integers && in.digits == 1 && c < width; c += 128) {
+      if (!finite(x + c, 128)) continue;
+      const float step = largest(x + c, 128) / 127, by = step > 0 ? 1 / step : 0;
+      for (int i = 0; i < 128; i++) x[c + i] = nearbyintf(x[c + i] * by) * step;
+    }
+  }
+}
+
+void multiply(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end,
+              float* y) {
+  const int64_t width = width_of(in);
+  for (int64_t o = begin; o < end; o++) {
+    float lane[16][kLanes] = {};
+    for (int64_t from = 0; from < in.columns; from += 128) {
+      const int64_t count = in.columns - from < 128 ? in.columns - from : 128;
+      float part[128] = {};
+      row_part(w, o, from, count, part);
+      for (int64_t r = 0; r < in.rows; r++) {
+        const float* x = static_cast<const float*>(prepared) + r * width + from;
+        for (int i = 0; i < 128; i += kLanes)
+          for (int l = 0; l < kLanes; l++) lane[r][l] += part[i + l] * x[i + l];
+      }
+    }
+    for (int64_t r = 0; r < in.rows; r++) {
+      for (int half = kLanes / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) lane[r][l] += lane[r][l + half];
+      y[r * w.rows + o] = lane[r][0];
+    }
+  }
+}
+
+}  // namespace
+
+const Kernels* JAXLLM_NAMED(JAXLLM_ISA, _kernels)() {
+  static const Kernels kernels = {JAXLLM_TEXT(JAXLLM_ISA), prepared_bytes, prepare, multiply, widen,
+                                  attend};
+  return &kernels;
+}
+
+}  // namespace jaxllm

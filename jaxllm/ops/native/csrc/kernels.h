@@ -1,0 +1,79 @@
+// What an instruction set must offer, and the data that goes in. One table of functions for each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace jaxllm {
+
+enum class Kind : int32_t { kF32, kBF16, kF16, kInt8, kInt4, kPacked };
+
+// A weight matrix [rows, columns] in any of the formats of jaxllm/weights/qtensor.py, which says
+// how each is laid out. `stride` is the distance between rows of `data`, in bytes.
+struct Weight {
+  Kind kind;
+  int64_t rows, columns, stride;
+  const uint8_t* data;
+  // Integers: `groups` scales a row, each of `group` columns; float16 scales if `half`.
+  int64_t group, groups;
+  bool half;
+  const void* scale;
+  const uint8_t* zero;  // null: 8 for four bits, 0 for eight
+  // Packed bfloat16: exponents, and what four bits cannot say.
+  const uint8_t* nibbles;
+  int64_t nibble_stride;
+  int32_t base;
+  const int32_t *escape_begin, *escape_column;
+  const uint16_t* escape_value;
+};
+
+// Activations [rows, columns]. `digits`: how many base-256 digits stand for each number where
+// weights are integers: 3 is exact to float32's 24 bits of the largest in each 128 columns, 1 is
+// dynamic quantization to int8.
+struct Input {
+  const void* x;
+  bool bf16;
+  int64_t rows, columns;
+  int digits;
+};
+
+// Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S].
+struct Part {
+  Kind kind;  // kF32, kBF16, kF16, kInt8
+  bool shared;  // one row for all
+  int64_t slots;
+  const void *k, *v;
+  const float *k_scale, *v_scale;  // int8: [B or 1, S, K]
+  const int32_t* position;
+};
+
+// Queries [B, T, N, H] in float32 and where they stand. window < 0: none.
+struct Queries {
+  const float* q;
+  const int32_t* position;
+  int64_t B, T, N, K, H, window;
+  float scale;
+};
+
+struct Kernels {
+  const char* name;
+  // Bytes that `prepare` writes: the input as `multiply` wants it.
+  size_t (*prepared_bytes)(const Weight&, const Input&);
+  void (*prepare)(const Weight&, const Input&, void* prepared);
+  // y[r, o] for weight rows begin <= o < end and all input rows r; y is [rows of x, rows of w].
+  void (*multiply)(const Weight&, const Input&, const void* prepared, int64_t begin, int64_t end,
+                   float* y);
+  // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
+  void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
+  // The softmax-weighted values [T, N / K, H] of row b and key head k, written into
+  // out [B, T, N, H].
+  void (*attend)(const Queries&, const Part*, int64_t parts, int64_t b, int64_t k, float* out);
+};
+
+const Kernels* portable_kernels();
+#ifdef JAXLLM_X86
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+#endif
+
+}  // namespace jaxllm

@@ -1,0 +1,60 @@
+"""Quantization as a transform of parameters, driven by an ordered table of path rules."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxllm.weights.formats import Leaf, as_format, dense, parse
+from jaxllm.weights.paths import Params, first_match, map_leaves
+
+Rules = str | Sequence[tuple[str, str | None]]
+
+POSITIONS = (r"wpe\.weight", None)  # a table of positions is small, and added to everything
+# What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
+# other matrices take 4, as in llama.cpp's mixtures.
+_TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
+
+
+def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
+    """The ordered rows that `rules` stands for. Raises ConfigError for an unknown format."""
+    if not isinstance(rules, str):
+        rows = [(regex, name) for regex, name in rules]
+        for _, name in rows:
+            if name is not None:
+                parse(name)
+        return rows
+    parse(rules)
+    rows = [POSITIONS]
+    if rules.startswith("int4"):
+        rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
+    return [*rows, (".*", rules)]
+
+
+def format_at(rules: Rules, path: str, ndim: int) -> str | None:
+    """The format that `rules` gives the leaf at `path`; None to leave it, as every vector is."""
+    name = first_match([(r, (f,)) for r, f in rules_of(rules)], path)
+    return name[0] if name is not None and ndim == 2 else None
+
+
+def quantize(params: Params, rules: Rules) -> Params:
+    """The parameters with their matrices in the formats that the first matching rule names.
+
+    rules: ordered rows `(regex over whole paths, format or None)`, such as
+    `[(r"lm_head\\.weight", None), (r".*", "int4-g64")]`, with formats as in `weights.formats`; or
+    the name of one format for all matrices ("int8", "int4", "bf16-packed"), where 4 bits leave the
+    tokens' table and the head at 8 and nothing changes the positions' table. Norms and biases stay
+    as they are. Quantized leaves are `QTensor` or `Packed`.
+
+    Raises ConfigError for an unknown format. Memory beside the result: one block of rows.
+    """
+
+    def change(path: str, leaf: Leaf) -> Leaf:
+        name = format_at(rules, path, leaf.ndim)
+        return leaf if name is None else as_format(leaf, name)
+
+    return map_leaves(change, params)
+
+
+def dequantize(params: Params) -> Params:
+    """The parameters with every leaf an array: float32 for integers, bfloat16 for packed ones."""
+    return map_leaves(lambda _, leaf: jnp.asarray(dense(leaf)), params)
