@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/ops/native/csrc/*)
 
 .PHONY: demo test test-full lint format clean
 
@@ -30,13 +31,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): about a minute, and two for the tests"
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+$(VENV)/.installed-test: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
-	@touch $@
+	@touch $@ $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -247,9 +247,7 @@ class LM:
     def __repr__(self) -> str:
         total = sum(weights_in(leaf) for _, leaf in flatten(self.params))
         precision = self.model.precision
-        quantized = (
-            f" {precision.quantize}" if isinstance(precision.quantize, str) else " quantized"
-        )
+        named = precision.quantize if isinstance(precision.quantize, str) else "quantized"
         return (
             f"LM({self.path.name}: {self.config.model_type}, {total / 1e6:.1f} M parameters,"
             f" {precision.weights}{f' {named}' if precision.quantize else ''},"

@@ -6,12 +6,14 @@ Rabe & Staats 2021). What a query sees is decided by positions alone, never by s
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops.entries import Entries, dense
+from jaxllm.ops import native
+from jaxllm.ops.entries import Entries, Int8Entries, dense
 
 BLOCK = 256  # slots absorbed at a time: small enough to skip what is empty, large enough to be fast
 
@@ -65,6 +67,20 @@ def attend(
     mass: also return what each slot of all parts received, float32 `[B, S]`: its softmax weights,
     summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
     """
+    if not mass and native.enabled() and q_BTNH.shape[1] <= native.MAX_ROWS:
+        return _few(q_BTNH, position_BT, tuple(parts), scale, window), None
+    return _fold(q_BTNH, position_BT, parts, scale, window, mass)
+
+
+def _fold(
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    parts: Sequence[Part],
+    scale: float,
+    window: int | None,
+    mass: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attention in plain JAX: for every platform, and the meaning of the native kernel."""
     B, T, N, H = q_BTNH.shape
     K = parts[0].k_BSKH.shape[2]
     queries = Queries(q_BTNH.reshape(B, T, K, N // K, H), position_BT, scale, window)
@@ -83,6 +99,51 @@ def attend(
     blank = jnp.zeros((B, BLOCK), jnp.float32)
     received = [m for part in parts for m in _walk(_receive, blank, state, queries, part)[1]]
     return out, jnp.concatenate(received, axis=1)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _few(
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    parts: tuple[Part, ...],
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """Attention of a few queries: on a CPU by the native kernel, which reads the cache in place."""
+
+    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
+        return _fold(q_BTNH, position_BT, parts, scale, window, False)[0]
+
+    @jax.custom_batching.custom_vmap
+    def kernel(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
+        pieces: list[Any] = []
+        for part in parts:
+            k, v = part.k_BSKH, part.v_BSKH
+            if isinstance(k, Int8Entries) and isinstance(v, Int8Entries):
+                pieces += [k.value, v.value, part.position_BS, k.scale, v.scale]
+            else:
+                pieces += [k, v, part.position_BS]
+        q = q_BTNH.astype(jnp.float32)
+        out = native.attend(q, position_BT, pieces, scale=scale, window=window)
+        return out.astype(q_BTNH.dtype)
+
+    @kernel.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> tuple[jax.Array, bool]:
+        axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
+        return jax.vmap(fold, in_axes=axes)(*args), True
+
+    out: jax.Array = jax.lax.platform_dependent(
+        q_BTNH, position_BT, parts, cpu=kernel, default=fold
+    )
+    return out
+
+
+@_few.defjvp
+def _(scale: float, window: int | None, primals: Any, tangents: Any) -> Any:
+    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
+        return _fold(q_BTNH, position_BT, parts, scale, window, False)[0]
+
+    return _few(*primals, scale, window), jax.jvp(fold, primals, tangents)[1]
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:

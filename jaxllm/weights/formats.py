@@ -120,17 +120,17 @@ def pack(array: jax.Array) -> Packed:
         raise ConfigError(
             f"{PACKED}: {len(row)} of {bits.size} exponents lie outside any 16 consecutive ones"
         )
-    padded = np.zeros((O, -(-columns // 64) * 64), np.uint16)
-    padded[:, :I] = bits
-    block = padded.reshape(O, -1, 2, 4, 8).swapaxes(2, 3).reshape(O, -1)
+    padded = np.zeros((rows, -(-columns // 64) * 64), np.uint16)
+    padded[:, :columns] = bits
+    block = padded.reshape(rows, -1, 2, 4, 8).swapaxes(2, 3).reshape(rows, -1)
     index = np.clip(((block >> 7) & 255).astype(np.int16) - base, 0, 15).astype(np.uint8)
-    whole = np.zeros((O, -(-columns // 128) * 128), np.uint8)
+    whole = np.zeros((rows, -(-columns // 128) * 128), np.uint8)
     whole[:, : index.shape[1]] = index
-    pair = whole.reshape(O, -1, 2, 64)
+    pair = whole.reshape(rows, -1, 2, 64)
     count = np.bincount(row, minlength=rows)
     return Packed(
         sign_mantissa=jnp.asarray((((block >> 8) & 128) | (block & 127)).astype(np.uint8)),
-        nibbles=jnp.asarray((pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(O, -1)),
+        nibbles=jnp.asarray((pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(rows, -1)),
         base=jnp.int32(base),
         escape_begin=jnp.asarray(np.concatenate([[0], np.cumsum(count)]).astype(np.int32)),
         escape_column=jnp.asarray(column.astype(np.int32)),

@@ -88,9 +88,9 @@ class Packed(struct.PyTreeNode):
     block b.
 
     sign_mantissa: uint8 `[O, I']`. nibbles: uint8 `[O, I'' / 2]`, I'' = I' in whole 128. base:
-    int32 scalar. escape_begin: int32 `[O + 1]`, where each row's escapes begin; escape_column: int32
-    `[E]`, ascending in a row; escape_value: bfloat16 `[E]`. columns: I. widest: the most escapes in
-    a row.
+    int32 scalar. escape_begin: int32 `[O + 1]`, where each row's escapes begin. escape_column:
+    int32 `[E]`, ascending in a row; escape_value: bfloat16 `[E]`. columns: I. widest: the most
+    escapes in a row.
     """
 
     sign_mantissa: jax.Array

@@ -24,7 +24,9 @@ def test_an_override_covers_a_module_and_all_that_is_in_it() -> None:
             (r".*norm", Override(weights="float32")),
         ),
     )
-    assert precision.format_at("layers.0.mlp.down_proj.weight", 2) == "float32"  # that row is silent on it
+    assert (
+        precision.format_at("layers.0.mlp.down_proj.weight", 2) == "float32"
+    )  # that row is silent on it
     assert precision.activations_at("layers.0.mlp.down_proj") == jnp.float16
     assert precision.activations_at("layers.0.self_attn.q_proj") == jnp.float32
     assert precision.format_at("layers.1.input_layernorm.weight", 2) == "float32"
