@@ -14,6 +14,8 @@ from jaxllm.cli.options import (
     More,
     NewTokens,
     Overflow,
+    PrecisionFile,
+    Quantize,
     Seed,
     Temperature,
     TopK,
@@ -37,9 +39,11 @@ def chat(
     seed: Seed = 0,
     dtype: Dtype = None,
     cache_dtype: CacheDtype = None,
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
 ) -> None:
     """Talk with a model in its chat template, a line at a time; end with Ctrl-D or /quit."""
-    lm = load_model(model, dtype, cache_dtype)
+    lm = load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
     messages = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*messages, {"role": "user", "content": "?"}])  # refuse before the first line
     options = read_options(

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,8 @@ from jaxllm.cli.options import (
     More,
     NewTokens,
     Overflow,
+    PrecisionFile,
+    Quantize,
     Seed,
     Stop,
     Temperature,
@@ -49,6 +52,8 @@ def generate(
     seed: Seed = 0,
     dtype: Dtype = None,
     cache_dtype: CacheDtype = None,
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
     prompt_cache: Annotated[
         Path | None,
         typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
@@ -81,11 +86,15 @@ def generate(
         overflow=overflow,
         seed=seed,
     )
+
+    def opened() -> "LM":
+        return load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
+
     if batch is not None:
-        return _batch(model, dtype, cache_dtype, batch, out, rows, options)
+        return _batch(opened, batch, out, rows, options)
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     start = time.perf_counter()
-    lm = load_model(model, dtype, cache_dtype)
+    lm = opened()
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
     loaded = time.perf_counter()
@@ -147,9 +156,7 @@ def _streams(options: dict[str, Any]) -> bool:
 
 
 def _batch(
-    model: str,
-    dtype: str | None,
-    cache_dtype: str | None,
+    opened: Callable[[], "LM"],
     file: str,
     out: Path | None,
     rows: int,
@@ -165,7 +172,7 @@ def _batch(
         raise CheckpointError(f"--batch: {file} is not a file")
     text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     lines = text.splitlines()
-    lm = load_model(model, dtype, cache_dtype)
+    lm = opened()
     start = time.perf_counter()
     with open(out, "w", encoding="utf-8") if out else nullcontext() as target:
 

@@ -20,11 +20,14 @@ def info(
     from jaxllm.api import open_checkpoint
     from jaxllm.cache import init_cache
     from jaxllm.checkpoint import is_native
+    from jaxllm.models import build, param_shapes
+    from jaxllm.ops import native
     from jaxllm.text.tokenizer import has_tokenizer
 
     opened = open_checkpoint(model)
     config = opened.config
-    count = sum(t.nbytes // t.dtype.itemsize for t in opened.tensors.values())
+    shapes = jax.tree.leaves(param_shapes(build(config)))
+    count = sum(leaf.size for leaf in shapes)
     size = sum(t.nbytes for t in opened.tensors.values())
     token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
     facts = {
@@ -34,8 +37,10 @@ def info(
         "parameters": count,
         "bytes": size,
         "dtype": opened.precision.weights,
+        "quantized": opened.precision.quantize,
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
         "tokenizer": has_tokenizer(opened.directory),
+        "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
     }
     if as_json:
         write(json.dumps(facts) + "\n")

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.errors import SamplingError
+from jaxllm.errors import ConfigError, SamplingError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+    from jaxllm.weights.precision import Precision
 
 Model = Annotated[
     str,
@@ -17,6 +19,14 @@ Model = Annotated[
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(help="Weights: int8, int4, int4-g32, bf16-packed, ... as in jaxllm quantize."),
+]
+PrecisionFile = Annotated[
+    Path | None,
+    typer.Option("--precision", help="A JSON table of formats by module path; see the README."),
 ]
 NewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", "-n", help="Default: 256, or what fits.")
@@ -48,14 +58,47 @@ More = Annotated[
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 
-def load_model(model: str, dtype: str | None, cache_dtype: str | None) -> "LM":
+def load_model(
+    model: str,
+    dtype: str | None = None,
+    cache_dtype: str | None = None,
+    *,
+    quantize: str | None = None,
+    precision: Path | None = None,
+    int8_inputs: bool = False,
+) -> "LM":
+    """The model in the formats that the options name; what is not named is the checkpoint's."""
     from jaxllm.api import load, open_checkpoint
+
+    chosen = open_checkpoint(model).precision
+    if dtype is not None:
+        chosen = chosen.in_dtype(dtype)
+    if precision is not None:
+        chosen = read_precision(precision, chosen)
+    if cache_dtype is not None:
+        chosen = dataclasses.replace(chosen, cache=cache_dtype)
+    if int8_inputs:
+        chosen = dataclasses.replace(chosen, int8_inputs=True)
+    return load(model, dtype=chosen, quantize=quantize)
+
+
+def read_precision(file: Path, base: "Precision") -> "Precision":
+    """A JSON file over `base`: an object of `Precision`'s fields, or its overrides alone.
+
+    Overrides are rows `[regex over module paths, {"weights": ..., "activations": ..., "output":
+    ...}]`, the first that matches wins. Raises ConfigError for what is neither.
+    """
     from jaxllm.weights.precision import Precision
 
-    if cache_dtype is None:
-        return load(model, dtype=dtype)
-    precision = Precision.uniform(dtype) if dtype else open_checkpoint(model).precision
-    return load(model, dtype=dataclasses.replace(precision, cache=cache_dtype))
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--precision {file}: {error}") from None
+    if isinstance(data, list):
+        data = {"overrides": data}
+    if not isinstance(data, dict):
+        raise ConfigError(f"--precision {file}: an object or a list of rows, got {data!r:.40}")
+    return Precision.from_dict({**dataclasses.asdict(base), **data})
 
 
 def read_options(more: list[str] | None, **named: Any) -> dict[str, Any]:

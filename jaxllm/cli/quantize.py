@@ -1,0 +1,76 @@
+"""`jaxllm quantize`: a checkpoint with smaller weights."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxllm.cli.console import note
+from jaxllm.cli.options import Dtype
+from jaxllm.errors import ConfigError
+
+EXAMPLE = """
+Examples:
+
+  jaxllm quantize ~/models/TinyLlama-1.1B tinyllama-int4 --bits 4 --group 64
+
+  jaxllm quantize ~/models/TinyLlama-1.1B tinyllama-packed --format bf16-packed
+"""
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="As --model of generate.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.")],
+    bits: Annotated[int, typer.Option(help="8 or 4.")] = 8,
+    group: Annotated[
+        int | None,
+        typer.Option(help="Columns that share a scale: 32, 64 or 128; by default a row, or 64."),
+    ] = None,
+    zero_point: Annotated[
+        bool, typer.Option("--zero-point", help="4 bits from least to largest, not symmetric.")
+    ] = False,
+    half_scales: Annotated[
+        bool, typer.Option("--half-scales", help="float16 scales in place of float32.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option("--format", help="In place of the above: bf16-packed, int4-g32, ..."),
+    ] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="A JSON list of [regex over parameter paths, format or null] in place."),
+    ] = None,
+    dtype: Dtype = None,
+) -> None:
+    """Write a checkpoint in jaxllm's own form with quantized matrices; norms and biases stay."""
+    from jaxllm.api import load, open_checkpoint
+    from jaxllm.checkpoint import claim, in_memory, save
+    from jaxllm.text.tokenizer import TOKENIZER_FILES
+
+    wanted = _rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
+    claim(target)  # before the work, not after it
+    opened = open_checkpoint(source)
+    lm = load(source, dtype=dtype, quantize=wanted)
+    made = in_memory(opened, lm.params, lm.model.precision)
+    files = [file for n in TOKENIZER_FILES if (file := opened.directory / n).is_file()]
+    save(target, made, files=files)
+    before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, made))
+    note(
+        f"{target}: {len(made.formats)} matrices in"
+        f" {', '.join(sorted(set(made.formats.values())))}; {before / 1e6:.1f} MB to"
+        f" {after / 1e6:.1f} MB"
+    )
+
+
+def _name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> str:
+    grouped = f"-g{group}" if group else ("-g64" if bits == 4 else "")
+    return f"int{bits}{grouped}{'-zp' if zero_point else ''}{'-f16' if half_scales else ''}"
+
+
+def _rules(file: Path) -> Any:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+        return [(str(regex), name) for regex, name in rows]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--rules {file}: {error}") from None
