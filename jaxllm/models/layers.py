@@ -18,44 +18,64 @@ from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.precision import Precision
 
 
+class Attended(NamedTuple):
+    """What attention computes, in order.
+
+    q: `[B, T, N, H]`, after rotation. k, v: `[B, T, K, H]`, as the cache keeps them. heads: the
+    weighted sums of values, `[B, T, N, H]`. x: the same after the output projection, `[B, T, D]`.
+    mass: what every slot and new token received, float32 `[B, S + T]`; None unless asked for.
+    """
+
+    q: jax.Array
+    k: ops.Entries
+    v: ops.Entries
+    heads: jax.Array
+    x: jax.Array
+    mass: jax.Array | None
+
+
+class Layer(NamedTuple):
+    """What a block computes, in order, each `[B, T, D]`; x: its output, with both parts added."""
+
+    attention_norm: jax.Array
+    attention: Attended
+    mlp_norm: jax.Array
+    mlp: jax.Array
+    x: jax.Array
+
+
 class Trace(struct.PyTreeNode):
     """All that a model computes for some tokens; a jitted caller pays only for what it keeps.
 
-    logits: float32 `[B, T, V]`, or `[B, 1, V]` where one column was picked. hidden_states: the
-    embeddings, then each block's output, the last one after the final norm, `[B, T, D]`, as
-    transformers returns them. k, v: one `[B, T, K, H]` a layer, as the cache keeps them.
-    attention_mass: what every slot and new token received in each layer, float32 `[B, S + T]`;
-    None unless asked for.
+    embeddings, norm (the final one): `[B, T, D]`. logits: float32 `[B, T, V]`, or `[B, 1, V]` where
+    one column was picked.
     """
 
+    embeddings: jax.Array
+    layers: tuple[Layer, ...]
+    norm: jax.Array
     logits: jax.Array
-    hidden_states: tuple[jax.Array, ...]
-    k: tuple[ops.Entries, ...]
-    v: tuple[ops.Entries, ...]
-    attention_mass: tuple[jax.Array, ...] | None
 
-    @classmethod
-    def of(
-        cls, logits: jax.Array, hidden_states: list[jax.Array], layers: "list[Attended]"
-    ) -> "Trace":
-        """Put together from what the layers computed."""
-        mass = [layer.mass for layer in layers if layer.mass is not None]
-        return cls(
-            logits,
-            tuple(hidden_states),
-            tuple(layer.k for layer in layers),
-            tuple(layer.v for layer in layers),
-            tuple(mass) or None,
-        )
+    @property
+    def hidden_states(self) -> tuple[jax.Array, ...]:
+        """Embeddings, each block's output, the last after the final norm, as transformers has."""
+        return (self.embeddings, *(layer.x for layer in self.layers[:-1]), self.norm)
 
+    @property
+    def k(self) -> tuple[ops.Entries, ...]:
+        """The keys, one `[B, T, K, H]` a layer, as the cache keeps them."""
+        return tuple(layer.attention.k for layer in self.layers)
 
-class Attended(NamedTuple):
-    """What an attention layer computes: its output, and what goes into the trace."""
+    @property
+    def v(self) -> tuple[ops.Entries, ...]:
+        """The values, likewise."""
+        return tuple(layer.attention.v for layer in self.layers)
 
-    x: jax.Array
-    k: ops.Entries
-    v: ops.Entries
-    mass: jax.Array | None
+    @property
+    def attention_mass(self) -> tuple[jax.Array, ...] | None:
+        """What every slot and new token received in each layer; None unless asked for."""
+        mass = [layer.attention.mass for layer in self.layers]
+        return tuple(m for m in mass if m is not None) or None
 
 
 def leaf(module: nn.Module, name: str, *shape: int) -> Any:
@@ -80,9 +100,11 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = leaf(self, "weight", self.features, x.shape[-1])
         bias = leaf(self, "bias", self.features) if self.bias else None
-        dtype = self.precision.activations_at(".".join(self.path))
-        y = linear(x.astype(dtype), weight, bias)
-        return y.astype(self.out) if self.out else y.astype(dtype).astype(x.dtype)
+        module = ".".join(self.path)
+        dtype = self.precision.activations_at(module)
+        y = linear(x.astype(dtype), weight, bias, int8_inputs=self.precision.int8_inputs)
+        output = self.precision.output_at(module) or self.out or dtype
+        return y.astype(output).astype(self.out or x.dtype)
 
 
 class Embedding(nn.Module):

@@ -155,11 +155,11 @@ def _rounded(array: jax.Array, to: Integer) -> tuple[jax.Array, jax.Array, jax.A
 
     def some(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         w = jnp.pad(w.astype(jnp.float32), ((0, 0), (0, width - columns)))
-        q, scale, zero = _round_groups(w.reshape(w.shape[0], -1, group), to)
+        q, scale, zero = _round_groups(w.reshape(w.shape[0], width // group, group), to)
         q = q.reshape(w.shape)
         if to.bits == 4:
-            low, high = jnp.moveaxis(q.reshape(w.shape[0], -1, 2, HALF), 2, 0)
-            q = (low | (high << 4)).reshape(w.shape[0], -1)
+            low, high = jnp.moveaxis(q.reshape(w.shape[0], width // 32, 2, HALF), 2, 0)
+            q = (low | (high << 4)).reshape(w.shape[0], width // 2)
         return q, scale, zero
 
     blocks = rows // ROWS

@@ -22,8 +22,8 @@ CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 class Override:
     """What one module does differently; None means as everywhere else.
 
-    weights: any format of `weights.formats`. activations: in which it takes its input. output: in
-    which it hands its result back, in place of the format of the stream it was given.
+    weights: any format of `weights.formats`. activations: the format to which it rounds its input.
+    output: that to which it rounds its result, by default the same.
     """
 
     weights: str | None = None

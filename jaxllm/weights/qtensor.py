@@ -58,8 +58,9 @@ class QTensor(struct.PyTreeNode):
         if self.bits == 8:
             return self.data
         rows = self.data.shape[0]
-        byte = self.data.reshape(rows, -1, HALF)
-        q = jnp.stack([byte & 15, byte >> 4], axis=2).reshape(rows, -1).astype(jnp.int8)
+        byte = self.data.reshape(rows, self.data.shape[1] // HALF, HALF)
+        q = jnp.stack([byte & 15, byte >> 4], axis=2).astype(jnp.int8)
+        q = q.reshape(rows, 2 * self.data.shape[1])
         if self.zero is None:
             return q - 8
         return q - jnp.repeat(self.zero.astype(jnp.int8), q.shape[1] // self.zero.shape[1], axis=1)
@@ -68,7 +69,8 @@ class QTensor(struct.PyTreeNode):
         """The weights themselves, `[O, I]`, computed in float32."""
         q = self.integers()
         scale = self.scale.astype(jnp.float32)
-        grouped = q.reshape(q.shape[0], scale.shape[1], -1).astype(jnp.float32)
+        size = q.shape[1] // scale.shape[1]
+        grouped = q.reshape(*scale.shape, size).astype(jnp.float32)
         return (grouped * scale[:, :, None]).reshape(q.shape)[:, : self.columns].astype(dtype)
 
     def take(self, index: jax.Array) -> jax.Array:

@@ -74,7 +74,7 @@ def library() -> ctypes.CDLL | None:
     kernels.jaxllm_isa.restype = ctypes.c_char_p
     if (name := os.environ.get("JAXLLM_ISA")) and kernels.jaxllm_isa(name.encode()) is None:
         raise ConfigError(f"JAXLLM_ISA: this machine has no instruction set {name!r}")
-    for target in ("jaxllm_linear", "jaxllm_widen", "jaxllm_attend"):
+    for target in ("jaxllm_linear", "jaxllm_widen", "jaxllm_attend", "jaxllm_read"):
         capsule = jax.ffi.pycapsule(getattr(kernels, target))
         jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     return kernels
@@ -153,3 +153,9 @@ def attend(
     limit = np.int64(-1 if window is None else window)
     y: jax.Array = call(q_BTNH, position_BT, *pieces, scale=np.float32(scale), window=limit)
     return y
+
+
+def read(x: jax.Array) -> jax.Array:
+    """Read an array once, as fast as memory gives it: the sum of its 8-byte words, uint32."""
+    total: jax.Array = jax.ffi.ffi_call("jaxllm_read", jax.ShapeDtypeStruct((), jnp.uint32))(x)
+    return total

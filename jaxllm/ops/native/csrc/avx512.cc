@@ -128,18 +128,6 @@ struct Pair {  // 64 bfloat16 weights, in order
   __m512i first, second;
 };
 
-struct PackedRow {
-  const uint8_t *bytes, *nibbles;
-  const int32_t *escape, *last;
-  const uint16_t* value;
-};
-
-PackedRow packed_row(const Weight& w, int64_t o) {
-  const int32_t begin = w.escape_begin[o], end = w.escape_begin[o + 1];
-  return {w.data + o * w.stride, w.nibbles + o * w.nibble_stride, w.escape_column + begin,
-          w.escape_column + end, w.escape_value + begin};
-}
-
 struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
   __m512i high, low;
 };
@@ -154,50 +142,72 @@ Exponents exponents_of(int32_t base) {
           _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(low)))};
 }
 
-Pair unpacked(PackedRow& row, int64_t c, const Exponents& e) {
-  const __m512i byte = _mm512_loadu_si512(row.bytes + c);
-  __m512i index = _mm512_loadu_si512(row.nibbles + c / 128 * 64);
-  if (c & 64) index = _mm512_srli_epi16(index, 4);
-  index = _mm512_and_si512(index, _mm512_set1_epi8(15));
-  const __m512i top = _mm512_set1_epi8(char(128));
+// From 64 bytes of sign and mantissa, and as many indices.
+Pair expanded(const uint8_t* bytes, __m512i index, const Exponents& e) {
+  const __m512i byte = _mm512_loadu_si512(bytes), top = _mm512_set1_epi8(char(128));
   // (byte & 128) | high bits of the exponent; its low bit | (byte & 127)
   const __m512i high = _mm512_ternarylogic_epi32(byte, top, _mm512_shuffle_epi8(e.high, index), 0xea);
   const __m512i low = _mm512_ternarylogic_epi32(byte, top, _mm512_shuffle_epi8(e.low, index), 0xba);
-  Pair w = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-  if (__builtin_expect(row.escape < row.last && *row.escape < c + 64, 0)) {
+  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+}
+
+// The escapes of a row, in the order of its columns.
+struct Escapes {
+  const Weight& w;
+  int32_t at, end;
+  Escapes(const Weight& w, int64_t o) : w(w), at(w.escape_begin[o]), end(w.escape_begin[o + 1]) {}
+
+  int32_t next() const { return at < end ? w.escape_column[at] : INT32_MAX; }
+
+  // Puts those of columns c to c + 63 in their places, and returns the column of the next.
+  __attribute__((noinline)) int32_t patch(int64_t c, Pair& pair) {
     alignas(64) uint16_t plain[64];
-    _mm512_store_si512(plain, w.first);
-    _mm512_store_si512(plain + 32, w.second);
-    for (; row.escape < row.last && *row.escape < c + 64; row.escape++, row.value++)
-      plain[*row.escape - c] = *row.value;
-    w = {_mm512_load_si512(plain), _mm512_load_si512(plain + 32)};
+    _mm512_store_si512(plain, pair.first);
+    _mm512_store_si512(plain + 32, pair.second);
+    for (; next() < c + 64; at++) plain[w.escape_column[at] - c] = w.escape_value[at];
+    pair = {_mm512_load_si512(plain), _mm512_load_si512(plain + 32)};
+    return next();
   }
-  return w;
+};
+
+template <bool Dot>
+__m512 add_pair(__m512 sum, const Pair& w, const uint8_t* x) {
+  if constexpr (Dot) return add_product(add_product(sum, w.first, x), w.second, x + 64);
+  return add_product(add_product(sum, even_odd(w.first), x), even_odd(w.second), x + 128);
 }
 
 template <bool Dot, int O, int R>
 void packed_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o, int64_t r, float* y) {
   constexpr int64_t kBytes = Dot ? 2 : 4;
   const Exponents e = exponents_of(w.base);
+  const __m512i low_bits = _mm512_set1_epi8(15);
+  const int64_t far = distance_of(w, O), far_nibbles = far / 2;
   __m512 sum[O][R];
-  PackedRow row[O];
+  std::vector<Escapes> escapes;
+  int32_t next[O];
+  escapes.reserve(O);
   for (int i = 0; i < O; i++) {
-    row[i] = packed_row(w, o + i);
+    escapes.emplace_back(w, o + i);
+    next[i] = escapes[i].next();
     for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
   }
   x += r * x_stride;
-  for (int64_t c = 0; c < w.columns; c += 64)
+  for (int64_t c = 0; c < w.columns; c += 128)
     for (int i = 0; i < O; i++) {
-      const Pair weight = unpacked(row[i], c, e);
-      for (int j = 0; j < R; j++) {
-        const uint8_t* at = x + j * x_stride + c * kBytes;
-        if constexpr (Dot) {
-          sum[i][j] = add_product(sum[i][j], weight.first, at);
-          sum[i][j] = add_product(sum[i][j], weight.second, at + 32 * kBytes);
-        } else {
-          sum[i][j] = add_product(sum[i][j], even_odd(weight.first), at);
-          sum[i][j] = add_product(sum[i][j], even_odd(weight.second), at + 32 * kBytes);
-        }
+      const uint8_t* bytes = w.data + (o + i) * w.stride + c;
+      const uint8_t* nibbles = w.nibbles + (o + i) * w.nibble_stride + c / 2;
+      ahead(bytes, far);
+      ahead(bytes + 64, far);
+      ahead(nibbles, far_nibbles);
+      const __m512i index = _mm512_loadu_si512(nibbles);
+      for (int half = 0; half < 2; half++) {
+        const int64_t at = c + 64 * half;
+        if (at >= w.columns) break;
+        const __m512i mine = half ? _mm512_srli_epi16(index, 4) : index;
+        Pair pair = expanded(bytes + 64 * half, _mm512_and_si512(mine, low_bits), e);
+        if (__builtin_expect(next[i] < at + 64, 0)) next[i] = escapes[i].patch(at, pair);
+        for (int j = 0; j < R; j++)
+          sum[i][j] = add_pair<Dot>(sum[i][j], pair, x + j * x_stride + at * kBytes);
       }
     }
   for (int i = 0; i < O; i++)
@@ -219,45 +229,66 @@ struct alignas(64) Chunk {
 
 bool split(const Weight& w) { return w.kind == Kind::kInt8 && w.group < 128; }
 
+// What a number is multiplied by to become digits, and what one step of theirs stands for.
+struct Step {
+  float by, scale;
+};
+
+template <int D>
+Step step_of(float most) {
+  if (D == 1) return {most * (1 / 127.0f) > 0x1p-126f ? 127 / most : 0, most / 127};
+  int exponent;  // a power of two, so that nothing is rounded where there is room for all bits
+  frexpf(most, &exponent);
+  int power = exponent - 23;
+  if (ldexpf(most, -power) > 8355711) power++;  // 127 * (1 + 256 + 65536), the largest number
+  power = power < -126 ? -126 : power;
+  return {ldexpf(1, -power), ldexpf(1, power)};
+}
+
 template <int D>
 void write_chunk(const Weight& w, const float* x, Chunk<D>& out) {
-  memset(&out, 0, sizeof out);
-  if (!finite(x, 128)) {
-    out.scale = NAN;
+  const bool four = w.kind == Kind::kInt4;
+  __m512 most = _mm512_setzero_ps();
+  __mmask16 wild = 0;  // NaN and infinities
+  for (int i = 0; i < 8; i++) {
+    const __m512 v = _mm512_loadu_ps(x + 16 * i);
+    wild |= _mm512_fpclass_ps_mask(v, 0x99);
+    most = _mm512_max_ps(most, _mm512_abs_ps(v));
+  }
+  const float top = _mm512_reduce_max_ps(most);
+  if (wild || top == 0) {
+    memset(&out, 0, sizeof out);
+    out.scale = wild ? NAN : 0;
     return;
   }
-  const float most = largest(x, 128);
-  if (most == 0) return;
-  float by;  // the step is a power of two where there is room for all bits
-  if (D == 1) {
-    out.scale = most / 127;
-    by = 1 / out.scale;
-    if (!(by < INFINITY)) by = 0;
-  } else {
-    int exponent;
-    frexpf(most, &exponent);  // most < 2^exponent
-    int room = exponent - 23;
-    if (ldexpf(most, -room) > 8355711) room++;  // 127 * (1 + 256 + 65536), the largest number
-    room = room < -126 ? -126 : room;
-    out.scale = ldexpf(1, room);
-    by = ldexpf(1, -room);
-  }
-  const int32_t limit = D == 1 ? 127 : 8355711;
-  int32_t sum[2][16] = {};
-  for (int c = 0; c < 128; c++) {
-    const bool four = w.kind == Kind::kInt4;
-    const int h = four ? c / 16 % 2 : c / 64, j = four ? c / 32 * 16 + c % 16 : c % 64;
-    int32_t n = int32_t(nearbyintf(x[c] * by));
-    n = n > limit ? limit : (n < -limit ? -limit : n);
-    sum[0][j / 4] += n;
+  const Step step = step_of<D>(top);
+  out.scale = step.scale;
+  const __m512i limit = _mm512_set1_epi32(D == 1 ? 127 : 8355711);
+  for (int i = 0; i < 8; i++) {
+    __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16 * i), _mm512_set1_ps(step.by)));
+    n = _mm512_max_epi32(_mm512_min_epi32(n, limit), _mm512_sub_epi32(_mm512_setzero_si512(), limit));
+    const int h = four ? i % 2 : i / 4, j = 16 * (four ? i / 2 : i % 4);
     for (int d = 0; d < D; d++) {
-      const int8_t low = int8_t(n & 255);
-      out.digit[d][h][j] = low;
-      n = (n - low) >> 8;
-      if (w.kind == Kind::kInt8) out.bias[d][split(w) ? h : 0][j / 4] -= 128 * low;
+      const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(n, 24), 24);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(&out.digit[d][h][j]), _mm512_cvtepi32_epi8(low));
+      n = _mm512_srai_epi32(_mm512_sub_epi32(n, low), 8);
     }
   }
-  if (w.kind == Kind::kInt4) memcpy(out.bias[0][0], sum[0], sizeof sum[0]);
+  __m512i all = _mm512_setzero_si512();
+  for (int d = D - 1; d >= 0; d--) {
+    __m512i sum[2];
+    for (int h = 0; h < 2; h++)
+      sum[h] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1),
+                                   _mm512_load_si512(out.digit[d][h]));
+    if (four) {
+      all = _mm512_add_epi32(_mm512_slli_epi32(all, 8), _mm512_add_epi32(sum[0], sum[1]));
+      continue;
+    }
+    if (!split(w)) sum[0] = _mm512_add_epi32(sum[0], sum[1]);
+    for (int h = 0; h < 2; h++)
+      _mm512_store_si512(out.bias[d][h], _mm512_mullo_epi32(sum[h], _mm512_set1_epi32(-128)));
+  }
+  if (four) _mm512_store_si512(out.bias[0][0], all);
 }
 
 __m512 lanes_of_scales(const Weight& w, int64_t at, __m512i spread, int count) {
@@ -345,7 +376,8 @@ void int8_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
       const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(byte), flip);
       const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(byte + 64), flip);
       const int64_t group = (o + i) * w.groups + (Split ? 2 * count * c : (by_row ? 0 : c));
-      const __m512 scale = by_row ? _mm512_set1_ps(1) : lanes_of_scales(w, group, spread, count);
+      const __m512 scale =
+          by_row ? _mm512_set1_ps(scale_at(w, o + i)) : lanes_of_scales(w, group, spread, count);
       const __m512 scale_2 = Split ? lanes_of_scales(w, group + count, spread, count) : scale;
       for (int j = 0; j < R; j++) {
         const Chunk<D>& in = x[j * chunks + c];
@@ -358,18 +390,13 @@ void int8_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
           else
             t[d] = dot(in, d, 1, second, t[d]);
         }
-        if (by_row)
-          sum[i][j] = _mm512_fmadd_ps(together<D>(t), step, sum[i][j]);
-        else
-          sum[i][j] = _mm512_fmadd_ps(together<D>(t), _mm512_mul_ps(scale, step), sum[i][j]);
+        sum[i][j] = _mm512_fmadd_ps(together<D>(t), _mm512_mul_ps(scale, step), sum[i][j]);
         if (Split)
           sum[i][j] = _mm512_fmadd_ps(together<D>(u), _mm512_mul_ps(scale_2, step), sum[i][j]);
       }
     }
-  for (int i = 0; i < O; i++) {
-    const float scale = by_row ? scale_at(w, o + i) : 1;
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]) * scale;
-  }
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
 }
 
 // ---- the tiles of a range of outputs ----

@@ -156,6 +156,25 @@ ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs pieces, ffi::Result<ff
   return ffi::Error::Success();
 }
 
+// The sum of all 8-byte words: memory read as fast as it goes, to measure others against.
+ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer bytes, ffi::Result<ffi::BufferR0<ffi::U32>> sum) {
+  const uint8_t* data = static_cast<const uint8_t*>(bytes.untyped_data());
+  const int64_t words = int64_t(bytes.size_bytes()) / 8;
+  std::atomic<uint64_t> total{0};
+  share(pool, words, 1 << 17, [&](int64_t begin, int64_t end) {
+    uint64_t lane[32] = {};
+    for (int64_t i = begin; i + 32 <= end; i += 32)
+      for (int j = 0; j < 32; j++) {
+        uint64_t word;
+        memcpy(&word, data + 8 * (i + j), 8);
+        lane[j] += word;
+      }
+    for (uint64_t one : lane) total += one;
+  });
+  *sum->typed_data() = uint32_t(total.load());
+  return ffi::Error::Success();
+}
+
 Kind kind_of(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::BF16: return Kind::kBF16;
@@ -227,6 +246,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                                   .Attr<int32_t>("kind")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("columns"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_read, jaxllm::read,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::BufferR0<ffi::U32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

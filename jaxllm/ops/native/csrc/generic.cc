@@ -24,6 +24,18 @@ namespace {
 #include "numbers.h"
 #include "attention.h"
 
+float largest(const float* x, int64_t count) {
+  float most = 0;
+  for (int64_t i = 0; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+  return most;
+}
+
+bool finite(const float* x, int64_t count) {
+  float sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += x[i] * 0;
+  return sum == 0;
+}
+
 int64_t width_of(const Input& in) { return (in.columns + 127) / 128 * 128; }
 
 size_t prepared_bytes(const Weight&, const Input& in) { return 4 * in.rows * width_of(in); }

@@ -107,22 +107,13 @@ static void widen(const Weight& w, int64_t begin, int64_t end, bool bf16, void* 
   }
 }
 
-// Input row r as floats, zeros up to `width`. One digit: as the int8 numbers stand for it.
+// Input row r as floats, zeros up to `width`.
 static void input_row(const Input& in, int64_t r, int64_t width, float* out) {
-  const Kind kind = in.bf16 ? Kind::kBF16 : Kind::kF32;
-  for (int64_t i = 0; i < in.columns; i++) out[i] = element(kind, in.x, r * in.columns + i);
+  if (in.bf16) {
+    const uint16_t* x = static_cast<const uint16_t*>(in.x) + r * in.columns;
+    for (int64_t i = 0; i < in.columns; i++) out[i] = from_bf16(x[i]);
+  } else {
+    memcpy(out, static_cast<const float*>(in.x) + r * in.columns, 4 * in.columns);
+  }
   for (int64_t i = in.columns; i < width; i++) out[i] = 0;
-}
-
-static float largest(const float* x, int64_t count) {
-  float most = 0;
-  for (int64_t i = 0; i < count; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-  return most;
-}
-
-// A not finite number among 128: what digits cannot say, so that the scale has to.
-static bool finite(const float* x, int64_t count) {
-  float sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += x[i] * 0;
-  return sum == 0;
 }

@@ -1,0 +1,220 @@
+"""How fast a model reads a prompt and decodes, and how much of the memory bus that takes.
+
+The rows are llama-bench's: `pp128` is a prompt of 128 tokens, `tg32` 32 decoded tokens, `@ d1024`
+with 1,024 tokens in the cache before, `x 8` eight rows at once. Compiling is timed apart.
+"""
+
+import dataclasses
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.api import LM
+from jaxllm.cache.kv import KVCache, init_cache
+from jaxllm.errors import ConfigError
+from jaxllm.ops import native
+from jaxllm.steps import decode_step, prefill
+
+PROBE_BYTES = 256 << 20  # far more than any cache of a processor
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    """One thing to time. prompt: tokens read at once; 0 where `decode` tokens are decoded, from a
+    cache that holds `depth` tokens. batch: rows."""
+
+    prompt: int = 0
+    decode: int = 0
+    depth: int = 0
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        """As llama-bench writes it."""
+        kind = f"pp{self.prompt}" if self.prompt else f"tg{self.decode}"
+        depth = f" @ d{self.depth}" if self.depth else ""
+        return f"{kind}{depth}{f' x {self.batch}' if self.batch > 1 else ''}"
+
+    @property
+    def tokens(self) -> int:
+        return (self.prompt or self.decode) * self.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What a test gave. seconds: of each repetition. compile_s: the first run less their median.
+    weights_gb_s: gigabytes of weights streamed a second, None for prompts (they are read once for
+    many tokens). bus: what memory gives beside it, gigabytes a second."""
+
+    test: str
+    tokens: int
+    seconds: tuple[float, ...]
+    compile_s: float
+    weights_gb_s: float | None
+    bus_gb_s: float
+
+    @property
+    def median(self) -> float:
+        """Tokens a second."""
+        return self.tokens / statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the tokens a second."""
+        rates = [self.tokens / s for s in self.seconds]
+        return statistics.stdev(rates) if len(rates) > 1 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        share = None if self.weights_gb_s is None else self.weights_gb_s / self.bus_gb_s
+        return {
+            "test": self.test,
+            "tokens_per_second": round(self.median, 2),
+            "spread": round(self.spread, 2),
+            "compile_s": round(self.compile_s, 2),
+            "weights_gb_s": None if self.weights_gb_s is None else round(self.weights_gb_s, 2),
+            "bus_gb_s": round(self.bus_gb_s, 2),
+            "share_of_bus": None if share is None else round(share, 3),
+        }
+
+
+def tests_of(
+    prompts: Iterable[int], decode: int, depths: Iterable[int], batches: Iterable[int]
+) -> list[Test]:
+    """Prompts of one row; decoding at each depth with one row, and with each batch without depth.
+
+    Raises ConfigError for a number below what makes sense.
+    """
+    prompts, depths, batches = list(prompts), list(depths), list(batches)
+    for name, values, least in (
+        ("prompts", prompts, 1), ("decode", [decode], 1), ("depths", depths, 0),
+        ("batches", batches, 1),
+    ):  # fmt: skip
+        if any(v < least for v in values):
+            raise ConfigError(f"bench: {name} must be at least {least}, got {values}")
+    tests = [Test(prompt=n) for n in prompts] + [Test(decode=decode, depth=d) for d in depths]
+    return tests + [Test(decode=decode, batch=b) for b in batches if b > 1]
+
+
+def bench(
+    lm: LM, tests: Sequence[Test], *, repetitions: int = 5, chunk: int = 512
+) -> Iterator[Row]:
+    """Time each test `repetitions` times, after a first run that compiles; a row as it is done.
+
+    Raises CapacityError where a test exceeds the model's context.
+    """
+    probe = jnp.arange(PROBE_BYTES // 4, dtype=jnp.uint32).block_until_ready()
+    size = weight_bytes(lm)
+    for test in tests:
+        run = prepared(lm, test, chunk)
+        first = _timed(run)
+        seconds, bus = [], []
+        for _ in range(repetitions):
+            bus.append(bandwidth(probe))
+            seconds.append(_timed(run))
+        middle = statistics.median(seconds)
+        streamed = size * test.decode / middle / 1e9 if test.decode else None
+        yield Row(
+            test.name, test.tokens, tuple(seconds), max(0.0, first - middle), streamed, max(bus)
+        )
+
+
+def prepared(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
+    """What one repetition of a test does; the cache before it is made here."""
+    vocabulary, batch = lm.config.vocab_size, test.batch
+    generator = np.random.default_rng(0)
+    dtype = lm.model.precision.cache
+    capacity = test.prompt or test.depth + test.decode
+    ids_BT = generator.integers(0, vocabulary, (batch, test.prompt or max(1, test.depth)))
+
+    def fresh() -> KVCache:
+        return init_cache(lm.config, batch, capacity + 1, dtype=dtype)
+
+    def read(cache: KVCache, *, donate: bool) -> tuple[jax.Array, KVCache]:
+        return prefill(lm.model, lm.params, cache, ids_BT, chunk=chunk, donate=donate)
+
+    def read_prompt() -> None:
+        jax.block_until_ready(read(fresh(), donate=True)[0])
+
+    if test.prompt:
+        return read_prompt
+    start = read(fresh(), donate=True)[1] if test.depth else fresh()
+    token_SB = generator.integers(0, vocabulary, (test.decode, batch)).astype(np.int32)
+
+    def decode() -> None:
+        cache = jax.tree.map(jnp.copy, start)
+        for token_B in token_SB:
+            logits, cache = decode_step(lm.model, lm.params, cache, token_B, donate=True)
+        logits.block_until_ready()
+
+    return decode
+
+
+def bandwidth(probe: jax.Array) -> float:
+    """Gigabytes a second at which this array is read just now, by all threads."""
+    read = jax.jit(native.read) if native.enabled() else _sum
+    jax.block_until_ready(read(probe))
+    return max(probe.nbytes / _timed(lambda: read(probe).block_until_ready()) / 1e9 for _ in "123")
+
+
+def weight_bytes(lm: LM) -> int:
+    """Bytes of weights that a decoded token reads: all but a table of which it takes one row."""
+    tables = ("embed_tokens", "wpe", *(() if lm.config.tie_word_embeddings else ("wte",)))
+    if lm.config.tie_word_embeddings:
+        tables = ("wpe",)
+    rest = {name: node for name, node in lm.params.items() if name not in tables}
+    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(rest))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held, in bytes."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A table, a line a test."""
+    lines = [
+        "| test | tokens/s | ± | compile s | weights GB/s | of the bus |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        d = row.to_dict()
+        streamed = d["weights_gb_s"]
+        share = f"{d['share_of_bus']:.0%} of {row.bus_gb_s:.1f}" if streamed else ""
+        lines.append(
+            f"| {row.test} | {row.median:.2f} | {row.spread:.2f} | {row.compile_s:.1f}"
+            f" | {'' if streamed is None else f'{streamed:.1f}'} | {share} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """The same with a header line; nothing where a figure has no meaning."""
+    fields = [row.to_dict() for row in rows]
+    lines = [",".join(fields[0])] if fields else []
+    lines += [",".join("" if v is None else str(v) for v in f.values()) for f in fields]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(rows: Sequence[Row], about: dict[str, Any]) -> str:
+    """What was measured, on what, as one object."""
+    return json.dumps({**about, "rows": [row.to_dict() for row in rows]}, indent=2) + "\n"
+
+
+@jax.jit
+def _sum(x: jax.Array) -> jax.Array:
+    return x.sum(dtype=jnp.uint32)
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

@@ -1,0 +1,83 @@
+"""`jaxllm bench`: how fast a model is on this machine."""
+
+from typing import Annotated
+
+import typer
+
+from jaxllm.cli.console import note, write
+from jaxllm.cli.options import CacheDtype, Dtype, Model, PrecisionFile, Quantize, load_model
+from jaxllm.errors import ConfigError
+
+EXAMPLE = "Example: jaxllm bench -m ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
+
+
+def bench(
+    model: Model = "demo:llama",
+    prompts: Annotated[str, typer.Option(help="Lengths of prompts to read.")] = "128,512",
+    decode: Annotated[int, typer.Option(help="How many tokens to decode.")] = 32,
+    depths: Annotated[str, typer.Option(help="Tokens in the cache before decoding.")] = "0,1024",
+    batches: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1,4,8,16",
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Of each test.")] = 5,
+    dtype: Dtype = None,
+    cache_dtype: CacheDtype = None,
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
+    int8_inputs: Annotated[
+        bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
+    ] = False,
+    form: Annotated[str, typer.Option("--output", "-o", help="md, csv or json.")] = "md",
+) -> None:
+    """Time reading prompts and decoding, with compile time apart and the memory bus beside it."""
+    if form not in ("md", "csv", "json"):
+        raise ConfigError(f"--output is md, csv or json, got {form!r}")
+    if repetitions < 1:
+        raise ConfigError(f"--repetitions must be at least 1, got {repetitions}")
+    lengths, levels, rows_at_once = map(_numbers, (prompts, depths, batches))
+
+    import os
+    import time
+
+    import jax
+
+    from jaxllm import bench as timing
+    from jaxllm.ops import native
+    from jaxllm.progress import steps_bar
+
+    start = time.perf_counter()
+    lm = load_model(
+        model, dtype, cache_dtype, quantize=quantize, precision=precision, int8_inputs=int8_inputs
+    )
+    loaded = time.perf_counter() - start
+    context = lm.config.context_length
+    asked = timing.tests_of(lengths, decode, levels, rows_at_once)
+    fits = [t for t in asked if (t.prompt or t.depth + t.decode) < context]
+    for test in asked:
+        if test not in fits:
+            note(f"{test.name}: left out, the model's context is {context}")
+    rows = []
+    with steps_bar(f"timing {lm.path.name}", len(fits)) as done:
+        for row in timing.bench(lm, fits, repetitions=repetitions):
+            rows.append(row)
+            done()
+    about = {
+        "model": repr(lm),
+        "backend": jax.default_backend(),
+        "threads": os.cpu_count(),
+        "kernels": native.isa() if native.enabled() else None,
+        "int8_inputs": lm.model.precision.int8_inputs,
+        "weights_mb": round(sum(x.nbytes for x in jax.tree.leaves(lm.params)) / 1e6, 1),
+        "peak_mb": round(timing.peak_bytes() / 1e6, 1),
+        "load_s": round(loaded, 2),
+        "jax": jax.__version__,
+    }
+    if form == "json":
+        return write(timing.as_json(rows, about))
+    note(", ".join(f"{name} {value}" for name, value in about.items()))
+    write(timing.as_csv(rows) if form == "csv" else timing.as_markdown(rows))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError:
+        raise ConfigError(f"numbers separated by commas, got {text!r}") from None

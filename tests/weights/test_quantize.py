@@ -1,0 +1,257 @@
+"""Quantized weights: what the integers mean, how they are chosen, saved, and computed with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm import Override, Precision
+from jaxllm.checkpoint import in_memory, load_params, open_native, save
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.formats import as_format, dense, format_of, parse
+from jaxllm.weights.paths import flatten, map_leaves
+from tests.twins import assert_close, load_twin, save_random, tokens
+
+INTEGERS = [
+    "int8", "int8-f16", "int8-g32", "int8-g128", "int4-g32", "int4-g64-f16", "int4-g128",
+    "int4-g32-zp", "int4-g64-zp-f16",
+]  # fmt: skip
+
+
+def formats(params: Any) -> dict[str, str]:
+    return {path: format_of(leaf) for path, leaf in flatten(params)}
+
+
+def by_hand(weight: Any) -> np.ndarray:
+    """The docstring's formula, an entry at a time."""
+    data, scale = np.asarray(weight.data), np.asarray(weight.scale).astype(np.float64)
+    rows, columns = weight.shape
+    group = weight.group or (data.shape[1] * 8 // weight.bits)
+    out = np.zeros((rows, columns))
+    for o in range(rows):
+        for i in range(columns):
+            if weight.bits == 8:
+                q, zero = int(data[o, i]), 0
+            else:
+                byte = int(data[o, 16 * (i // 32) + i % 16])
+                q, zero = (byte >> 4 if i % 32 >= 16 else byte & 15), 8
+            if weight.zero is not None:
+                zero = int(weight.zero[o, i // group])
+            out[o, i] = (q - zero) * scale[o, i // group]
+    return out
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_dense_is_the_formula_and_no_weight_is_further_than_its_step_allows(name: str) -> None:
+    rng = np.random.default_rng(0)
+    array = rng.normal(0, 0.02, (5, 150)).astype(np.float32)
+    array[3] = 0  # a row of zeros
+    weight = as_format(jnp.asarray(array), name)
+    assert format_of(weight) == name
+    assert weight.shape == (5, 150)
+    formula = by_hand(weight)
+    np.testing.assert_allclose(np.asarray(weight.dense()), formula, rtol=1e-6)
+    assert (formula[3] == 0).all()
+    group = weight.group or 256
+    step = np.repeat(np.abs(np.asarray(weight.scale, np.float64)), group, axis=1)[:, :150]
+    error = np.abs(formula - array)
+    # Half a step; what lies beyond +7 of 16 symmetric levels, up to a whole one; with float16
+    # scales the ends of the range move by 2^-11 of it; a zero point is rounded too.
+    levels = 1.0 if weight.bits == 4 else 0.5
+    assert (error <= step * (levels + (0.07 if name.endswith("f16") else 1e-3)) + 1e-9).all()
+    assert error.mean() < 0.3 * step.mean()
+
+
+def test_rows_in_blocks_are_rounded_as_alone() -> None:
+    rng = np.random.default_rng(1)
+    array = jnp.asarray(rng.normal(0, 1, (600, 64)).astype(np.float32))
+    for name in ("int8", "int4-g32-zp"):
+        whole, alone = as_format(array, name), as_format(array[590:595], name)
+        assert (whole.data[590:595] == alone.data).all()
+        assert (whole.scale[590:595] == alone.scale).all()
+
+
+def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -> None:
+    rng = np.random.default_rng(2)
+    array = jnp.asarray(rng.normal(0, 0.02, (300, 512)).astype(np.float32)).astype(jnp.bfloat16)
+    array = array.at[0, :4].set(jnp.array([0.0, -0.0, 1e-38, -3e38], jnp.bfloat16))
+    weight = as_format(array, "bf16-packed")
+    for back in (weight.dense(), weight.take(jnp.arange(300))):
+        assert np.asarray(back).tobytes() == np.asarray(array).tobytes()
+    assert weight.nbytes < 0.77 * array.nbytes
+    assert np.isnan(np.asarray(weight.take(jnp.array([300]))).astype(np.float32)).all()
+    with pytest.raises(ConfigError, match="losslessly, got float32"):
+        as_format(array.astype(jnp.float32), "bf16-packed")
+    wide = jnp.exp(jnp.linspace(-60, 60, 4096)).reshape(8, 512).astype(jnp.bfloat16)
+    with pytest.raises(ConfigError, match="outside any 16 consecutive"):
+        as_format(wide, "bf16-packed")
+
+
+@pytest.mark.parametrize(
+    "name", ["int7", "int8-g48", "int8-zp", "int4-g", "float8", "", "int4-f16-zp", None]
+)
+def test_unknown_formats_are_refused(name: Any) -> None:
+    with pytest.raises(ConfigError):
+        parse(name)
+
+
+def test_the_first_rule_that_matches_wins_and_vectors_stay(tmp_path: Path) -> None:
+    params = jaxllm.load("demo:gpt2").params
+    rules = [(r"h\.0\..*", None), (r".*c_proj\.weight", "int4-g32"), (r"h\..*", "int8")]
+    made = formats(jaxllm.quantize(params, rules))
+    kept = str(params["wte"]["weight"].dtype)
+    assert made["h.0.mlp.c_proj.weight"] == kept
+    assert made["h.1.mlp.c_proj.weight"] == "int4-g32"
+    assert made["h.1.attn.c_attn.weight"] == "int8"
+    assert made["h.1.attn.c_attn.bias"] == made["wte.weight"] == kept
+    made = formats(jaxllm.quantize(params, "int4"))
+    assert made["wte.weight"] == "int8"
+    assert made["wpe.weight"] == kept
+    assert made["h.1.mlp.c_proj.weight"] == "int4-g64"
+    with pytest.raises(ConfigError, match="weight format"):
+        jaxllm.quantize(params, [(".*", "int5")])
+    back = jaxllm.dequantize(jaxllm.quantize(params, "int8"))
+    assert back["h.1"]["mlp"]["c_proj"]["weight"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "rules"), [("llama", "int8"), ("llama", "int4-g32-zp"), ("gpt2", "int4-g32")]
+)
+def test_quantized_forward_is_transformers_on_the_dequantized_weights(
+    family: str, rules: str, tmp_path: Path
+) -> None:
+    save_random(tmp_path, family)
+    twin = load_twin(tmp_path)
+    params = jaxllm.quantize(twin.params, rules)
+    plain = jaxllm.dequantize(params)
+    state = twin.torch_model.state_dict()
+    prefix = "transformer." if family == "gpt2" else "model."
+    for path, leaf in flatten(plain):
+        name = path if path == "lm_head.weight" else prefix + path
+        array = torch.tensor(np.asarray(leaf))
+        state[name].copy_(
+            array.T if family == "gpt2" and ".c_" in path and leaf.ndim == 2 else array
+        )
+    token_BT = tokens(2, 24)
+    theirs = twin.logits(token_BT)
+    assert (
+        np.abs(
+            theirs - np.asarray(jaxllm.forward(twin.model, twin.params, None, token_BT).logits)
+        ).max()
+        > 0.05
+    )
+    assert_close(jaxllm.forward(twin.model, params, None, token_BT).logits, theirs)
+    short = twin.logits(token_BT[:, :6])  # few rows: the kernels
+    assert_close(jaxllm.forward(twin.model, params, None, token_BT[:, :6]).logits, short)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "dtype"), [("int4-g32-zp", None), ("int8-f16", None), ("bf16-packed", "bfloat16")]
+)
+def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
+    quantize: str, dtype: str | None, tmp_path: Path
+) -> None:
+    lm = jaxllm.load("demo:llama", dtype=dtype, quantize=quantize)
+    opened = jaxllm.api.open_checkpoint("demo:llama")
+    save(tmp_path / "q", in_memory(opened, lm.params, lm.model.precision))
+    again = jaxllm.load(tmp_path / "q")
+    assert again.model == lm.model
+    for (path, a), (_, b) in zip(flatten(lm.params), flatten(again.params), strict=True):
+        assert format_of(a) == format_of(b), path
+        x, y = (np.asarray(dense(leaf)).tobytes() for leaf in (a, b))
+        assert x == y, path
+    again = jaxllm.load(tmp_path / "q", dtype="float32")  # activations; the weights stay
+    assert again.model.precision.activations == "float32"
+    assert format_of(again.params["embed_tokens"]["weight"]) == format_of(
+        lm.params["embed_tokens"]["weight"]
+    )
+
+
+def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path) -> None:
+    def crafted(quantize: str, change: Any, dtype: str | None = None) -> None:
+        lm = jaxllm.load("demo:llama", dtype=dtype, quantize=quantize)
+        opened = jaxllm.api.open_checkpoint("demo:llama")
+        directory = tmp_path / f"{quantize}-{len(list(tmp_path.iterdir()))}"
+        save(directory, in_memory(opened, lm.params, lm.model.precision))
+        tensors = {n: t.read() for n, t in open_tensors(directory / "model.safetensors").items()}
+        settings = json.loads((directory / "config.json").read_text())
+        change(tensors, settings)
+        write_tensors(
+            directory / "model.safetensors", {n: LazyTensor.of(a) for n, a in tensors.items()}
+        )
+        (directory / "config.json").write_text(json.dumps(settings))
+        load_params(open_native(directory), lm.model.precision)
+
+    path = "layers.1.mlp.up_proj.weight"
+
+    def item(name: str, index: Any, value: Any) -> Any:
+        def change(tensors: Any, _: Any) -> None:
+            tensors[path + name] = tensors[path + name].copy()
+            tensors[path + name][index] = value
+
+        return change
+
+    def renamed(_: Any, settings: Any) -> None:
+        settings["formats"][path] = "int8-g32"
+
+    with pytest.raises(CheckpointError, match=r"up_proj.weight.scale holds NaN"):
+        crafted("int8", item(".scale", (0, 0), np.nan))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight.data holds -128"):
+        crafted("int8", item(".data", (0, 0), -128))
+    with pytest.raises(CheckpointError, match=r"zero holds 16"):
+        crafted("int4-g32-zp", item(".zero", (0, 0), 16))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight.scale has shape"):
+        crafted("int8", renamed)
+    for name, index, value in (
+        (".escape_begin", 1, 10**6), (".escape_begin", 0, 1), (".base", (), 250),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match="escapes do not fit"):
+            crafted("bf16-packed", item(name, index, value), "bfloat16")
+
+
+def test_overrides_quantize_one_module_and_choose_its_output() -> None:
+    precision = Precision(
+        weights="bfloat16",
+        activations="bfloat16",
+        quantize="int4",
+        overrides=(
+            (r"layers\.0", Override(weights="float32")),
+            (r".*down_proj", Override(weights="int8", output="float32")),
+        ),
+    )
+    assert precision.format_at("layers.0.mlp.down_proj.weight", 2) == "float32"
+    assert precision.format_at("layers.1.mlp.down_proj.weight", 2) == "int8"
+    assert precision.format_at("layers.1.mlp.up_proj.weight", 2) == "int4"
+    assert precision.format_at("layers.1.mlp.up_proj.bias", 1) == "bfloat16"
+    assert precision.format_at("embed_tokens.weight", 2) == "int8"
+    assert precision.output_at("layers.1.mlp.down_proj") == "float32"
+    lm = jaxllm.load("demo:llama", dtype=precision)
+    assert format_of(lm.params["layers.1"]["mlp"]["down_proj"]["weight"]) == "int8"
+    assert jaxllm.forward(lm.model, lm.params, None, [[1, 2, 3]]).logits.shape == (1, 3, 1536)
+    twice = jaxllm.cast(lm.params, precision)
+    assert [format_of(x) for _, x in flatten(twice)] == [
+        format_of(x) for _, x in flatten(lm.params)
+    ]
+    with pytest.raises(ConfigError, match="output must be one of"):
+        Override(output="int8")
+    assert map_leaves(lambda _, x: x.ndim, lm.params)["norm"]["weight"] == 1
+
+
+def test_a_precision_comes_from_json_and_goes_back() -> None:
+    import dataclasses
+
+    precision = Precision(
+        quantize=((r"lm_head\.weight", None), (".*", "int4-g32")),
+        overrides=((".*norm", Override(activations="float32")),),
+    )
+    data = json.loads(json.dumps(dataclasses.asdict(precision)))
+    assert Precision.from_dict(data) == precision
+    for wrong in ({"wieghts": "float32"}, {"overrides": [[1]]}, {"quantize": [["a"]]}):
+        with pytest.raises(ConfigError):
+            Precision.from_dict(wrong)
