@@ -19,10 +19,19 @@ if TYPE_CHECKING:
     from jaxllm.decode.sampling import GREEDY, Sampler, row_keys, sample
     from jaxllm.decode.serve import Request, serve
     from jaxllm.decode.speculative import PromptLookup, Speculated, speculative_generate
+    from jaxllm.embed import embeddings
+    from jaxllm.evaluate.divergence import divergence
+    from jaxllm.evaluate.equivalence import verify
+    from jaxllm.evaluate.perplexity import perplexity
+    from jaxllm.evaluate.sensitivity import sensitivity
+    from jaxllm.evaluate.stages import stages
+    from jaxllm.fixed import FixedShapeRunner
     from jaxllm.models import build, param_shapes
     from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
     from jaxllm.weights.precision import Override, Precision, cast
+    from jaxllm.weights.qtensor import Packed, QTensor
+    from jaxllm.weights.quantize import dequantize, quantize
 
 _HOMES = {
     "jaxllm.api": ("LM", "Piece", "load"),
@@ -35,10 +44,19 @@ _HOMES = {
     "jaxllm.decode.sampling": ("GREEDY", "Sampler", "row_keys", "sample"),
     "jaxllm.decode.serve": ("Request", "serve"),
     "jaxllm.decode.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
+    "jaxllm.embed": ("embeddings",),
+    "jaxllm.evaluate.divergence": ("divergence",),
+    "jaxllm.evaluate.equivalence": ("verify",),
+    "jaxllm.evaluate.perplexity": ("perplexity",),
+    "jaxllm.evaluate.sensitivity": ("sensitivity",),
+    "jaxllm.evaluate.stages": ("stages",),
+    "jaxllm.fixed": ("FixedShapeRunner",),
     "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.repair": ("insert", "recompute"),
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
     "jaxllm.weights.precision": ("Override", "Precision", "cast"),
+    "jaxllm.weights.qtensor": ("Packed", "QTensor"),
+    "jaxllm.weights.quantize": ("dequantize", "quantize"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -50,6 +68,7 @@ __all__ = [
     "Completion",
     "Delta",
     "Finish",
+    "FixedShapeRunner",
     "GPT2Config",
     "Generated",
     "KVCache",
@@ -57,9 +76,11 @@ __all__ = [
     "ModelConfig",
     "Output",
     "Override",
+    "Packed",
     "Piece",
     "Precision",
     "PromptLookup",
+    "QTensor",
     "Request",
     "Rope",
     "Sampler",
@@ -70,6 +91,9 @@ __all__ = [
     "cast",
     "commit",
     "decode_step",
+    "dequantize",
+    "divergence",
+    "embeddings",
     "errors",
     "forward",
     "generate",
@@ -78,13 +102,18 @@ __all__ = [
     "load",
     "make_sampler",
     "param_shapes",
+    "perplexity",
     "prefill",
+    "quantize",
     "recompute",
     "row_keys",
     "sample",
+    "sensitivity",
     "serve",
     "speculative_generate",
+    "stages",
     "stream",
+    "verify",
 ]
 
 

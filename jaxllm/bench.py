@@ -11,17 +11,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.api import LM
-from jaxllm.cache.kv import KVCache, init_cache
+from jaxllm.cache.kv import KVCache, extend, init_cache
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
-from jaxllm.steps import decode_step, prefill
+from jaxllm.steps import prefill, run
+from jaxllm.weights.paths import Params
 
 PROBE_BYTES = 256 << 20  # far more than any cache of a processor
 
@@ -148,13 +151,19 @@ def prepared(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
     start = read(fresh(), donate=True)[1] if test.depth else fresh()
     token_SB = generator.integers(0, vocabulary, (test.decode, batch)).astype(np.int32)
 
-    def decode() -> None:
-        cache = jax.tree.map(jnp.copy, start)
-        for token_B in token_SB:
-            logits, cache = decode_step(lm.model, lm.params, cache, token_B, donate=True)
-        logits.block_until_ready()
+    return lambda: jax.block_until_ready(_decode(lm.model, lm.params, start, token_SB))
 
-    return decode
+
+@partial(jax.jit, static_argnums=0)
+def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Array) -> jax.Array:
+    """The logits after given tokens, a step at a time in one loop, as `generate` does it."""
+
+    def step(cache: KVCache, token_B: jax.Array) -> tuple[KVCache, jax.Array]:
+        position_BT = cache.next_position_B[:, None]
+        trace, delta, _ = run(model, params, cache.segments, token_B[:, None], position_BT)
+        return extend(cache, delta), trace.logits[:, 0].max(axis=1)
+
+    return jax.lax.scan(step, cache, token_SB)[1]
 
 
 def bandwidth(probe: jax.Array) -> float:

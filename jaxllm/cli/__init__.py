@@ -7,7 +7,19 @@ from typing import Any
 import typer
 
 from convert import command as convert
-from jaxllm.cli import chat, generate, info
+from jaxllm.cli import (
+    bench,
+    chat,
+    embed,
+    export,
+    generate,
+    info,
+    perplexity,
+    quantize,
+    sensitivity,
+    vectors,
+    verify,
+)
 from jaxllm.cli.console import note
 from jaxllm.errors import JaxllmError
 
@@ -16,7 +28,15 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "generate": (generate.generate, generate.EXAMPLE),
     "chat": (chat.chat, chat.EXAMPLE),
     "info": (info.info, info.EXAMPLE),
+    "perplexity": (perplexity.perplexity, perplexity.EXAMPLE),
+    "sensitivity": (sensitivity.sensitivity, sensitivity.EXAMPLE),
+    "verify": (verify.verify, verify.EXAMPLE),
+    "vectors": (vectors.vectors, vectors.EXAMPLE),
+    "embed": (embed.embed, embed.EXAMPLE),
+    "export": (export.export, export.EXAMPLE),
+    "bench": (bench.bench, bench.EXAMPLE),
     "convert": (convert.convert, convert.EXAMPLES),
+    "quantize": (quantize.quantize, quantize.EXAMPLE),
 }
 
 app = typer.Typer(

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import GPT2Config
-from jaxllm.models.layers import Attended, Embedding, LayerNorm, Linear, Trace, pick, unembed
+from jaxllm.models.layers import (
+    Attended,
+    Embedding,
+    Layer,
+    LayerNorm,
+    Linear,
+    Trace,
+    pick,
+    unembed,
+)
+from jaxllm.ops.masked import attend_masked
 from jaxllm.weights.precision import Precision
 
 
@@ -28,23 +38,30 @@ class GPT2(nn.Module):
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
         attention_mass: bool = False,
+        *,
+        embeddings_BTD: jax.Array | None = None,
+        mask_BTS: jax.Array | None = None,
     ) -> Trace:
-        """As `Llama.__call__`; `length_B` is not read. Positions past the table give NaN."""
+        """As `Llama.__call__`; `length_B` is not read. Positions past the table give NaN.
+
+        embeddings_BTD: of the tokens alone; the table of positions is added to them.
+        """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name="wte")(token_BT)
         places, _ = Embedding(c.max_position_embeddings, c.hidden_size, name="wpe")(
             jnp.maximum(position_BT, 0)
         )
+        x = x if embeddings_BTD is None else embeddings_BTD
         x = x.astype(p.activations) + places.astype(p.activations)
-        hidden_states, layers = [x], []
+        embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
             parts = [ops.Part(s.k[i], s.v[i], s.position_BS) for s in segments]
-            x, attended = Block(c, p, i, attention_mass, name=f"h.{i}")(x, position_BT, parts)
-            hidden_states.append(x)
-            layers.append(attended)
-        hidden_states[-1] = x = LayerNorm(c.norm_eps, name="ln_f")(x)
-        logits = unembed(c, p, table, pick(x, column_B))
-        return Trace.of(logits, hidden_states, layers)
+            block = Block(c, p, i, attention_mass, name=f"h.{i}")
+            layers.append(block(x, position_BT, parts, mask_BTS))
+            x = layers[-1].x
+        norm = LayerNorm(c.norm_eps, name="ln_f")(x)
+        logits = unembed(c, p, table, pick(norm, column_B))
+        return Trace(embeddings, tuple(layers), norm, logits)
 
 
 class Block(nn.Module):
@@ -55,15 +72,20 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, position_BT: jax.Array, parts: list[ops.Part]
-    ) -> tuple[jax.Array, Attended]:
+        self,
+        x: jax.Array,
+        position_BT: jax.Array,
+        parts: list[ops.Part],
+        mask_BTS: jax.Array | None = None,
+    ) -> Layer:
         c, p = self.config, self.precision
         normed = LayerNorm(c.norm_eps, name="ln_1")(x)
         attention = Attention(c, p, self.layer, self.attention_mass, name="attn")
-        attended = attention(normed, position_BT, parts)
+        attended = attention(normed, position_BT, parts, mask_BTS)
         x = x + attended.x
-        normed = LayerNorm(c.norm_eps, name="ln_2")(x)
-        return x + MLP(c, p, name="mlp")(normed), attended
+        mlp_normed = LayerNorm(c.norm_eps, name="ln_2")(x)
+        y = MLP(c, p, name="mlp")(mlp_normed)
+        return Layer(normed, attended, mlp_normed, y, x + y)
 
 
 class Attention(nn.Module):
@@ -73,7 +95,13 @@ class Attention(nn.Module):
     attention_mass: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, position_BT: jax.Array, parts: list[ops.Part]) -> Attended:
+    def __call__(
+        self,
+        x: jax.Array,
+        position_BT: jax.Array,
+        parts: list[ops.Part],
+        mask_BTS: jax.Array | None = None,
+    ) -> Attended:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv = Linear(3 * D, True, p, name="c_attn")(x)
@@ -84,10 +112,14 @@ class Attention(nn.Module):
         if c.scale_attn_by_inverse_layer_idx:
             scale /= self.layer + 1
         parts = [*parts, ops.Part(k, v, position_BT)]
-        out, mass = ops.attend(
-            q, position_BT, parts, scale=scale, window=None, mass=self.attention_mass
-        )
-        return Attended(Linear(D, True, p, name="c_proj")(out.reshape(B, T, D)), k, v, mass)
+        if mask_BTS is not None:
+            out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
+        else:
+            out, mass = ops.attend(
+                q, position_BT, parts, scale=scale, window=None, mass=self.attention_mass
+            )
+        y = Linear(D, True, p, name="c_proj")(out.reshape(B, T, D))
+        return Attended(q, k, v, out, y, mass)
 
 
 class MLP(nn.Module):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import LlamaConfig
-from jaxllm.models.layers import Attended, Embedding, Linear, RMSNorm, Trace, pick, unembed
+from jaxllm.models.layers import Attended, Embedding, Layer, Linear, RMSNorm, Trace, pick, unembed
+from jaxllm.ops.masked import attend_masked
 from jaxllm.weights.precision import Precision
 
 Angles = tuple[jax.Array, jax.Array]
@@ -26,33 +27,40 @@ class Llama(nn.Module):
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
         attention_mass: bool = False,
+        *,
+        embeddings_BTD: jax.Array | None = None,
+        angles: Angles | None = None,
+        mask_BTS: jax.Array | None = None,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
         length_B: length of the text each row belongs to (dynamic rotary scaling alone reads it).
         column_B: the one column of each row whose logits are wanted; None for all.
         attention_mass: whether the trace says what every slot received.
+        embeddings_BTD: what stands in for the table's rows of `token_BT`. angles: the cosines and
+        sines `[B, T, H/2]` of the new tokens, else computed from their positions. mask_BTS: what
+        each query sees of all slots and then the new tokens, as `attend_masked` takes it, in place
+        of what positions and the sliding window say; there is no attention mass then.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name="embed_tokens")(token_BT)
-        x = x.astype(p.activations)
-        angles = ops.rope_angles(
+        x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
+        angles = angles or ops.rope_angles(
             c.rope,
             position_BT,
             length_B,
             head_dim=c.head_dim,
             max_position_embeddings=c.max_position_embeddings,
         )
-        hidden_states, layers = [x], []
+        embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
             parts = [ops.Part(s.k[i], s.v[i], s.position_BS) for s in segments]
             block = Block(c, p, attention_mass, name=f"layers.{i}")
-            x, attended = block(x, position_BT, angles, parts)
-            hidden_states.append(x)
-            layers.append(attended)
-        hidden_states[-1] = x = RMSNorm(c.norm_eps, name="norm")(x)
-        logits = unembed(c, p, table, pick(x, column_B))
-        return Trace.of(logits, hidden_states, layers)
+            layers.append(block(x, position_BT, angles, parts, mask_BTS))
+            x = layers[-1].x
+        norm = RMSNorm(c.norm_eps, name="norm")(x)
+        logits = unembed(c, p, table, pick(norm, column_B))
+        return Trace(embeddings, tuple(layers), norm, logits)
 
 
 class Block(nn.Module):
@@ -62,15 +70,21 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, position_BT: jax.Array, angles: Angles, parts: list[ops.Part]
-    ) -> tuple[jax.Array, Attended]:
+        self,
+        x: jax.Array,
+        position_BT: jax.Array,
+        angles: Angles,
+        parts: list[ops.Part],
+        mask_BTS: jax.Array | None = None,
+    ) -> Layer:
         c, p = self.config, self.precision
         normed = RMSNorm(c.norm_eps, name="input_layernorm")(x)
         attention = Attention(c, p, self.attention_mass, name="self_attn")
-        attended = attention(normed, position_BT, angles, parts)
+        attended = attention(normed, position_BT, angles, parts, mask_BTS)
         x = x + attended.x
-        normed = RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
-        return x + MLP(c, p, name="mlp")(normed), attended
+        mlp_normed = RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
+        y = MLP(c, p, name="mlp")(mlp_normed)
+        return Layer(normed, attended, mlp_normed, y, x + y)
 
 
 class Attention(nn.Module):
@@ -80,7 +94,12 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, position_BT: jax.Array, angles: Angles, parts: list[ops.Part]
+        self,
+        x: jax.Array,
+        position_BT: jax.Array,
+        angles: Angles,
+        parts: list[ops.Part],
+        mask_BTS: jax.Array | None = None,
     ) -> Attended:
         c, p = self.config, self.precision
         B, T, D = x.shape
@@ -95,16 +114,20 @@ class Attention(nn.Module):
         q = ops.rotate(project("q_proj", c.num_attention_heads), *angles)
         k = ops.keep_as(ops.rotate(project("k_proj", c.num_key_value_heads), *angles), kept)
         v = ops.keep_as(project("v_proj", c.num_key_value_heads), kept)
-        out, mass = ops.attend(
-            q,
-            position_BT,
-            [*parts, ops.Part(k, v, position_BT)],
-            scale=c.head_dim**-0.5,
-            window=c.sliding_window,
-            mass=self.attention_mass,
-        )
+        parts, scale = [*parts, ops.Part(k, v, position_BT)], c.head_dim**-0.5
+        if mask_BTS is not None:
+            out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
+        else:
+            out, mass = ops.attend(
+                q,
+                position_BT,
+                parts,
+                scale=scale,
+                window=c.sliding_window,
+                mass=self.attention_mass,
+            )
         y = Linear(D, c.attention_bias, p, name="o_proj")(out.reshape(B, T, -1))
-        return Attended(y, k, v, mass)
+        return Attended(q, k, v, out, y, mass)
 
 
 class MLP(nn.Module):

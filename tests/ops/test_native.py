@@ -207,7 +207,7 @@ def brute_force(
         for k, v, position in parts:
             row = b if k.shape[0] == B else 0
             for s in range(k.shape[1]):
-                p = position[row, s]
+                p = position[b if position.shape[0] == B else 0, s]
                 if 0 <= p <= at[b, t] and (window is None or at[b, t] - p < window):
                     head = n // (N // k.shape[2])
                     scores.append(scale * q[b, t, n].astype(np.float64) @ k[row, s, head])
@@ -227,14 +227,19 @@ def test_attention_reads_the_cache_in_place(kept: str) -> None:
         (2, 5, 6, 2, 16, 70, None),
     ):
 
-        def part(rows: int, slots: int, K: int = K, H: int = H) -> ops.Part:
+        def part(
+            rows: int, slots: int, places: int | None = None, K: int = K, H: int = H
+        ) -> ops.Part:
             x = rng.normal(0, 1, (2, rows, slots, K, H)).astype(np.float32)
-            position = np.where(rng.random((rows, slots)) < 0.7, rng.integers(0, 60, slots), -1)
-            x[:, position < 0] = np.nan  # what an empty slot holds is nobody's business
+            used = rng.random((places or rows, slots)) < 0.7
+            position = np.where(used, rng.integers(0, 60, slots), -1)
+            if places is None:
+                x[:, ~used] = np.nan  # what an empty slot holds is nobody's business
             k, v = (ops.keep_as(jnp.asarray(a), jnp.dtype(kept)) for a in x)
             return ops.Part(k, v, jnp.asarray(position.astype(np.int32)))
 
-        parts = [part(1, S), part(B, 40), part(B, T)]
+        # Shared by all rows; seen differently by each; every row's own; the new tokens.
+        parts = [part(1, S), part(1, 20, B), part(B, 40), part(B, T)]
         q = rng.normal(0, 1, (B, T, N, H)).astype(np.float32)
         at = rng.integers(-1, 60, (B, T)).astype(np.int32)
         plain = [

@@ -74,9 +74,9 @@ def library() -> ctypes.CDLL | None:
     kernels.jaxllm_isa.restype = ctypes.c_char_p
     if (name := os.environ.get("JAXLLM_ISA")) and kernels.jaxllm_isa(name.encode()) is None:
         raise ConfigError(f"JAXLLM_ISA: this machine has no instruction set {name!r}")
-    for target in ("jaxllm_linear", "jaxllm_widen", "jaxllm_attend", "jaxllm_read"):
-        capsule = jax.ffi.pycapsule(getattr(kernels, target))
-        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    for name in ("linear", "widen", "attend", "write", "read"):
+        capsule = jax.ffi.pycapsule(getattr(kernels, f"jaxllm_{name}"))
+        jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
     return kernels
 
 
@@ -153,6 +153,22 @@ def attend(
     limit = np.int64(-1 if window is None else window)
     y: jax.Array = call(q_BTNH, position_BT, *pieces, scale=np.float32(scale), window=limit)
     return y
+
+
+def write(
+    cursor: jax.Array, old: Sequence[jax.Array], new: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Each of `old`, `[B, S, ...]`, with `new`, `[B, T, ...]`, at slots `cursor ...`, in place.
+
+    What would run past the end is dropped. XLA copies an array first if somebody still needs it as
+    it was.
+    """
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
+    aliases = {1 + i: i for i in range(len(old))}
+    call = jax.ffi.ffi_call(
+        "jaxllm_write", out, input_output_aliases=aliases, vmap_method="sequential"
+    )
+    return list(call(cursor, *old, *new))
 
 
 def read(x: jax.Array) -> jax.Array:

@@ -4,20 +4,35 @@
 constexpr int64_t kBlock = 64;
 constexpr int kLanes = 16;
 
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));  // as many registers as it takes
+
+static inline Lanes lanes_at(const float* p) {
+  Lanes v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline void put_lanes(float* p, Lanes v) { memcpy(p, &v, sizeof v); }
+
+static inline float sum_of(Lanes v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps(__m512(v));
+#else
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) v[l] += v[l + half];
+  return v[0];
+#endif
+}
+
 static inline bool sees(const Queries& s, int32_t q, int32_t k) {
   return k >= 0 && k <= q && (s.window < 0 || q - k < s.window);
 }
 
-static inline float dot(const float* a, const float* b, int64_t n) {
-  float lane[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int l = 0; l < kLanes; l++) lane[l] += a[i + l] * b[i + l];
-  float sum = 0;
-  for (; i < n; i++) sum += a[i] * b[i];
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) lane[l] += lane[l + half];
-  return sum + lane[0];
+// Heads are padded with zeros to whole lanes: `width`.
+static inline float dot(const float* a, const float* b, int64_t width) {
+  Lanes sum = lanes_at(a) * lanes_at(b);
+  for (int64_t i = kLanes; i < width; i += kLanes) sum += lanes_at(a + i) * lanes_at(b + i);
+  return sum_of(sum);
 }
 
 static inline void widen_head(Kind kind, const void* data, int64_t at, int64_t n, const float* scale,
@@ -40,7 +55,7 @@ static inline void widen_head(Kind kind, const void* data, int64_t at, int64_t n
 // exp by 2^n times a polynomial of degree 6 (Cephes' expf); 0 below -87, as nothing is above 0.
 static inline float exp_of(float x) {
   const float kept = x < -87.0f ? -87.0f : x;
-  const float n = nearbyintf(kept * 1.44269504f);
+  const float n = (kept * 1.44269504f + 12582912.0f) - 12582912.0f;  // to nearest
   const float r = (kept - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -55,79 +70,101 @@ static inline float exp_of(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
+// A query's running softmax: largest score, sum of weights, weighted sum of values.
+struct Running {
+  float top, total;
+  float* value;
+};
+
+// Takes a block's scores in, and leaves their weights in their place. `line` has kBlock of them,
+// -infinity where nothing is seen.
+static void absorb(float* line, Running& row, int64_t width) {
+  float most[kLanes], bad = 0;
+  for (int l = 0; l < kLanes; l++) most[l] = row.top;
+  for (int64_t j = 0; j < kBlock; j += kLanes)
+    for (int l = 0; l < kLanes; l++) most[l] = line[j + l] > most[l] ? line[j + l] : most[l];
+  for (int l = 1; l < kLanes; l++) most[0] = most[l] > most[0] ? most[l] : most[0];
+  for (int64_t j = 0; j < kBlock; j++) bad += line[j] < INFINITY ? 0 : 1;  // NaN compares false
+  if (bad > 0 || row.top != row.top) {  // not a finite score: shows in the result, as it must
+    row.top = row.total = NAN;
+    memset(line, 0, 4 * kBlock);
+    return;
+  }
+  const float shift = most[0] == -INFINITY ? 0 : most[0];
+  const float shrink = exp_of(row.top - shift);
+  for (int64_t j = 0; j < kBlock; j++) line[j] = exp_of(line[j] - shift);
+  Lanes sum = lanes_at(line);
+  for (int64_t j = kLanes; j < kBlock; j += kLanes) sum += lanes_at(line + j);
+  row.total = row.total * shrink + sum_of(sum);
+  row.top = most[0];
+  for (int64_t h = 0; h < width; h++) row.value[h] *= shrink;
+}
+
+// value += sum_j weight[j] * v[j], over the slots that `used` says.
+static void add_values(const float* weight, const float* v, int64_t slots, const bool* used,
+                       int64_t width, float* value) {
+  for (int64_t h = 0; h < width; h += kLanes) {
+    Lanes sum = lanes_at(value + h), other = {};
+    int64_t j = 0;
+    if (!used)
+      for (; j + 2 <= slots; j += 2) {
+        sum += weight[j] * lanes_at(v + j * width + h);
+        other += weight[j + 1] * lanes_at(v + (j + 1) * width + h);
+      }
+    for (; j < slots; j++)
+      if (!used || used[j]) sum += weight[j] * lanes_at(v + j * width + h);  // 0 times NaN is NaN
+    put_lanes(value + h, sum + other);
+  }
+}
+
 static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b, int64_t head,
                    float* out) {
-  const int64_t G = s.N / s.K, H = s.H, rows = s.T * G;
-  std::vector<float> space(rows * (2 + kBlock) + rows * H + H);
-  float* top = space.data();
-  float* total = top + rows;
-  float* score = total + rows;
-  float* value = score + rows * kBlock;
-  float* wide = value + rows * H;
-  for (int64_t i = 0; i < rows; i++) top[i] = -INFINITY;
-  const float* q = s.q + (b * s.T * s.N + head * G) * H;  // row t, member g: q + (t * N + g) * H
+  const int64_t G = s.N / s.K, H = s.H, rows = s.T * G, width = (H + kLanes - 1) / kLanes * kLanes;
+  std::vector<float> space((2 * rows + kBlock) * width + rows * kBlock);
+  float *q = space.data(), *value = q + rows * width, *wide = value + rows * width;
+  float* score = wide + kBlock * width;
+  std::vector<Running> running(rows);
+  for (int64_t i = 0; i < rows; i++) {
+    running[i] = {-INFINITY, 0, value + i * width};
+    memcpy(q + i * width, s.q + ((b * s.T + i / G) * s.N + head * G + i % G) * H, 4 * H);
+  }
   const int32_t* asks = s.position + b * s.T;
+  std::vector<uint8_t> flags(s.T * kBlock);
+  bool* seen_by = reinterpret_cast<bool*>(flags.data());  // [T, kBlock], of the block's used slots
   for (int64_t p = 0; p < count; p++) {
     const Part& part = parts[p];
-    const int64_t b_part = part.shared ? 0 : b;
-    const int32_t* position = part.position + b_part * part.slots;
+    const int64_t b_part = part.one_row ? 0 : b;
+    const int32_t* position = part.position + (part.one_position_row ? 0 : b) * part.slots;
     for (int64_t begin = 0; begin < part.slots; begin += kBlock) {
       const int64_t n = part.slots - begin < kBlock ? part.slots - begin : kBlock;
       int64_t slot[kBlock], seen = 0;
       for (int64_t j = 0; j < n; j++) {
         bool any = false;
-        for (int64_t t = 0; t < s.T; t++) any |= sees(s, asks[t], position[begin + j]);
-        if (any) slot[seen++] = begin + j;
+        for (int64_t t = 0; t < s.T; t++)
+          any |= seen_by[t * kBlock + seen] = sees(s, asks[t], position[begin + j]);
+        if (any) slot[seen++] = (b_part * part.slots + begin + j) * s.K + head;
       }
       if (!seen) continue;
-      for (int64_t j = 0; j < seen; j++) {
-        const int64_t at = (b_part * part.slots + slot[j]) * s.K + head;
-        widen_head(part.kind, part.k, at * H, H, part.k_scale, at, wide);
-        for (int64_t t = 0; t < s.T; t++) {
-          const bool visible = sees(s, asks[t], position[slot[j]]);
-          for (int64_t g = 0; g < G; g++)
-            score[(t * G + g) * kBlock + j] =
-                visible ? s.scale * dot(q + (t * s.N + g) * H, wide, H) : -INFINITY;
-        }
-      }
+      for (int64_t j = 0; j < seen; j++)
+        widen_head(part.kind, part.k, slot[j] * H, H, part.k_scale, slot[j], wide + j * width);
       for (int64_t i = 0; i < rows; i++) {
         float* line = score + i * kBlock;
-        float most = top[i], sum = 0;
-        for (int64_t j = 0; j < seen; j++) {
-          most = line[j] > most ? line[j] : most;
-          sum += line[j] * 0 == 0 || line[j] == -INFINITY ? 0 : 1;
-        }
-        if (sum > 0 || top[i] != top[i]) {  // not a finite score: shows in the result, as it must
-          top[i] = total[i] = NAN;
-          memset(line, 0, 4 * seen);
-          continue;
-        }
-        const float shift = most == -INFINITY ? 0 : most;
-        const float shrink = exp_of(top[i] - shift);
-        for (int64_t j = 0; j < seen; j++) line[j] = exp_of(line[j] - shift);
-        for (int64_t j = 0; j < seen; j++) sum += line[j];
-        total[i] = total[i] * shrink + sum;
-        top[i] = most;
-        float* v = value + i * H;
-        for (int64_t h = 0; h < H; h++) v[h] *= shrink;
+        const bool* visible = seen_by + i / G * kBlock;
+        for (int64_t j = 0; j < kBlock; j++) line[j] = -INFINITY;
+        for (int64_t j = 0; j < seen; j++)
+          if (visible[j]) line[j] = s.scale * dot(q + i * width, wide + j * width, width);
+        absorb(line, running[i], width);
       }
-      for (int64_t j = 0; j < seen; j++) {
-        const int64_t at = (b_part * part.slots + slot[j]) * s.K + head;
-        widen_head(part.kind, part.v, at * H, H, part.v_scale, at, wide);
-        for (int64_t i = 0; i < rows; i++) {
-          const float weight = score[i * kBlock + j];
-          float* v = value + i * H;
-          if (sees(s, asks[i / G], position[slot[j]]))  // zero times NaN is NaN
-            for (int64_t h = 0; h < H; h++) v[h] += weight * wide[h];
-        }
-      }
+      for (int64_t j = 0; j < seen; j++)
+        widen_head(part.kind, part.v, slot[j] * H, H, part.v_scale, slot[j], wide + j * width);
+      for (int64_t i = 0; i < rows; i++)
+        add_values(score + i * kBlock, wide, seen, s.T > 1 ? seen_by + i / G * kBlock : nullptr,
+                   width, running[i].value);
     }
   }
-  for (int64_t t = 0; t < s.T; t++)
-    for (int64_t g = 0; g < G; g++) {
-      const int64_t i = t * G + g;
-      float* to = out + ((b * s.T + t) * s.N + head * G + g) * H;
-      const float by = total[i] == 0 ? 0 : 1 / total[i];
-      for (int64_t h = 0; h < H; h++) to[h] = value[i * H + h] * by;
-    }
+  for (int64_t i = 0; i < rows; i++) {
+    float* to = out + ((b * s.T + i / G) * s.N + head * G + i % G) * H;
+    const float by = running[i].total == 0 ? 0 : 1 / running[i].total;
+    for (int64_t h = 0; h < H; h++) to[h] = running[i].value[h] * by;
+  }
 }

@@ -22,18 +22,11 @@ namespace {
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Rows are short and many are walked at once, so the processor's own prefetchers see only beginnings.
-// Each line that is read asks for the one that its tile's successor will read there.
-#ifndef AHEAD
-#define AHEAD 16384
-#endif
-inline void ahead(const uint8_t* line, int64_t distance) {
-  _mm_prefetch(reinterpret_cast<const char*>(line + distance), _MM_HINT_T0);
-}
-
-int64_t distance_of(const Weight& w, int rows) {
-  const int64_t tile = rows * w.stride;
-  return tile >= AHEAD ? tile : (AHEAD + tile - 1) / tile * tile;
+// Rows are short and several are walked at once, so the processor's own prefetchers see little but
+// beginnings. Each line that is read asks for the one that the next tile will read in its place;
+// into the second cache, which keeps more requests in flight than the first.
+inline void ahead(const uint8_t* line, int64_t tile) {
+  _mm_prefetch(reinterpret_cast<const char*>(line + tile), _MM_HINT_T1);
 }
 
 // ---- floats: what is loaded from 32 columns of a weight row, and how it is multiplied ----
@@ -106,13 +99,13 @@ void float_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o, 
   for (int i = 0; i < O; i++)
     for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
   const uint8_t* row = w.data + o * w.stride;
-  const int64_t distance = distance_of(w, O), line = std::is_same_v<F, F32> ? 128 : 64;
+  const int64_t size = O * w.stride, line = std::is_same_v<F, F32> ? 128 : 64;
   x += r * x_stride;
   for (int64_t c = 0; c < w.columns; c += 32) {
     const __mmask32 m = mask_of(w.columns - c);
     for (int i = 0; i < O; i++) {
-      ahead(row + i * w.stride + c / 32 * line, distance);
-      if (line == 128) ahead(row + i * w.stride + c / 32 * line + 64, distance);
+      ahead(row + i * w.stride + c / 32 * line, size);
+      if (line == 128) ahead(row + i * w.stride + c / 32 * line + 64, size);
       const auto weight = loaded<F, Dot>(row + i * w.stride, c, m);
       for (int j = 0; j < R; j++)
         sum[i][j] = add_product(sum[i][j], weight, x + j * x_stride + c * kBytes);
@@ -181,7 +174,7 @@ void packed_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o,
   constexpr int64_t kBytes = Dot ? 2 : 4;
   const Exponents e = exponents_of(w.base);
   const __m512i low_bits = _mm512_set1_epi8(15);
-  const int64_t far = distance_of(w, O), far_nibbles = far / 2;
+  const int64_t size = O * w.stride, nibbles_size = O * w.nibble_stride;
   __m512 sum[O][R];
   std::vector<Escapes> escapes;
   int32_t next[O];
@@ -196,9 +189,9 @@ void packed_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o,
     for (int i = 0; i < O; i++) {
       const uint8_t* bytes = w.data + (o + i) * w.stride + c;
       const uint8_t* nibbles = w.nibbles + (o + i) * w.nibble_stride + c / 2;
-      ahead(bytes, far);
-      ahead(bytes + 64, far);
-      ahead(nibbles, far_nibbles);
+      ahead(bytes, size);
+      ahead(bytes + 64, size);
+      ahead(nibbles, nibbles_size);
       const __m512i index = _mm512_loadu_si512(nibbles);
       for (int half = 0; half < 2; half++) {
         const int64_t at = c + 64 * half;
@@ -325,14 +318,14 @@ void int4_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i spread = _mm512_srl_epi32(lane, _mm_cvtsi32_si128(count == 4 ? 2 : (count == 2 ? 3 : 4)));
   const __m512i low_bits = _mm512_set1_epi8(15);
-  const int64_t distance = distance_of(w, O);
+  const int64_t size = O * w.stride;
   __m512 sum[O][R];
   for (int i = 0; i < O; i++)
     for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
   for (int64_t c = 0; c < chunks; c++)
     for (int i = 0; i < O; i++) {
       const uint8_t* line = w.data + (o + i) * w.stride + 64 * c;
-      ahead(line, distance);
+      ahead(line, size);
       const __m512i byte = _mm512_loadu_si512(line);
       const __m512i low = _mm512_and_si512(byte, low_bits);
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(byte, 4), low_bits);
@@ -364,15 +357,15 @@ void int8_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
   const __m512i spread = _mm512_srli_epi32(lane, count == 2 ? 3 : 4);
   const __m512i flip = _mm512_set1_epi8(char(128));
   const bool by_row = w.groups == 1;
-  const int64_t distance = distance_of(w, O);
+  const int64_t size = O * w.stride;
   __m512 sum[O][R];
   for (int i = 0; i < O; i++)
     for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
   for (int64_t c = 0; c < chunks; c++)
     for (int i = 0; i < O; i++) {
       const uint8_t* byte = w.data + (o + i) * w.stride + 128 * c;
-      ahead(byte, distance);
-      ahead(byte + 64, distance);
+      ahead(byte, size);
+      ahead(byte + 64, size);
       const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(byte), flip);
       const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(byte + 64), flip);
       const int64_t group = (o + i) * w.groups + (Split ? 2 * count * c : (by_row ? 0 : c));

@@ -184,6 +184,33 @@ Kind kind_of(ffi::DataType type) {
   }
 }
 
+// Arrays `[B, S, ...]` in the first half of the arguments, which are also the results, in place; what
+// comes to their slots `cursor, cursor + 1, ...`, `[B, T, ...]`, in the second. What would run past
+// the end is dropped.
+ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs arrays, ffi::RemainingRets out) {
+  const size_t count = out.size();
+  if (arrays.size() != 2 * count) return wrong("write takes what is new for each array");
+  const int64_t at = *cursor.typed_data();
+  for (size_t i = 0; i < count; i++) {
+    const auto old = arrays.get<ffi::AnyBuffer>(i), fresh = arrays.get<ffi::AnyBuffer>(count + i);
+    auto result = out.get<ffi::AnyBuffer>(i);
+    if (!old.has_value() || !fresh.has_value() || !result.has_value()) return wrong("write of no array");
+    uint8_t* to = static_cast<uint8_t*>((*result)->untyped_data());
+    const uint8_t* from = static_cast<const uint8_t*>(fresh.value().untyped_data());
+    if (to != old.value().untyped_data())
+      std::memcpy(to, old.value().untyped_data(), old.value().size_bytes());
+    const auto shape = old.value().dimensions();
+    const int64_t rows = shape[0], slots = shape[1], width = fresh.value().dimensions()[1];
+    if (!rows || !slots) continue;
+    const int64_t size = int64_t(old.value().size_bytes()) / (rows * slots);
+    const int64_t skip = at < 0 ? -at : 0, end = slots - at < width ? slots - at : width;
+    for (int64_t b = 0; b < rows && end > skip; b++)
+      std::memcpy(to + (b * slots + at + skip) * size, from + (b * width + skip) * size,
+                  (end - skip) * size);
+  }
+  return ffi::Error::Success();
+}
+
 // Pieces: for each part its k, v and positions, and after them the two scales where k is int8.
 ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2<ffi::S32> position,
                   ffi::RemainingArgs pieces, ffi::Result<ffi::BufferR4<ffi::F32>> out, float scale,
@@ -198,7 +225,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2
                at = pieces.get<ffi::AnyBuffer>(i + 2);
     if (!k.has_value() || !v.has_value() || !at.has_value()) return wrong("a part has k, v, positions");
     const auto shape = k.value().dimensions();
-    Part part = {kind_of(k.value().element_type()), shape[0] == 1 && size[0] > 1, shape[1],
+    Part part = {kind_of(k.value().element_type()), shape[0] == 1, at.value().dimensions()[0] == 1, shape[1],
                  k.value().untyped_data(), v.value().untyped_data(), nullptr, nullptr,
                  static_cast<const int32_t*>(at.value().untyped_data())};
     queries.K = shape[2];
@@ -246,6 +273,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                                   .Attr<int32_t>("kind")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("columns"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_read, jaxllm::read,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -37,10 +37,11 @@ struct Input {
   int digits;
 };
 
-// Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S].
+// Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S]: rows
+// may share the entries and yet see different ones of them.
 struct Part {
   Kind kind;  // kF32, kBF16, kF16, kInt8
-  bool shared;  // one row for all
+  bool one_row, one_position_row;  // shared by all
   int64_t slots;
   const void *k, *v;
   const float *k_scale, *v_scale;  // int8: [B or 1, S, K]

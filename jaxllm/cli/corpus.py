@@ -1,0 +1,168 @@
+"""The text that an evaluation runs over: its options, and the loader made of it."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxllm.errors import ConfigError, TokenError
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM
+    from jaxllm.evaluate.data import Loader
+
+Evaluated = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A directory, demo:llama, demo:gpt2, hf:owner/name.")
+]
+Text = Annotated[
+    str | None, typer.Option(help="A text file, taken as it is, in one piece; - reads stdin.")
+]
+Documents = Annotated[
+    Path | None,
+    typer.Option(
+        help='JSON lines with "text" (joined by blank lines) or "tokens" (ids, joined by nothing).'
+    ),
+]
+Separate = Annotated[
+    bool, typer.Option("--separate", help="Each of --documents by itself, none seeing another.")
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens that are run together; by default 512, or fewer where the context or"
+        " the text is shorter."
+    ),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(help="From one window to the next; by default the window: no overlap."),
+]
+Protocol = Annotated[
+    str,
+    typer.Option(
+        help="strided: tokens not seen before count (Hugging Face's guide); second-half: of each"
+        " window the second half (llama-perplexity); rolling: the last window reaches back"
+        " (lm-evaluation-harness)."
+    ),
+]
+Bos = Annotated[
+    str,
+    typer.Option(
+        help="The begin-of-text token: first (once, before a text), each (also in place of every"
+        " window's first token), none; auto: none where the tokenizer adds none, each for"
+        " second-half, else first."
+    ),
+]
+Rows = Annotated[
+    int | None, typer.Option("--batch", help="Windows run at once; by default as 256 MB allow.")
+]
+Limit = Annotated[int | None, typer.Option(help="Only the first so many windows.")]
+Quantize = Annotated[
+    str | None, typer.Option(help="A format for the weights: int8, int4, int4-g32, bf16-packed ...")
+]
+
+Corpus = list[str] | list[list[int]]
+BOS = ("auto", "first", "each", "none")
+
+
+def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Corpus:
+    """The documents of one of the two options: texts, or lists of token ids.
+
+    What is not to be separate is one document.
+    """
+    from jaxllm.evaluate.data import read_documents
+    from jaxllm.textfiles import read_text
+
+    if (text is None) == (documents is None):
+        raise ConfigError("give --text FILE or --documents FILE, one of them")
+    if text is not None:
+        return [sys.stdin.read() if text == "-" else read_text(Path(text))]
+    assert documents is not None
+    found: Any = read_documents(documents)
+    if separate:
+        return found
+    if isinstance(found[0], str):
+        return ["\n\n".join(found)]
+    return [[token for document in found for token in document]]
+
+
+def make_loader(
+    lm: "LM",
+    corpus: Corpus,
+    *,
+    window: int | None,
+    stride: int | None = None,
+    protocol: str = "strided",
+    bos: str = "auto",
+    batch: int | None = None,
+    limit: int | None = None,
+) -> "tuple[Loader, dict[str, Any]]":
+    """The loader over a corpus, and what to say about it."""
+    from jaxllm.evaluate.data import loader
+    from jaxllm.evaluate.score import default_batch
+
+    if bos not in BOS:
+        raise ConfigError(f"--bos must be one of {', '.join(BOS)}, got {bos!r}")
+    if bos == "auto":
+        adds = lm.tokenizer is not None and lm.tokenizer.adds_bos
+        bos = "none" if not adds else "each" if protocol == "second-half" else "first"
+    begin = [] if bos == "none" else [bos_id(lm)]
+    documents = [begin + ids for ids in encode(lm, corpus)]
+    if window is None:
+        window = max(2, min(512, lm.config.context_length, max(map(len, documents))))
+    stride = window if stride is None else stride
+    made = loader(
+        documents,
+        window=window,
+        stride=stride,
+        protocol=protocol,
+        bos=begin[0] if bos == "each" else None,
+        batch=default_batch(lm.config.vocab_size, window) if batch is None else batch,
+        limit=limit,
+    )
+    return made, {
+        "documents": len(corpus),
+        "text_tokens": sum(map(len, made.documents)),
+        "protocol": protocol,
+        "window": window,
+        "stride": stride if protocol == "strided" else None,
+        "bos": bos,
+        "windows": len(made.spans),
+    }
+
+
+def described(facts: dict[str, Any]) -> str:
+    """How the text was run, in words."""
+    stride = "" if facts["stride"] is None else f", stride {facts['stride']}"
+    return (
+        f"{facts['text_tokens']:,} tokens in {facts['documents']} piece(s); {facts['windows']}"
+        f" windows of {facts['window']}{stride}, {facts['protocol']}; begin of text: {facts['bos']}"
+    )
+
+
+def encode(lm: "LM", corpus: Corpus) -> list[list[int]]:
+    """Token ids of each document; special tokens that a text spells out stay text."""
+    tokenizer = lm.tokenizer
+    if tokenizer is None and any(isinstance(document, str) for document in corpus):
+        raise TokenError(f'{lm.path} has no tokenizer: give --documents with "tokens"')
+    return [
+        d if isinstance(d, list) else tokenizer.encode(d) if tokenizer is not None else []
+        for d in corpus
+    ]
+
+
+def bos_id(lm: "LM") -> int:
+    """The begin-of-text token, of the tokenizer or else of generation_config.json."""
+    found = lm.tokenizer.bos_id if lm.tokenizer else None
+    found = lm.generation.get("bos_token_id") if found is None else found
+    if not isinstance(found, int):
+        raise TokenError(f"{lm.path} names no begin-of-text token: --bos none")
+    return found
+
+
+def load_evaluated(model: str, dtype: str | None, quantize: str | None) -> "LM":
+    """A model in a number format, its weights quantized if that is asked for."""
+    from jaxllm.api import load
+
+    return load(model, dtype=dtype, quantize=quantize)

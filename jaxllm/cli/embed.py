@@ -1,0 +1,94 @@
+"""`jaxllm embed`: one vector a line of text."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxllm.cli.console import note, write
+from jaxllm.cli.options import Dtype, load_model
+from jaxllm.errors import ConfigError
+
+EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
+
+
+def embed(
+    model: Annotated[str, typer.Argument(help="As --model of generate.")] = "demo:llama",
+    text: Annotated[
+        list[str] | None, typer.Option(help="A text; may be given more than once.")
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(help="A file with a text on each line; - for stdin.")
+    ] = None,
+    layer: Annotated[
+        int, typer.Option(help="0: the embedding table; n: block n's output; -1: the last, normed.")
+    ] = -1,
+    pool: Annotated[str, typer.Option(help="Of a text's tokens: mean, last or cls.")] = "mean",
+    normalize: Annotated[bool, typer.Option("--normalize", help="To Euclidean norm 1.")] = False,
+    batch: Annotated[int, typer.Option(help="Texts that run together.")] = 16,
+    dtype: Dtype = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write to FILE.npy or FILE.safetensors instead of stdout.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON array a line.")] = False,
+) -> None:
+    """Embeddings: the hidden states of a layer, pooled; one row a text, in their order."""
+    if out is not None and out.suffix not in (".npy", ".safetensors"):
+        raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists; name another file")
+    texts = _texts(text, file)
+    from jaxllm.embed import embeddings
+
+    lm = load_model(model, dtype, None)
+    found = embeddings(
+        lm.model,
+        lm.params,
+        [lm.encode(line) for line in texts],
+        layer=layer,
+        pooling=pool,
+        normalize=normalize,
+        batch=batch,
+    )
+    if out is not None:
+        _save(out, found)
+        note(f"{out}: {found.shape[0]} rows of {found.shape[1]}")
+        return
+    for row in found.tolist():
+        write((json.dumps(row) if as_json else " ".join(f"{x:.6g}" for x in row)) + "\n")
+
+
+def _texts(text: list[str] | None, file: str | None) -> list[str]:
+    """The texts given, or the lines of the file."""
+    if bool(text) == (file is not None):
+        raise ConfigError("give --text, once or more, or --file; one of the two")
+    if file is None:
+        return list(text or [])
+    from jaxllm.textfiles import read_text
+
+    lines = (sys.stdin.read() if file == "-" else read_text(Path(file))).split("\n")
+    if not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise ConfigError(f"{file} has no lines")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _save(out: Path, array: Any) -> None:
+    """Write the rows, complete or not at all."""
+    import numpy as np
+
+    from jaxllm.weights.files import LazyTensor, write_tensors
+
+    if out.suffix == ".safetensors":
+        write_tensors(out, {"embeddings": LazyTensor.of(array)}, aligned=False)
+        return
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with open(partial, "wb") as stream:
+            np.save(stream, array)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""`jaxllm perplexity`: how well a model predicts a text, and how another differs from it."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxllm.cli.console import write
+from jaxllm.cli.corpus import (
+    Bos,
+    Documents,
+    Evaluated,
+    Limit,
+    Protocol,
+    Quantize,
+    Rows,
+    Separate,
+    Stride,
+    Text,
+    Window,
+    described,
+    encode,
+    load_evaluated,
+    make_loader,
+    read_corpus,
+)
+from jaxllm.cli.options import Dtype
+from jaxllm.errors import TokenError
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM
+    from jaxllm.cli.corpus import Corpus
+    from jaxllm.evaluate.divergence import Divergence
+    from jaxllm.evaluate.perplexity import Estimate, Perplexity
+
+EXAMPLE = (
+    "Example: jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4"
+)
+
+
+def perplexity(
+    model: Evaluated = "demo:llama",
+    text: Text = None,
+    documents: Documents = None,
+    separate: Separate = False,
+    window: Window = None,
+    stride: Stride = None,
+    protocol: Protocol = "strided",
+    bos: Bos = "auto",
+    batch: Rows = None,
+    limit: Limit = None,
+    dtype: Dtype = None,
+    quantize: Quantize = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            help="The other model, by default MODEL again, compared with MODEL as reference."
+        ),
+    ] = None,
+    other_dtype: Annotated[
+        str | None, typer.Option(help="--dtype of the other model; by default as --dtype.")
+    ] = None,
+    other_quantize: Annotated[
+        str | None, typer.Option(help="--quantize of the other model.")
+    ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="Keep every batch's numbers in this file, and go on from what it has."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Perplexity of a text with its standard error; KL divergence of another model from this one.
+
+    The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
+    independent, times the perplexity (to first order), as llama-perplexity's "+/-".
+    """
+    from jaxllm.evaluate.divergence import check_pair, divergence
+    from jaxllm.evaluate.perplexity import perplexity
+
+    corpus = read_corpus(text, documents, separate)
+    lm = load_evaluated(model, dtype, quantize)
+    loader, facts = make_loader(
+        lm,
+        corpus,
+        window=window,
+        stride=stride,
+        protocol=protocol,
+        bos=bos,
+        batch=batch,
+        limit=limit,
+    )
+    report: dict[str, Any] = {"model": model, "dtype": dtype, "quantize": quantize, **facts}
+    if compare is None and other_dtype is None and other_quantize is None:
+        found = perplexity(lm.model, lm.params, loader, journal=journal)
+        report |= _numbers(found)
+        rows = [("text", described(facts)), *_lines(found)]
+    else:
+        other = load_evaluated(compare or model, other_dtype or dtype, other_quantize)
+        check_pair(lm.model, other.model)
+        _check_tokenizers(lm, other, corpus)
+        both = divergence(lm.model, lm.params, other.model, other.params, loader, journal=journal)
+        names = {"model": compare or model, "dtype": other_dtype or dtype}
+        report |= _numbers(both.reference)
+        report["other"] = {**names, "quantize": other_quantize, **_numbers(both.other)}
+        report["divergence"] = differences(both)
+        rows = [("text", described(facts)), *_lines(both.reference), *_compared(both)]
+    if as_json:
+        write(json.dumps(plain(report)) + "\n")
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        write(f"{name:{width}}  {value}\n")
+
+
+def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
+    """Raise TokenError where the other model would read the text as other tokens."""
+    if lm.tokenizer is None or other.tokenizer is None or lm.path == other.path:
+        return
+    if encode(lm, corpus) != encode(other, corpus):
+        raise TokenError(f"{lm.path} and {other.path} make different tokens of the text")
+
+
+def plain(report: dict[str, Any]) -> dict[str, Any]:
+    """The same for JSON, which has no NaN (the error of one token) and no infinity: null."""
+    return {
+        name: plain(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for name, value in report.items()
+    }
+
+
+def _numbers(found: "Perplexity") -> dict[str, Any]:
+    return {
+        "tokens": found.tokens,
+        "perplexity": found.perplexity.mean,
+        "perplexity_error": found.perplexity.error,
+        "nll": found.nll.mean,
+        "nll_error": found.nll.error,
+    }
+
+
+def differences(found: "Divergence") -> dict[str, Any]:
+    return {
+        "kl": found.kl.mean,
+        "kl_error": found.kl.error,
+        "kl_median": found.kl_median,
+        "kl_p99": found.kl_p99,
+        "kl_max": found.kl_max,
+        "same_top": found.same_top.mean,
+        "same_top_error": found.same_top.error,
+        "perplexity_ratio": found.ratio.mean,
+        "perplexity_ratio_error": found.ratio.error,
+        "delta_p": found.delta_p.mean,
+        "delta_p_error": found.delta_p.error,
+        "delta_p_rms": found.delta_p_rms,
+    }
+
+
+def _lines(found: "Perplexity", whose: str = "") -> list[tuple[str, str]]:
+    return [
+        (f"tokens scored{whose}", f"{found.tokens:,}"),
+        (f"negative log-likelihood{whose}", f"{_shown(found.nll)} nats a token"),
+        (f"perplexity{whose}", _shown(found.perplexity)),
+    ]
+
+
+def _compared(found: "Divergence") -> list[tuple[str, str]]:
+    quantiles = f"median {found.kl_median:.3g}, p99 {found.kl_p99:.3g}, max {found.kl_max:.3g}"
+    return [
+        _lines(found.other, ", other")[-1],
+        ("perplexity ratio", _shown(found.ratio)),
+        ("KL divergence", f"{found.kl.mean:.3g} +/- {found.kl.error:.2g} nats; {quantiles}"),
+        ("same top-1", f"{found.same_top.mean:.2%} +/- {found.same_top.error:.2%}"),
+        ("change of p", f"{_shown(found.delta_p)}; RMS {found.delta_p_rms:.5f}"),
+    ]
+
+
+def _shown(estimate: "Estimate") -> str:
+    return f"{estimate.mean:.5f} +/- {estimate.error:.5f}"

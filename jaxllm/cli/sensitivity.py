@@ -1,0 +1,95 @@
+"""`jaxllm sensitivity`: which parts of a model suffer from a lower precision."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxllm.cli.console import note, write
+from jaxllm.cli.corpus import (
+    Documents,
+    Evaluated,
+    Rows,
+    Stride,
+    Text,
+    Window,
+    described,
+    load_evaluated,
+    make_loader,
+    read_corpus,
+)
+from jaxllm.cli.options import Dtype
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxllm.evaluate.sensitivity import Sensitivity
+
+EXAMPLE = "Example: jaxllm sensitivity demo:llama --text story.txt --format int4 --by kind"
+
+
+def sensitivity(
+    model: Evaluated = "demo:llama",
+    text: Text = None,
+    documents: Documents = None,
+    format: Annotated[
+        str, typer.Option(help="What to lower to: int8, int4, int4-g32, bfloat16, ...")
+    ] = "int4",
+    by: Annotated[
+        str,
+        typer.Option(help="layer, kind (q_proj of all layers, ...) or module (each matrix)."),
+    ] = "layer",
+    window: Window = None,
+    stride: Stride = None,
+    batch: Rows = None,
+    limit: Annotated[int, typer.Option(help="Only the first so many windows.")] = 8,
+    dtype: Dtype = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the ranking as a PNG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Lower one group of matrices at a time and rank them by what it does to the predictions.
+
+    The measure is the mean KL divergence from the unchanged model, with its standard error. A
+    group's regex, as --json prints it, is a rule for `jaxllm.quantize`.
+    """
+    from jaxllm.evaluate.sensitivity import plot as draw
+    from jaxllm.evaluate.sensitivity import sensitivity
+
+    if plot is not None and not plot.parent.is_dir():
+        raise ConfigError(f"--plot: {plot.parent} is not a directory")
+    corpus = read_corpus(text, documents, separate=False)
+    lm = load_evaluated(model, dtype, None)
+    loader, facts = make_loader(lm, corpus, window=window, stride=stride, batch=batch, limit=limit)
+    rows = sensitivity(lm.model, lm.params, loader, format, by=by)
+    if plot is not None:
+        draw(rows, plot, f"{model}: {format}, one {by} at a time")
+        note(f"{plot} written")
+    if as_json:
+        report = {"model": model, "format": format, "by": by, "tokens": loader.tokens, **facts}
+        write(json.dumps({**report, "groups": [_numbers(row) for row in rows]}) + "\n")
+        return
+    note(f"{described(facts)}; {loader.tokens:,} tokens scored")
+    width = max(len("group"), *(len(row.group) for row in rows))
+    write(
+        f"{'group':{width}}  {'mean KL':>9} {'+/-':>8} {'p99':>8}  same top-1  ppl ratio    saves\n"
+    )
+    for row in rows:
+        d, saved = row.divergence, row.bytes_before - row.bytes_after
+        write(
+            f"{row.group:{width}}  {d.kl.mean:9.3g} {d.kl.error:8.2g} {d.kl_p99:8.3g}"
+            f"  {d.same_top.mean:10.2%}  {d.ratio.mean:9.5f}  {saved / 1e6:7.2f} MB\n"
+        )
+
+
+def _numbers(row: "Sensitivity") -> dict[str, Any]:
+    from jaxllm.cli.perplexity import differences, plain
+
+    return plain(
+        {
+            "group": row.group,
+            "regex": row.regex,
+            "bytes_before": row.bytes_before,
+            "bytes_after": row.bytes_after,
+            **differences(row.divergence),
+        }
+    )

@@ -1,0 +1,119 @@
+"""`jaxllm vectors`: freeze what a model computes, and check another version by it."""
+
+import enum
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxllm.cli.console import note, write
+from jaxllm.cli.options import load_model
+from jaxllm.cli.verify import transformers_directory
+
+if TYPE_CHECKING:
+    from jaxllm.evaluate.equivalence import Report
+    from jaxllm.evaluate.sides import Ours
+
+EXAMPLE = """
+Examples:
+
+  jaxllm vectors make demo:llama story-vectors
+
+  jaxllm vectors check demo:llama story-vectors
+"""
+TEXTS = ("Once upon a time", "One day")
+
+
+class Action(enum.StrEnum):
+    make = "make"
+    check = "check"
+
+
+def vectors(
+    action: Annotated[Action, typer.Argument(help="make or check.")],
+    model: Annotated[str, typer.Argument(help="As --model of generate.")],
+    directory: Annotated[Path, typer.Argument(help="Where the vectors are to go, or are.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    source: Annotated[
+        str, typer.Option("--from", help="make: whose numbers: jaxllm or transformers.")
+    ] = "jaxllm",
+    new_tokens: Annotated[
+        int, typer.Option("--tokens", "-n", help="make: greedy tokens after each text.")
+    ] = 4,
+    tolerance: Annotated[
+        float | None, typer.Option(help="check: as for verify; by default the format's own.")
+    ] = None,
+    other_weights: Annotated[
+        bool, typer.Option("--other-weights", help="check: judge by the numbers alone.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="check: print one JSON object.")] = False,
+) -> None:
+    """Write test vectors of a model, or run the model and compare; status 1 if they differ.
+
+    Vectors are every stage, the logits and the greedy tokens of two short texts, with their ids and
+    positions: alone, as a batch padded on the left or the right, and through a cache. They are
+    safetensors and JSON, so checking needs neither torch nor this library.
+    """
+    from jaxllm.errors import ConfigError
+    from jaxllm.evaluate.sides import Ours
+
+    if source not in ("jaxllm", "transformers"):
+        raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")
+    lm = load_model(model, dtype, None)
+    ours = Ours(f"jaxllm, {model}", lm.model, lm.params)
+    if action is Action.check:
+        _check(ours, directory, tolerance, other_weights, as_json)
+        return
+    from jaxllm.evaluate.vectors import make
+
+    texts = (
+        [lm.tokenizer.encode(text, bos=lm.tokenizer.adds_bos) for text in TEXTS]
+        if lm.tokenizer
+        else [[1, 2, 3, 4, 5], [6, 7, 8]]
+    )
+    if source == "jaxllm":
+        make(directory, ours, texts, new_tokens=new_tokens)
+    else:
+        from jaxllm.evaluate.reference import Transformers
+
+        with transformers_directory(model, lm) as hf:
+            theirs = Transformers.load(hf, dtype)
+            make(directory, ours, texts, new_tokens=new_tokens, source=theirs)
+    note(f"wrote {directory}")
+
+
+def _check(
+    ours: "Ours", directory: Path, tolerance: float | None, other_weights: bool, as_json: bool
+) -> None:
+    from jaxllm.evaluate.difference import Tolerance
+    from jaxllm.evaluate.report import to_json
+    from jaxllm.evaluate.vectors import check, read
+
+    checked = check(
+        read(directory), ours, tolerance=None if tolerance is None else Tolerance(tolerance)
+    )
+    holds = checked.numbers_hold if other_weights else checked.holds
+    reports = checked.reports.items()
+    if as_json:
+        cases = {name: to_json(report) for name, report in reports}
+        result = {"holds": holds, "differs": checked.differs, "cases": cases}
+        write(json.dumps(result, allow_nan=False) + "\n")
+    else:
+        for name in checked.differs:
+            write(f"{name} differ{'s' * (name != 'weights')}: not what the vectors were made of\n")
+        for name, report in reports:
+            worst = max(d.relative_max for d in report.differences)
+            write(f"{name}: {_said(report)}; largest relative error {worst:.1e}\n")
+        write("holds\n" if holds else "DOES NOT HOLD\n")
+    if not holds:
+        raise typer.Exit(1)
+
+
+def _said(report: "Report") -> str:
+    """One case in a few words."""
+    greedy = f"{report.greedy.agreed} of {report.greedy.compared} greedy tokens"
+    stages = f"{len(report.stages)} stages hold"
+    if first := report.first:
+        stages = f"first to differ: {first.name} ({first.beyond:,} of {first.count:,} numbers)"
+    return f"{stages}, {greedy}"

@@ -1,0 +1,126 @@
+"""Embeddings of texts: the hidden states of a layer, one vector a text, in batches of like lengths.
+
+`decode.batch` pools what it decodes into a cache; here nothing is kept, so any layer will do.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
+from jaxllm.ops.pooling import COUNTED, normalized, pool
+from jaxllm.progress import steps_bar
+from jaxllm.steps import run
+from jaxllm.weights.paths import Params
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
+def embed(
+    model: nn.Module,
+    params: Params,
+    token_BT: jax.Array,
+    position_BT: jax.Array,
+    *,
+    layer: int,
+    pooling: str,
+    normalize: bool,
+) -> jax.Array:
+    """The pooled hidden states of texts, float32 `[B, D]`, on checked input.
+
+    token_BT: ids. position_BT: their positions, -1 for padding. layer: which of
+    `Output.hidden_states`, the embeddings being 0; later layers and logits are not computed.
+    """
+    trace, _, _ = run(model, params, (), token_BT, position_BT)
+    x_BD: jax.Array = pool(trace.hidden_states[layer], position_BT >= 0, pooling)
+    return normalized(x_BD) if normalize else x_BD
+
+
+def embeddings(
+    model: nn.Module,
+    params: Params,
+    texts: Sequence[Sequence[int]],
+    *,
+    layer: int = -1,
+    pooling: str = "mean",
+    normalize: bool = False,
+    batch: int = 16,
+    show_progress: bool | None = None,
+) -> np.ndarray:
+    """One embedding a text, float32 `[N, D]`, in the order of the texts.
+
+    texts: token ids each (`LM.encode` makes them of text). layer: 0 for the embedding table's rows,
+    n for the output of block n, -1 for the last, after the final norm, as transformers counts its
+    hidden_states. pooling: "mean", "last" or "cls" (the first). normalize: to Euclidean norm 1.
+    batch: how many texts run together; those of like lengths do, in widths of powers of two.
+
+    Raises ConfigError for options that are none, TokenError for a text that is empty or has an id
+    outside the vocabulary, CapacityError for one longer than the model's context.
+    """
+    layer = _checked_options(model, layer, pooling, batch)
+    ids = [_checked_text(model, number, text) for number, text in enumerate(texts)]
+    found = np.zeros((len(ids), model.config.hidden_size), np.float32)
+    groups = list(_groups([len(text) for text in ids], batch))
+    with steps_bar("embedding", len(groups), show_progress) as advance:
+        for members, width in groups:
+            rows = min(batch, 1 << (len(members) - 1).bit_length())
+            token_BT = np.zeros((rows, width), np.int32)
+            position_BT = np.full((rows, width), -1, np.int32)
+            for row, member in enumerate(members):
+                length = len(ids[member])
+                token_BT[row, :length], position_BT[row, :length] = ids[member], np.arange(length)
+            found_BD = embed(
+                model,
+                params,
+                token_BT,
+                position_BT,
+                layer=layer,
+                pooling=pooling,
+                normalize=normalize,
+            )
+            found[members] = np.asarray(found_BD)[: len(members)]
+            advance()
+    if not np.isfinite(found).all():
+        bad = int(np.argmin(np.isfinite(found).all(axis=1)))
+        raise NonFiniteError(f"the hidden states of text {bad} are NaN or infinite")
+    return found
+
+
+def _groups(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
+    """Which texts run together, the shortest first, and how wide."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for start in range(0, len(order), batch):
+        members = order[start : start + batch]
+        longest = lengths[members[-1]]
+        yield members, max(8, 1 << (longest - 1).bit_length())
+
+
+def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> int:
+    """The layer, counted from the front."""
+    count = model.config.num_hidden_layers + 1
+    if type(layer) is not int or not -count <= layer < count:
+        raise ConfigError(f"layer must be from {-count} to {count - 1}, got {layer!r:.40}")
+    if pooling not in COUNTED:
+        raise ConfigError(f"pooling must be one of {', '.join(COUNTED)}, got {pooling!r:.40}")
+    if type(batch) is not int or batch < 1:
+        raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r:.40}")
+    return layer % count
+
+
+def _checked_text(model: nn.Module, number: int, text: Any) -> np.ndarray:
+    ids, config = np.asarray(text), model.config
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise TokenError(f"text {number} must be token ids, at least one; got {text!r:.60}")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        wrong = ids[(ids < 0) | (ids >= config.vocab_size)][0]
+        raise TokenError(
+            f"text {number}: token id {wrong} is outside the vocabulary of {config.vocab_size}"
+        )
+    if ids.size > config.context_length:
+        raise CapacityError(
+            f"text {number} has {ids.size} tokens; the model's context is {config.context_length}"
+        )
+    return ids

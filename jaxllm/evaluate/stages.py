@@ -1,0 +1,128 @@
+"""What a model computes on the way to its logits, by name.
+
+A stage is a dotted path, in the order of computation: `embed_tokens`, then for each layer
+`layers.0.input_layernorm`, `.q`, `.k`, `.v`, `.heads`, `.attention`, `.post_attention_layernorm`,
+`.mlp` and the layer's own output `layers.0`, then `norm` and `logits`. GPT-2 has its own names.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from jaxllm.cache.kv import KVCache, Segment
+from jaxllm.config import ModelConfig
+from jaxllm.errors import TokenError
+from jaxllm.models.layers import Trace
+from jaxllm.ops.entries import dense
+from jaxllm.steps import run
+from jaxllm.weights.paths import Params
+
+
+class Names(NamedTuple):
+    """What a family calls its stages; those within a layer follow the layer's own path."""
+
+    embeddings: str
+    layers: str
+    attention_norm: str
+    attention: str
+    mlp_norm: str
+    norm: str
+
+
+# By model_type. `embeddings` is the sum of GPT-2's wte and wpe.
+NAMES = {
+    "llama": Names(
+        "embed_tokens",
+        "layers",
+        "input_layernorm",
+        "attention",
+        "post_attention_layernorm",
+        "norm",
+    ),
+    "gpt2": Names("embeddings", "h", "ln_1", "attn", "ln_2", "ln_f"),
+}
+
+
+def stage_names(model_type: str, layers: int) -> list[str]:
+    """Every stage's name, in the order of computation."""
+    names = NAMES[model_type]
+    parts = (names.attention_norm, "q", "k", "v", "heads", names.attention, names.mlp_norm, "mlp")
+    found = [names.embeddings]
+    for path in (f"{names.layers}.{i}" for i in range(layers)):
+        found += [*(f"{path}.{part}" for part in parts), path]
+    return [*found, names.norm, "logits"]
+
+
+def stages(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache | None,
+    tokens_BT: Any,
+    *,
+    positions_BT: Any = None,
+) -> dict[str, jax.Array]:
+    """Every stage of running tokens against a cache, by name, in the order of computation.
+
+    tokens_BT: ids `[B, T]`. positions_BT: int32 `[B, T]`, -1 for padding; by default each row goes
+    on from where the cache ends. Most stages are `[B, T, D]`; q (after rotation) and heads (the
+    weighted sums of values, before the output projection) are `[B, T, N, H]`, k and v `[B, T, K,
+    H]` as the cache gives them back, logits `[B, T, V]` float32. Numbers at padding mean nothing.
+
+    Raises TokenError for ids, positions or shapes that do not fit the model.
+    """
+    if positions_BT is None:
+        start_B = np.zeros(len(tokens_BT), np.int32)
+        start_B = start_B if cache is None else np.asarray(cache.next_position_B)
+        positions_BT = start_B[:, None] + np.arange(np.shape(tokens_BT)[-1], dtype=np.int32)[None]
+    token_BT, position_BT = check_tokens(model.config, tokens_BT, positions_BT)
+    segments = () if cache is None else cache.segments
+    trace = _trace(model, params, segments, token_BT, position_BT)
+    names = stage_names(model.config.model_type, len(trace.layers))
+    return dict(zip(names, _arrays(trace), strict=True))
+
+
+def check_tokens(
+    config: ModelConfig, tokens_BT: Any, positions_BT: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both as int32 `[B, T]`; raises TokenError for what does not fit each other or the model."""
+    tokens, positions = np.asarray(tokens_BT), np.asarray(positions_BT)
+    if tokens.ndim != 2 or tokens.size == 0 or positions.shape != tokens.shape:
+        raise TokenError(
+            "tokens and positions must both be [B, T], neither of them zero; got shapes"
+            f" {tokens.shape} and {positions.shape}"
+        )
+    for name, x, least, limit in (
+        ("token id", tokens[positions >= 0], 0, config.vocab_size),
+        ("position", positions, -1, config.position_limit),
+    ):
+        if x.dtype.kind not in "iu":
+            raise TokenError(f"a {name} is an integer, got {x.dtype}")
+        wrong = x[(x < least) | (x >= limit)]
+        if wrong.size:
+            raise TokenError(f"{name} {wrong[0]} is not from {least} to {limit - 1}")
+    return tokens.astype(np.int32), positions.astype(np.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _trace(
+    model: nn.Module,
+    params: Params,
+    segments: Sequence[Segment],
+    token_BT: jax.Array,
+    position_BT: jax.Array,
+) -> Trace:
+    return run(model, params, tuple(segments), token_BT, position_BT)[0]
+
+
+def _arrays(trace: Trace) -> Iterator[jax.Array]:
+    """The trace's stages, in the order of `stage_names`."""
+    yield trace.embeddings
+    for layer in trace.layers:
+        q, k, v, heads, x, _ = layer.attention
+        yield from (layer.attention_norm, q, dense(k), dense(v), heads, x)
+        yield from (layer.mlp_norm, layer.mlp, layer.x)
+    yield from (trace.norm, trace.logits)

@@ -1,0 +1,83 @@
+"""Which tokens of a text are run together, and which of them count: a protocol is a list of spans.
+
+A token's log-probability is conditioned on what stands left of it in its span, so the first token
+of a span never counts.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jaxllm.errors import ConfigError
+
+
+class Span(NamedTuple):
+    """Tokens `start:end` of document `document`, run as one row; those from `scored` on count.
+
+    `start < scored < end`, all of them indices into the document.
+    """
+
+    document: int
+    start: int
+    end: int
+    scored: int
+
+
+def strided(length: int, window: int, stride: int, document: int = 0) -> list[Span]:
+    """Windows of `window` tokens, `stride` apart; a token counts once, where it is first seen.
+
+    As in Hugging Face's guide "Perplexity of fixed-length models"; with `stride == window` the
+    windows do not overlap, and the first token of each does not count. Raises ConfigError unless
+    `2 <= window` and `1 <= stride <= window`.
+    """
+    _check(window)
+    if not 1 <= stride <= window:
+        raise ConfigError(f"stride must be from 1 to the window of {window}, got {stride}")
+    spans, seen = [], 0
+    for start in range(0, length, stride):
+        end = min(start + window, length)
+        scored = max(seen, start + 1)
+        if scored < end:
+            spans.append(Span(document, start, end, scored))
+        seen = end
+        if end == length:
+            break
+    return spans
+
+
+def second_half(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
+    """Whole windows side by side, of which the second half counts; `stride` is not read.
+
+    As llama.cpp's `llama-perplexity`: of a window of T tokens those from T // 2 + 1 on count, and
+    what is left at the end of the text is dropped.
+    """
+    _check(window)
+    starts = range(0, length - window + 1, window)
+    return [Span(document, s, s + window, s + window // 2 + 1) for s in starts if window > 2]
+
+
+def rolling(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
+    """Every token but the first counts once, the last span reaching back to be a whole window.
+
+    As lm-evaluation-harness's `loglikelihood_rolling`, for a document that begins with its prefix
+    token: neighbours share one token. `stride` is not read.
+    """
+    _check(window)
+    spans, seen = [], 1
+    while seen < length:
+        end = min(seen + window - 1, length)
+        spans.append(Span(document, max(0, end - window), end, seen))
+        seen = end
+    return spans
+
+
+# Each takes (length, window, stride, document).
+PROTOCOLS: Mapping[str, Callable[[int, int, int, int], list[Span]]] = {
+    "strided": strided,
+    "second-half": second_half,
+    "rolling": rolling,
+}
+
+
+def _check(window: int) -> None:
+    if window < 2:
+        raise ConfigError(f"a window needs at least 2 tokens, one to predict from; got {window}")

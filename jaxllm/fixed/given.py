@@ -1,0 +1,139 @@
+"""What a runner is given, read into arrays: text, token ids or embeddings, and a mask."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import TokenError
+from jaxllm.text.tokenizer import Tokenizer
+
+
+class Given(NamedTuple):
+    """An input of L columns: token ids int32 `[B, L]`, or vectors float32 `[B, L, D]` instead.
+
+    mask_BL: bool, which columns are real; ids are 0 elsewhere.
+    """
+
+    token_BL: np.ndarray
+    vector_BLD: np.ndarray | None
+    mask_BL: np.ndarray
+
+    @property
+    def batch(self) -> int:
+        return self.mask_BL.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.mask_BL.shape[1]
+
+
+def read_given(
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    side: str,
+    text: str | Sequence[str] | None,
+    tokens: Any,
+    embeddings: Any,
+    mask: Any,
+) -> Given:
+    """Check an input; rows of unequal lengths are padded on one side. Raises TokenError."""
+    named = {"text": text, "tokens": tokens, "embeddings": embeddings}
+    names = [name for name, value in named.items() if value is not None]
+    if len(names) != 1:
+        got = " and ".join(names) or "none"
+        raise TokenError(f"give exactly one of text, tokens and embeddings; got {got}")
+    if embeddings is not None:
+        vector_BLD = _vectors(config, embeddings)
+        mask_BL = _mask(mask, vector_BLD.shape[:2])
+        return Given(np.zeros(mask_BL.shape, np.int32), _zeroed(vector_BLD, mask_BL), mask_BL)
+    rows = _encoded(tokenizer, text) if text is not None else tokens
+    if text is not None or _ragged(rows):
+        if mask is not None:
+            raise TokenError("a mask goes with an array [B, T], not with text or unequal rows")
+        token_BL, mask_BL = _aligned(rows, side)
+    else:
+        token_BL = _ids(rows)
+        mask_BL = _mask(mask, token_BL.shape)
+    wrong_BL = mask_BL & ((token_BL < 0) | (token_BL >= config.vocab_size))
+    if wrong_BL.any():
+        row, column = np.argwhere(wrong_BL)[0]
+        raise TokenError(
+            f"token id {token_BL[row, column]} (row {row}, column {column}) is outside the"
+            f" vocabulary of {config.vocab_size}"
+        )
+    return Given(np.where(mask_BL, token_BL, 0).astype(np.int32), None, mask_BL)
+
+
+def _encoded(tokenizer: Tokenizer | None, text: str | Sequence[str]) -> list[list[int]]:
+    if tokenizer is None:
+        raise TokenError("text needs a tokenizer: give one to the runner, or give token ids")
+    texts = [text] if isinstance(text, str) else list(text)
+    return [tokenizer.encode(t, bos=tokenizer.adds_bos) for t in texts]
+
+
+def _ragged(rows: Any) -> bool:
+    """Whether these are lists of unequal lengths."""
+    if isinstance(rows, jax.Array | np.ndarray) or not isinstance(rows, Sequence):
+        return False
+    return len({np.shape(row) for row in rows}) > 1
+
+
+def _aligned(rows: Sequence[Any], side: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids in one array, padded on one side, and where they are."""
+    lists = [_ids([row])[0] if len(row) else _empty_row(r) for r, row in enumerate(rows)]
+    if not lists:
+        raise TokenError("the input has no rows")
+    width = max(map(len, lists))
+    token_BL, mask_BL = np.zeros((len(lists), width), np.int64), np.zeros((len(lists), width), bool)
+    for r, ids in enumerate(lists):
+        at = slice(width - len(ids), width) if side == "left" else slice(0, len(ids))
+        token_BL[r, at], mask_BL[r, at] = ids, True
+    return token_BL, mask_BL
+
+
+def _empty_row(row: int) -> np.ndarray:
+    raise TokenError(f"row {row} has no tokens")
+
+
+def _ids(tokens: Any) -> np.ndarray:
+    token_BL = np.asarray(tokens)
+    if token_BL.ndim != 2 or 0 in token_BL.shape:
+        raise TokenError(f"tokens must be [B, T], neither of them zero; got {token_BL.shape}")
+    if token_BL.dtype.kind not in "iu":
+        raise TokenError(f"tokens must be integers, got {token_BL.dtype}")
+    return token_BL
+
+
+def _vectors(config: ModelConfig, embeddings: Any) -> np.ndarray:
+    vector_BLD = np.asarray(embeddings)
+    size = config.hidden_size
+    if vector_BLD.ndim != 3 or vector_BLD.shape[2] != size or 0 in vector_BLD.shape:
+        raise TokenError(
+            f"embeddings must be [B, T, {size}], none of them zero; got {vector_BLD.shape}"
+        )
+    if not jax.numpy.issubdtype(vector_BLD.dtype, jax.numpy.floating):
+        raise TokenError(f"embeddings must be floats, got {vector_BLD.dtype}")
+    return vector_BLD.astype(np.float32)
+
+
+def _zeroed(vector_BLD: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
+    """The vectors, zero where they are padding; what is real must be finite."""
+    vector_BLD = np.where(mask_BL[:, :, None], vector_BLD, np.float32(0))
+    if not np.isfinite(vector_BLD).all():
+        row, column = np.argwhere(~np.isfinite(vector_BLD).all(axis=2))[0]
+        raise TokenError(f"embeddings must be finite; row {row}, column {column} is not")
+    return vector_BLD
+
+
+def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if mask is None:
+        return np.ones(shape, bool)
+    mask_BL = np.asarray(mask)
+    if mask_BL.shape != shape:
+        raise TokenError(f"the mask must be {shape}, as the input is; got {mask_BL.shape}")
+    if not ((mask_BL == 0) | (mask_BL == 1)).all():
+        raise TokenError("the mask must hold 1 where a token is real and 0 elsewhere")
+    return mask_BL.astype(bool)

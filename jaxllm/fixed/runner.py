@@ -1,0 +1,239 @@
+"""Any text through one program: cut, padded and masked on the host, run in fixed shapes."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from jaxllm import ops
+from jaxllm.config import LlamaConfig
+from jaxllm.errors import CapacityError, ConfigError, TokenError
+from jaxllm.fixed.given import Given, read_given
+from jaxllm.fixed.slots import Past, empty, fitted, kept, place
+from jaxllm.fixed.step import Form, Mask, check_form, run_step
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.paths import Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FixedOutput:
+    """What a runner returns.
+
+    logits: float32 `[B, L, V]` on the host; those of padding mean nothing. past: what the next call
+    takes. mask: bool `[B, L]`, which columns are real.
+    """
+
+    logits: np.ndarray
+    past: Past
+    mask: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FixedShapeRunner:
+    """A model that is only ever run on `num_tokens` tokens against `max_tokens - num_tokens` slots.
+
+    Longer inputs are run in pieces, shorter ones padded, on the left or on the right; whatever the
+    lengths, a batch size costs one compiled program (one more for embeddings, where both are used).
+    The numbers are those of `jaxllm.forward`.
+
+    rotary: the rotary cosines and sines are inputs of the step. mask: "positions", or one combined
+    causal and padding mask, "boolean" or "additive", as an input of the step. mask_value: what an
+    additive mask adds to the scores that are not to be seen. step: what runs in place of the model,
+    `inputs -> outputs` as `fixed_step` has them: an exported step, or a session of a compiler's.
+
+    An additive mask is for graphs that have nothing better; -50, as quantized ones use it, is wrong
+    where a real score lies 50 or more below a masked one (the masked token then wins), and a query
+    that sees nothing, as padding does, attends to everything. In float16 a value beyond -65504 is
+    minus infinity, and such a query NaN.
+
+    Raises ConfigError for lengths, names or values that are none.
+    """
+
+    model: nn.Module
+    params: Params
+    num_tokens: int
+    max_tokens: int
+    tokenizer: Tokenizer | None = None
+    padding: Literal["left", "right"] = "left"
+    rotary: bool = False
+    mask: Mask = "positions"
+    mask_value: float = -50.0
+    step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        check_lengths(self.model, self.num_tokens, self.max_tokens)
+        if self.padding not in ("left", "right"):
+            raise ConfigError(f"padding must be 'left' or 'right', got {self.padding!r:.40}")
+        if not -np.inf < self.mask_value < 0:
+            raise ConfigError(f"mask_value must be finite and negative, got {self.mask_value}")
+        check_form(self.model, self.form(embeddings=False))
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the past: how many tokens a next call can have before it."""
+        return self.max_tokens - self.num_tokens
+
+    def form(self, *, embeddings: bool) -> Form:
+        """The inputs of the step that is run."""
+        return Form(embeddings=embeddings, rotary=self.rotary, mask=self.mask)
+
+    def __call__(
+        self,
+        *,
+        text: str | Sequence[str] | None = None,
+        tokens: Any = None,
+        embeddings: Any = None,
+        mask: Any = None,
+        past: Past | None = None,
+    ) -> FixedOutput:
+        """Run an input of any length L; one of text, tokens and embeddings is given.
+
+        text: one or several, encoded with the begin-of-text token if the checkpoint asks for it.
+        tokens: ids `[B, L]`, or lists of unequal lengths. embeddings: `[B, L, D]`, what the table
+        would give. mask: `[B, L]`, 1 where a token is real; padding may stand anywhere. past: what
+        an earlier call returned, or keys and values of your own in at most as many slots.
+
+        Raises TokenError for input that is none, CapacityError for what `max_tokens` cannot hold,
+        CacheMismatchError for the past of another model or batch.
+        """
+        config = self.model.config
+        given = read_given(config, self.tokenizer, self.padding, text, tokens, embeddings, mask)
+        nothing = empty(config, self.model.precision.cache, given.batch, self.capacity)
+        past = nothing if past is None else fitted(past, nothing, self.padding)
+        form = self.form(embeddings=given.vector_BLD is not None)
+        position_BL = _positions(past, given.mask_BL)
+        length_B = position_BL.max(axis=1, initial=-1) + 1
+        self._check_room(past, position_BL)
+        pieces = []
+        for columns in self._pieces(given.length):
+            inputs, after_BS, missing = self._inputs(given, past, position_BL, columns, length_B)
+            if self.step is not None:
+                outputs = self.step(inputs)
+            else:
+                outputs = _STEP(self.model, form, self.params, inputs)
+            past = kept(past, outputs, after_BS, missing)
+            pieces.append(np.asarray(outputs["logits"])[:, self._real(columns)])
+        return FixedOutput(np.concatenate(pieces, axis=1), past, given.mask_BL)
+
+    def _pieces(self, length: int) -> Iterator[slice]:
+        """The columns of each piece. The first is the short one: the last then has most room."""
+        stop = (length - 1) % self.num_tokens + 1
+        yield slice(0, stop)
+        for start in range(stop, length, self.num_tokens):
+            yield slice(start, start + self.num_tokens)
+
+    def _real(self, columns: slice) -> slice:
+        """Where the columns stand among the step's."""
+        width = columns.stop - columns.start
+        start = self.num_tokens - width if self.padding == "left" else 0
+        return slice(start, start + width)
+
+    def _inputs(
+        self,
+        given: Given,
+        past: Past,
+        position_BL: np.ndarray,
+        columns: slice,
+        length_B: np.ndarray,
+    ) -> tuple[dict[str, Any], np.ndarray, int]:
+        """The step's inputs for a piece, the positions of the slots after it, tokens left over."""
+        at, config = self._real(columns), self.model.config
+
+        def padded(x_BL: np.ndarray, fill: int) -> np.ndarray:
+            x_BT = np.full((x_BL.shape[0], self.num_tokens, *x_BL.shape[2:]), fill, x_BL.dtype)
+            x_BT[:, at] = x_BL[:, columns]
+            return x_BT
+
+        position_BT = padded(position_BL, -1)
+        slot_BT, after_BS, missing = place(past.position_BS, position_BT)
+        inputs: dict[str, Any] = {"slots": slot_BT}
+        if given.vector_BLD is not None:
+            dtype = self.model.precision.activations
+            inputs["inputs_embeds"] = padded(given.vector_BLD, 0).astype(dtype)
+        else:
+            inputs["input_ids"] = padded(given.token_BL, 0)
+        if self.mask == "positions" or not self.rotary:
+            inputs["position_ids"] = position_BT
+        if self.rotary:
+            cos_BTF, sin_BTF = _angles(config, position_BT, length_B)
+            inputs["cos"], inputs["sin"] = cos_BTF[:, None], sin_BTF[:, None]
+        elif isinstance(config, LlamaConfig) and config.rope.rope_type == "dynamic":
+            inputs["length"] = length_B
+        if self.mask == "positions":
+            inputs["past_position_ids"] = past.position_BS
+        else:
+            seen_BTS = self._seen(past.position_BS, position_BT)[:, None]
+            value = np.float32(self.mask_value)
+            inputs["attention_mask"] = (
+                seen_BTS if self.mask == "boolean" else np.where(seen_BTS, np.float32(0), value)
+            )
+        for i, (k, v) in enumerate(zip(past.k, past.v, strict=True)):
+            inputs[f"past_key_values.{i}.key"], inputs[f"past_key_values.{i}.value"] = k, v
+        return inputs, after_BS, missing
+
+    def _seen(self, past_BS: np.ndarray, position_BT: np.ndarray) -> np.ndarray:
+        """The combined mask, bool `[B, T, S + T]`: the past's slots, then the new tokens."""
+        all_BS: Any = np.concatenate([past_BS, position_BT], axis=1)
+        queries: Any = position_BT
+        window = getattr(self.model.config, "sliding_window", None)
+        return np.asarray(ops.visible(queries, all_BS, window=window))
+
+    def _check_room(self, past: Past, position_BL: np.ndarray) -> None:
+        """Raise CapacityError where the last piece finds more before it than there are slots."""
+        limit = self.model.config.position_limit
+        if position_BL.max(initial=-1) >= limit:
+            raise TokenError(f"position {position_BL.max()} is outside the model's {limit}")
+        last = max(position_BL.shape[1] - self.num_tokens, 0)
+        held_B = (past.position_BS >= 0).sum(axis=1)
+        before_B = held_B + (position_BL[:, :last] >= 0).sum(axis=1)
+        if (before_B > self.capacity).any():
+            row = int(before_B.argmax())
+            count = int((position_BL[row] >= 0).sum())
+            raise CapacityError(
+                f"row {row}: {held_B[row]} tokens in the past and {count} new ones do not fit:"
+                f" before the last {self.num_tokens} there is room for {self.capacity}"
+                f" (max_tokens {self.max_tokens})"
+            )
+
+
+def check_lengths(model: nn.Module, num_tokens: int, max_tokens: int) -> None:
+    """Raise ConfigError for lengths that no step can have."""
+    for name, value in {"num_tokens": num_tokens, "max_tokens": max_tokens}.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r:.40}")
+    if max_tokens <= num_tokens:
+        raise ConfigError(
+            f"max_tokens ({max_tokens}) must exceed num_tokens ({num_tokens}): the rest is the past"
+        )
+    if max_tokens > model.config.context_length:
+        raise ConfigError(
+            f"max_tokens ({max_tokens}) exceeds the model's context of"
+            f" {model.config.context_length}"
+        )
+
+
+def _positions(past: Past, mask_BL: np.ndarray) -> np.ndarray:
+    """Real tokens counted on from the past, as transformers does; padding is -1."""
+    next_B = np.maximum(past.position_BS.max(axis=1), -1) + 1
+    count_BL = np.cumsum(mask_BL, axis=1, dtype=np.int32)
+    return np.where(mask_BL, next_B[:, None] + count_BL - 1, -1).astype(np.int32)
+
+
+def _angles(config: LlamaConfig, position_BT: np.ndarray, length_B: np.ndarray) -> Any:
+    return _ROPE(
+        config.rope,
+        position_BT,
+        length_B,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+_STEP = jax.jit(run_step, static_argnums=(0, 1))
+_ROPE = partial(jax.jit, static_argnums=0, static_argnames=("head_dim", "max_position_embeddings"))(
+    ops.rope_angles
+)

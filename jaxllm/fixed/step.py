@@ -1,0 +1,172 @@
+"""One step in fixed shapes: `step(params, inputs) -> outputs`, dicts of named arrays in and out.
+
+Everything that varies (lengths, padding, where keys and values go) is a value of an input, so one
+compiled graph serves every text. Names are those of transformers and of its ONNX exports.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.kv import Segment
+from jaxllm.config import LlamaConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.layers import Trace
+from jaxllm.weights.paths import Params
+
+Arrays = Mapping[str, Any]
+Mask = Literal["positions", "boolean", "additive"]
+MASKS = ("positions", "boolean", "additive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """Which inputs a step takes beside the keys and values.
+
+    embeddings: `inputs_embeds` in place of `input_ids`. rotary: the angles' `cos` and `sin`, for
+    models that have rotary positions. mask: "positions": a token sees what stands at or before its
+    position; "boolean", "additive": one `attention_mask` says so, True or 0 where it sees.
+
+    Raises ConfigError for a mask of another name.
+    """
+
+    embeddings: bool = False
+    rotary: bool = False
+    mask: Mask = "positions"
+
+    def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise ConfigError(f"mask must be one of {', '.join(MASKS)}, got {self.mask!r:.40}")
+
+
+def fixed_step(model: nn.Module, form: Form) -> Callable[[Params, Arrays], dict[str, jax.Array]]:
+    """The pure function `step(params, inputs) -> outputs` of one form; see `input_shapes`.
+
+    inputs: what `input_shapes` lists. outputs: `logits` float32 `[B, T, V]`; `present.N.key` and
+    `.value`, the past with the new tokens written at their slots, in the shape of the next step's
+    `past_key_values.N.key` and `.value`; and `present_position_ids` where positions decide.
+
+    Raises ConfigError for a form that the model does not have.
+    """
+    check_form(model, form)
+    return partial(run_step, model, form)
+
+
+def check_form(model: nn.Module, form: Form) -> None:
+    """Raise ConfigError for a form that the model does not have."""
+    if form.rotary and not isinstance(model.config, LlamaConfig):
+        raise ConfigError(
+            f"{model.config.model_type} has no rotary positions: leave out rotary (cos and sin)"
+        )
+    if model.precision.cache == "int8":
+        raise ConfigError(
+            "a step in fixed shapes takes keys and values as plain arrays, not int8 with scales:"
+            " give the model a Precision whose cache is a float format"
+        )
+
+
+def input_shapes(
+    model: nn.Module, form: Form, *, batch: int, num_tokens: int, capacity: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs of a step by name; B is batch, T num_tokens, S the capacity of the past.
+
+    `input_ids` int32 `[B, T]`, 0 for padding, or `inputs_embeds` `[B, T, D]`. `position_ids` int32
+    `[B, T]`, -1 for padding, unless both angles and mask are given. `cos`, `sin` float32
+    `[B, 1, T, H/2]`. `length` int32 `[B]`, of the whole text, for dynamic rotary scaling alone.
+    `past_position_ids` int32 `[B, S]`, -1 where empty, or `attention_mask` `[B, 1, T, S + T]`, bool
+    or float32: the past's slots, then the new tokens. `slots` int32 `[B, T]`: the slot of the past
+    that each new token is written to, S for nowhere. `past_key_values.N.key` and `.value`
+    `[B, S, K, H]`, keys rotated.
+    """
+    c, p = model.config, model.precision
+    B, T, S = batch, num_tokens, capacity
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    inputs = {}
+    if form.embeddings:
+        inputs["inputs_embeds"] = array(p.activations, B, T, c.hidden_size)
+    else:
+        inputs["input_ids"] = array(jnp.int32, B, T)
+    if form.mask == "positions" or not form.rotary:
+        inputs["position_ids"] = array(jnp.int32, B, T)
+    if form.rotary:
+        inputs["cos"] = inputs["sin"] = array(jnp.float32, B, 1, T, c.head_dim // 2)
+    elif isinstance(c, LlamaConfig) and c.rope.rope_type == "dynamic":
+        inputs["length"] = array(jnp.int32, B)
+    if form.mask == "positions":
+        inputs["past_position_ids"] = array(jnp.int32, B, S)
+    else:
+        dtype = jnp.bool_ if form.mask == "boolean" else jnp.float32
+        inputs["attention_mask"] = array(dtype, B, 1, T, S + T)
+    inputs["slots"] = array(jnp.int32, B, T)
+    kept = array(p.cache, B, S, c.num_key_value_heads, c.head_dim)
+    for i in range(c.num_hidden_layers):
+        inputs[f"past_key_values.{i}.key"] = inputs[f"past_key_values.{i}.value"] = kept
+    return inputs
+
+
+def run_step(model: nn.Module, form: Form, params: Params, inputs: Arrays) -> dict[str, jax.Array]:
+    """The step itself, on checked input."""
+    layers = range(model.config.num_hidden_layers)
+    inputs = {name: jnp.asarray(x) for name, x in inputs.items()}
+    past_k = tuple(inputs[f"past_key_values.{i}.key"] for i in layers)
+    past_v = tuple(inputs[f"past_key_values.{i}.value"] for i in layers)
+    slot_BT = inputs["slots"]
+    B, S = past_k[0].shape[:2]
+    position_BT = inputs.get("position_ids", jnp.zeros_like(slot_BT))
+    past_position_BS = inputs.get("past_position_ids", jnp.zeros((B, S), jnp.int32))
+    optional: dict[str, Any] = {}
+    if form.embeddings:
+        optional["embeddings_BTD"] = inputs["inputs_embeds"]
+    if form.rotary:
+        optional["angles"] = (inputs["cos"][:, 0], inputs["sin"][:, 0])
+    if form.mask != "positions":
+        optional["mask_BTS"] = inputs["attention_mask"][:, 0]
+    past = Segment(
+        past_k,
+        past_v,
+        past_position_BS,
+        jnp.zeros((B, S), jnp.int32),
+        jnp.zeros((B, S), bool),
+    )
+    trace = model.apply(
+        {"params": params},
+        inputs.get("input_ids", jnp.zeros_like(slot_BT)),
+        position_BT,
+        inputs.get("length", position_BT.max(axis=1) + 1),
+        (past,),
+        **optional,
+    )
+    assert isinstance(trace, Trace)
+    row_B1 = jnp.arange(B)[:, None]
+
+    def written(old_BSX: jax.Array, new_BTX: Any) -> jax.Array:
+        grown: jax.Array = old_BSX.at[row_B1, slot_BT].set(new_BTX, mode="drop")
+        return grown
+
+    outputs = {"logits": trace.logits}
+    for i in layers:
+        outputs[f"present.{i}.key"] = written(past_k[i], trace.k[i])
+        outputs[f"present.{i}.value"] = written(past_v[i], trace.v[i])
+    if form.mask == "positions":
+        outputs["present_position_ids"] = written(past_position_BS, position_BT)
+    return outputs
+
+
+def feeds(form: Form, layers: int) -> dict[str, str]:
+    """Which output of a step is which input of the next."""
+    names = {
+        f"present.{i}.{what}": f"past_key_values.{i}.{what}"
+        for i in range(layers)
+        for what in ("key", "value")
+    }
+    if form.mask == "positions":
+        names["present_position_ids"] = "past_position_ids"
+    return names

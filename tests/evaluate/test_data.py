@@ -1,0 +1,199 @@
+"""Spans and batches: every token counts once, padding never does, a resumed loader goes on."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import CheckpointError, ConfigError, TokenError
+from jaxllm.evaluate.data import Batch, Loader, loader, read_documents
+from jaxllm.evaluate.windows import PROTOCOLS, Span, rolling, second_half, strided
+
+DOCUMENTS = [list(range(100 * n, 100 * n + length)) for n, length in enumerate((7, 1, 12, 3, 20))]
+
+
+def test_strided_counts_every_token_once_where_it_has_the_most_to_go_on() -> None:
+    for length, window, stride in itertools.product(range(14), (2, 3, 5, 8), range(1, 9)):
+        if stride > window:
+            continue
+        spans = strided(length, window, stride)
+        counted = [t for s in spans for t in range(s.scored, s.end)]
+        firsts = set(range(0, length, window)) if stride == window else {0}
+        assert counted == [t for t in range(length) if t not in firsts]
+        for span in spans:
+            assert span.start % stride == 0
+            assert span.end == min(span.start + window, length)
+            # No earlier window of the same stride holds the token.
+            assert all(span.start == 0 or t >= span.start - stride + window or stride == window
+                       for t in range(span.scored, span.end))  # fmt: skip
+
+
+def test_second_half_counts_as_llama_perplexity_does() -> None:
+    """Of a chunk of n_ctx tokens its logits from n_ctx / 2 to n_ctx - 2 are compared with the token
+    after; an incomplete chunk at the end is dropped.
+    """
+    for length, window in itertools.product((0, 5, 16, 17, 31, 48), (2, 3, 4, 5, 16)):
+        expected = [
+            start + logit + 1
+            for start in range(0, length // window * window, window)
+            for logit in range(window // 2, window - 1)
+        ]
+        spans = second_half(length, window)
+        assert [t for s in spans for t in range(s.scored, s.end)] == expected
+        assert all(s.end - s.start == window for s in spans)
+
+
+def test_rolling_is_the_harness_documented_example() -> None:
+    """The example in lm-evaluation-harness's model guide: ten tokens, context 4, a prefix."""
+    text = ["BOS", *range(10)]
+    seen = [(text[s.start : s.end - 1], text[s.scored : s.end]) for s in rolling(len(text), 4 + 1)]
+    assert seen == [
+        (["BOS", 0, 1, 2], [0, 1, 2, 3]),
+        ([3, 4, 5, 6], [4, 5, 6, 7]),
+        ([5, 6, 7, 8], [8, 9]),
+    ]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_a_batch_is_its_spans_and_padding(protocol: str, bucketed: bool) -> None:
+    made = loader(
+        DOCUMENTS, window=6, batch=4, protocol=protocol, bucketed=bucketed, order="length"
+    )
+    seen = []
+    for batch, _ in made.batches():
+        assert batch.token_BT.shape[0] == 4
+        assert batch.token_BT.shape[1] == 6
+        for b, number in enumerate(batch.span_B):
+            length = batch.length_B[b]
+            assert (batch.token_BT[b, length:] == 0).all()
+            assert not batch.scored_BT[b, length:].any()
+            assert batch.position_BT[b].tolist() == [*range(length)] + [-1] * (6 - length)
+            if number < 0:
+                assert length == 0
+                continue
+            span = made.spans[number]
+            ids = DOCUMENTS[span.document]
+            assert batch.token_BT[b, :length].tolist() == ids[span.start : span.end]
+            assert batch.token_BT[b][batch.scored_BT[b]].tolist() == ids[span.scored : span.end]
+            seen.append(int(number))
+    assert sorted(seen) == list(range(len(made.spans)))
+    assert len(made) == -(-len(made.spans) // 4)
+
+
+def test_a_bucketed_batch_is_as_wide_as_it_must_be() -> None:
+    """Widths are a power of two of inputs and one more, from 9 to the loader's own."""
+    documents = [list(range(length)) for length in (3, 9, 10, 17, 18, 33, 40)]
+    made = loader(documents, window=41, batch=1, bucketed=True)
+    widths = [batch.token_BT.shape[1] for batch, _ in made.batches()]
+    assert widths == [9, 9, 17, 17, 33, 33, 41]
+
+
+def test_bos_takes_the_place_of_every_first_token() -> None:
+    made = loader(DOCUMENTS, window=5, stride=3, batch=3, bos=9999)
+    for batch, _ in made.batches():
+        assert (batch.token_BT[batch.length_B > 0, 0] == 9999).all()
+        assert not batch.scored_BT[:, 0].any()
+
+
+def test_an_interrupted_loader_goes_on_where_it_was() -> None:
+    settings: dict[str, Any] = {"window": 4, "stride": 2, "batch": 3}
+    for order in ("given", "length", 7):
+        made = loader(DOCUMENTS, order=order, **settings)
+        whole = list(made.batches(made.state(epoch=1)))
+        assert len(whole) > 4
+        for stop, (_, state) in enumerate(whole, 1):
+            state = json.loads(json.dumps(state))
+            assert len(json.dumps(state)) < 100
+            again = loader(DOCUMENTS, order=order, **settings)
+            rest = list(again.batches(state))
+            assert len(rest) == len(whole) - stop
+            for one, other in zip(rest, whole[stop:], strict=True):
+                assert one[1] == other[1]
+                assert _same(one[0], other[0])
+
+
+def test_a_seed_is_an_order_and_epochs_differ() -> None:
+    def order(made: Loader, epoch: int) -> list[int]:
+        return [int(n) for batch, _ in made.batches(made.state(epoch)) for n in batch.span_B]
+
+    settings: dict[str, Any] = {"window": 3, "stride": 1, "batch": 1}
+    one, same, other = (loader(DOCUMENTS, order=s, **settings) for s in (3, 3, 4))
+    assert order(one, 0) == order(same, 0)
+    assert sorted(order(one, 0)) == list(range(len(one.spans)))
+    assert len({tuple(order(m, e)) for m, e in ((one, 0), (one, 1), (other, 0))}) == 3
+    assert order(loader(DOCUMENTS, **settings), 0) == list(range(len(one.spans)))
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    made = loader(DOCUMENTS, window=4, batch=3)
+    *_, (_, state) = made.batches()
+    changed = [[*DOCUMENTS[0][:-1], 5], *DOCUMENTS[1:]]
+    for other in (
+        loader(changed, window=4, batch=3),
+        loader(DOCUMENTS, window=5, batch=3),
+        loader(DOCUMENTS, window=4, batch=2),
+        loader(DOCUMENTS, window=4, batch=3, order=1),
+    ):
+        with pytest.raises(ConfigError, match="belongs to other data"):
+            next(iter(other.batches(state)))
+    with pytest.raises(ConfigError, match="belongs to other data"):
+        next(iter(made.batches({"row": 3})))
+    for wrong in ({"row": -1}, {"row": len(made.spans) + 1}, {"row": 1.5}, {"epoch": -1}):
+        with pytest.raises(ConfigError, match="the state's"):
+            next(iter(made.batches({**state, **wrong})))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 1}, "a window needs at least 2 tokens"),
+        ({"window": 4, "stride": 5}, "stride must be from 1 to the window of 4, got 5"),
+        ({"window": 4, "stride": 0}, "stride must be"),
+        ({"window": 4, "protocol": "best"}, "protocol must be one of strided"),
+        ({"window": 4, "batch": 0}, "batch must be at least 1"),
+        ({"window": 4, "limit": 0}, "limit must be at least 1"),
+        ({"window": 4, "order": "random"}, "order must be"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loader(DOCUMENTS, **options)
+
+
+def test_bad_documents_are_refused() -> None:
+    with pytest.raises(TokenError, match="nothing to score: 1 tokens in 2 documents"):
+        loader([[3], []], window=4)
+    for bad in ([[1.5, 2.0]], [[[1, 2]]], [[-1, 2]], [[1 << 31, 2]]):
+        with pytest.raises(TokenError, match="document 0"):
+            loader(bad, window=4)  # type: ignore[arg-type]
+    ids = np.arange(5, dtype=np.int32)
+    for span in (Span(0, 0, 6, 1), Span(0, 2, 5, 2), Span(0, 0, 5, 1)):
+        with pytest.raises(ConfigError, match="Span"):
+            Loader(documents=[ids], spans=[span], batch=1, width=4)
+
+
+def test_documents_come_from_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "documents.jsonl"
+    file.write_text('{"text": "One day"}\n\n{"text": "", "id": 3}\n', encoding="utf-8")
+    assert read_documents(file) == ["One day", ""]
+    file.write_text('{"tokens": [1, 2]}\n{"tokens": []}\n', encoding="utf-8")
+    assert read_documents(file) == [[1, 2], []]
+    for content, message in {
+        "{": "line 1 is no JSON",
+        '{"text": "a"}\n"b"': 'line 2 should be an object with "text" or "tokens"',
+        '{"text": "a"}\n{"tokens": [1]}': "all with",
+        "\n": "should hold documents",
+    }.items():
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(TokenError, match=message):
+            read_documents(file)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_documents(tmp_path)
+
+
+def _same(one: Batch, other: Batch) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

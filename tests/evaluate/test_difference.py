@@ -1,0 +1,100 @@
+"""The measures of an equivalence report, by brute force and by hand."""
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.evaluate.difference import TOLERANCES, Tolerance, measure, ulp_distance
+from jaxllm.evaluate.equivalence import Report, compare_text, example
+from jaxllm.evaluate.report import to_json, to_text
+
+STRICT = TOLERANCES["float32"]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_ulps_count_the_numbers_in_between(dtype: Any) -> None:
+    """Brute force: the distance is that of the places in a sorted list of all finite numbers."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    with np.errstate(invalid="ignore"):
+        every = np.unique(every[np.isfinite(every)].astype(np.float64))
+    rng = np.random.default_rng(0)
+    i, j = rng.integers(0, len(every), (2, 4000))
+    j[:2000] = np.clip(i[:2000] + rng.integers(-5, 6, 2000), 0, len(every) - 1)
+    found = ulp_distance(every[i].astype(dtype), every[j].astype(dtype))
+    np.testing.assert_array_equal(found, np.abs(i - j))
+
+
+def test_float32_ulps_are_steps_of_nextafter() -> None:
+    start = np.array([1.0, -1e-30, 1e-45, 0.0, 3.1e38, -7.25], np.float32)
+    stepped = start
+    for steps in range(9):
+        np.testing.assert_array_equal(ulp_distance(start, stepped), [steps] * 6)
+        stepped = np.nextafter(stepped, np.float32(-np.inf))
+    assert ulp_distance(np.float32([-0.0]), np.float32([0.0])) == 0
+    nan = ulp_distance(np.float32([np.nan]), np.float32([1.0]))
+    assert nan == np.iinfo(np.int64).max
+
+
+def test_nothing_that_is_not_finite_holds() -> None:
+    ours = np.float32([1.0, np.nan, 3.0])
+    found = measure("x", ours, np.float32([1.0, 2.0, 3.0]), Tolerance(1e9))
+    assert found.beyond == 1
+    assert not found.holds
+    infinite = np.float32([1.0, np.inf])
+    assert measure("x", infinite, infinite, STRICT).max_error == 0
+    assert measure("x", np.float32([1.0, 2.0]), infinite, STRICT).beyond > 0
+
+
+def test_the_tolerance_is_of_the_references_numbers() -> None:
+    """0.01 x 10, the largest, + 0.1 x each of theirs: bounds of 1.1, 0.3, 1.1 and 0.1."""
+    theirs = np.float32([10, 2, -10, 0])
+    for off, beyond in (([1.09, 0.29, -1.09, 0.09], 0), ([1.11, 0.31, -1.11, -0.11], 4)):
+        found = measure("x", theirs + np.float32(off), theirs, Tolerance(0.01, 0.1))
+        assert found.beyond == beyond
+        assert found.holds == (beyond == 0)
+    small = np.float32([0.5])  # below 1 the scale counts as 1: a bound of 0.01 + 0.05
+    assert measure("x", small + np.float32(0.059), small, Tolerance(0.01, 0.1)).holds
+    assert not measure("x", small + np.float32(0.061), small, Tolerance(0.01, 0.1)).holds
+
+
+def test_margins_are_of_the_reference_where_the_first_token_differs() -> None:
+    theirs = np.array([[[5.0, 1, 2], [6, 1, 2], [0, 3, 2.75]], [[1, 4, 3], [3.5, 4, 3], [7, 6, 0]]])
+    ours = np.array([[[5.0, 1, 2], [6, 1, 2], [0, 3, 3.5]], [[1, 4, 3], [5, 3, 3.5], [7, 6, 0]]])
+    found = compare_text(ours, theirs, Tolerance(1e-5))
+    assert (found.compared, found.agreed) == (6, 4)
+    # By step and then by row: row 1 differs at step 1, where 4 leads 3.5; row 0 only at step 2.
+    assert found.first is not None
+    assert tuple(found.first) == (1, 1, 1, 0, 0.5)
+    assert found.worst_margin == 0.5
+    assert found.allowed_margin == 1e-3
+    assert not found.holds
+    # 2 x atol x the largest logit, 7: room for both of two logits to be off by the tolerance.
+    loose = compare_text(ours, theirs, Tolerance(0.04))
+    assert loose.allowed_margin == pytest.approx(0.56)
+    assert loose.holds
+
+
+def _tiny_report() -> Report:
+    found = measure("x", np.float32([1, 2]), np.float32([1, np.nan]), STRICT)
+    greedy = compare_text(np.ones((1, 1, 2)), np.ones((1, 1, 2)), STRICT)
+    return Report("a", "b", "float32", STRICT, (found,), (), greedy)
+
+
+def test_json_has_no_nan() -> None:
+    data = to_json(_tiny_report())
+    assert json.loads(json.dumps(data, allow_nan=False)) == json.loads(json.dumps(data))
+    assert data["stages"][0]["max_error"] is None
+    assert data["first_diverging"] == "x"
+    assert data["holds"] is False
+    assert "x" in to_text(_tiny_report())
+
+
+def test_the_example_is_deterministic_and_unequal() -> None:
+    case = example(None, 131, 9)
+    np.testing.assert_array_equal(case.token_BT, example(None, 131, 9).token_BT)
+    assert (case.position_BT >= 0).sum(axis=1).tolist() == [9, 6]
+    text = example(list(range(100)), 131, 9)
+    assert text.token_BT.tolist() == [list(range(9)), [0, 0, 0, *range(9, 15)]]

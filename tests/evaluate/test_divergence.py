@@ -1,0 +1,167 @@
+"""Divergence equals what PyTorch's logits and float64 give."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+import torch
+
+from jaxllm import cli
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.data import Loader, loader
+from jaxllm.evaluate.divergence import Differences, Divergence, divergence, kl_divergence
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.quantize import dequantize, quantize
+from tests.twins import Twin, load_twin, random_model, save_random, tokens
+
+WINDOW = 40
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp("twin")
+    save_random(directory, "llama", num_hidden_layers=2)
+    return load_twin(directory)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "int8", "int4-g32"])
+def changed(request: pytest.FixtureRequest, twin: Twin) -> Twin:
+    """The same model with its matrices in another format, and transformers with those numbers."""
+    other, params = load_twin(twin.directory), quantize(twin.params, request.param)
+    state = other.torch_model.state_dict()
+    for path, leaf in flatten(dequantize(params)):
+        name = path if path.startswith("lm_head") else f"model.{path}"
+        state[name].copy_(torch.tensor(np.asarray(leaf, np.float32)))
+    return Twin(twin.directory, other.torch_model, other.config, other.model, params)
+
+
+def distributions(twin: Twin, made: Loader) -> tuple[np.ndarray, np.ndarray]:
+    """Float64 log-probabilities `[N, V]` for all tokens that count, and the tokens."""
+    rows, targets = [], []
+    for span in made.spans:
+        ids = np.asarray(made.documents[span.document][span.start : span.end])
+        logits = twin.logits(ids[None])[0].astype(np.float64)
+        rows.append(scipy.special.log_softmax(logits, axis=-1)[span.scored - span.start - 1 : -1])
+        targets.append(ids[span.scored - span.start :])
+    return np.concatenate(rows), np.concatenate(targets)
+
+
+def test_every_measure_equals_transformers_in_float64(twin: Twin, changed: Twin) -> None:
+    documents = [tokens(1, length, seed=length)[0].tolist() for length in (90, 17, 41)]
+    made = loader(documents, window=WINDOW, stride=25, batch=3)
+    found = divergence(twin.model, twin.params, changed.model, changed.params, made)
+    (p_NV, target_N), (q_NV, _) = distributions(twin, made), distributions(changed, made)
+    N = len(target_N)
+    kl_N = (np.exp(p_NV) * (p_NV - q_NV)).sum(axis=1)
+    assert kl_N.mean() > 1e-6
+    same = (p_NV.argmax(axis=1) == q_NV.argmax(axis=1)).mean()
+    p_N, q_N = (x[np.arange(N), target_N] for x in (p_NV, q_NV))
+    ratio = np.exp(-q_N.mean()) / np.exp(-p_N.mean())
+    # llama-perplexity: the variance of ln(PPL ratio) from both variances and the covariance.
+    covariance = np.cov(-q_N, -p_N)
+    log_error = np.sqrt((covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]) / N)
+
+    near: Any = {"rel": 2e-3}  # float32 logits of two implementations
+    assert found.reference.tokens == N == made.tokens
+    assert found.kl.mean == pytest.approx(kl_N.mean(), **near)
+    assert found.kl.error == pytest.approx(scipy.stats.sem(kl_N), **near)
+    assert found.kl_median == pytest.approx(np.percentile(kl_N, 50), **near)
+    assert found.kl_p99 == pytest.approx(np.percentile(kl_N, 99), **near)
+    assert found.kl_max == pytest.approx(kl_N.max(), **near)
+    assert found.same_top.mean == pytest.approx(same, abs=1e-12)
+    binomial = np.sqrt(same * (1 - same) / (N - 1))
+    assert found.same_top.error == pytest.approx(binomial, abs=1e-12)
+    assert found.ratio.mean == pytest.approx(ratio, rel=1e-5)
+    assert found.ratio.error == pytest.approx(ratio * log_error, **near)
+    delta_N = np.exp(q_N) - np.exp(p_N)
+    assert found.delta_p.mean == pytest.approx(delta_N.mean(), abs=1e-6)
+    assert found.delta_p_rms == pytest.approx(np.sqrt((delta_N**2).mean()), **near)
+    assert found.reference.perplexity.mean == pytest.approx(np.exp(-p_N.mean()), rel=1e-5)
+    assert found.other.perplexity.mean == pytest.approx(np.exp(-q_N.mean()), rel=1e-5)
+
+
+def test_same_top_counts_what_differs() -> None:
+    """Four tokens, one of which changes: 3/4, with the error of a share."""
+    kl = np.array([0.0, 0.5, 1.0, 2.5])
+    same = np.array([True, True, False, True])
+    found = Divergence.of(Differences(kl, same, -np.ones(4), -2 * np.ones(4)))
+    assert found.same_top.mean == 0.75
+    assert found.same_top.error == pytest.approx(np.sqrt(0.75 * 0.25 / 3))
+    assert (found.kl_median, found.kl_max) == (0.75, 2.5)
+    assert found.kl_p99 == pytest.approx(1.0 + 0.97 * 1.5)  # at 0.99 * (N - 1) = 2.97
+    assert found.ratio.mean == pytest.approx(np.e)
+    assert found.ratio.error == 0.0
+
+
+def test_a_model_is_no_distance_from_itself(twin: Twin) -> None:
+    made = loader([tokens(1, 90, seed=90)[0].tolist()], window=WINDOW, batch=3)
+    found = divergence(twin.model, twin.params, twin.model, twin.params, made)
+    assert found.kl.mean == found.kl_max == 0.0
+    assert found.same_top.mean == found.ratio.mean == 1.0
+
+
+@pytest.mark.parametrize("spread", [1e-5, 1e-3, 1e-1, 3.0])
+def test_kl_in_float32_keeps_what_rounding_would_swallow(spread: float) -> None:
+    """Against float64, for models that are close and for models that are not."""
+    rng = np.random.default_rng(0)
+    p = scipy.special.log_softmax(3 * rng.standard_normal((4, 1000)), axis=-1)
+    q = scipy.special.log_softmax(p + spread * rng.standard_normal(p.shape), axis=-1)
+    p, q = p.astype(np.float32), q.astype(np.float32)
+    exact = (np.exp(np.float64(p)) * (np.float64(p) - q)).sum(axis=-1)
+    exact += (np.exp(np.float64(q)) - np.exp(np.float64(p))).sum(axis=-1)  # rounding of the inputs
+    found = np.asarray(kl_divergence(jnp.asarray(p), jnp.asarray(q)))
+    assert (found >= 0).all()
+    np.testing.assert_allclose(found, exact, rtol={1e-5: 0.2, 1e-3: 1e-2}.get(spread, 1e-4))
+
+
+def test_kl_of_certainties_is_finite() -> None:
+    """All of P on one token, all of Q on another 1,000 nats away: KL is those nats."""
+    p = jnp.asarray([[0.0, -1000.0, -2000.0]])
+    q = jnp.asarray([[-1000.0, 0.0, -2000.0]])
+    assert float(kl_divergence(p, q)[0]) == pytest.approx(1000.0)
+    assert float(kl_divergence(p, p)[0]) == 0.0
+
+
+def test_other_vocabularies_are_refused(twin: Twin) -> None:
+    other, params = random_model("llama", vocab_size=77)
+    made = loader([[1, 2, 3]], window=WINDOW)
+    with pytest.raises(ConfigError, match="vocabularies of 131 and 77 tokens"):
+        divergence(twin.model, twin.params, other, params, made)
+
+
+def test_the_command_compares(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: Callable[[str], Path],
+) -> None:
+    directory = data("stories260K")
+    text = str(directory / "greedy_200.txt")
+    run = ["jaxllm", "perplexity", str(directory), "--text", text, "--window", "64", "--batch", "4"]
+
+    def report(*options: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [*run, "--json", *options])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert not caught.value.code
+        return json.loads(capsys.readouterr().out)
+
+    same = report("--compare", str(directory))
+    assert same["divergence"]["kl"] == 0.0
+    half = report("--other-dtype", "bfloat16")
+    assert half["perplexity"] == pytest.approx(same["perplexity"], rel=1e-6)
+    assert 1e-6 < half["divergence"]["kl"] < 1e-2
+    ratio = half["other"]["perplexity"] / half["perplexity"]
+    assert half["divergence"]["perplexity_ratio"] == pytest.approx(ratio, rel=1e-6)
+
+    monkeypatch.setattr(sys, "argv", [*run, "--compare", "demo:llama"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert "vocabularies of 512 and" in capsys.readouterr().err

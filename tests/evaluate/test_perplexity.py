@@ -1,0 +1,256 @@
+"""Perplexity equals transformers', by every protocol; its error is the textbook's."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from jaxllm import cli
+from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
+from jaxllm.evaluate.data import loader
+from jaxllm.evaluate.perplexity import Perplexity, perplexity, token_logprobs
+from jaxllm.evaluate.score import score
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.paths import map_leaves
+from tests.twins import Twin, load_twin
+
+Find = Callable[[str], Path]
+WINDOW = 64
+
+
+@pytest.fixture(scope="module", params=["stories260K", "gpt2_slm4096"])
+def trained(request: pytest.FixtureRequest, data: Find) -> tuple[Twin, list[int]]:
+    """A trained model in both, and some of Shakespeare as its token ids."""
+    directory = data(request.param)
+    text = (data("corpora") / "tinyshakespeare.txt").read_text(encoding="utf-8")[:700]
+    if request.param == "stories260K":
+        ids = Tokenizer.from_directory(directory).encode(text, bos=True)
+    else:
+        characters = json.loads((directory / "char_vocab.json").read_text(encoding="utf-8"))
+        ids = [characters[c] for c in text if c in characters]
+    assert len(ids) % WINDOW not in (0, 1)
+    return load_twin(directory), ids
+
+
+def guide(twin: Twin, ids: list[int], window: int, stride: int) -> tuple[float, int]:
+    """Hugging Face's guide: the loss of the model itself, all but new tokens labelled -100.
+
+    The guide weights a window by its labels less one; here by the labels that the shift leaves.
+    """
+    total, count, seen = 0.0, 0, 0
+    for start in range(0, len(ids), stride):
+        end = min(start + window, len(ids))
+        tokens = torch.tensor([ids[start:end]])
+        labels = tokens.clone()
+        labels[:, : seen - end] = -100
+        scored = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            loss = twin.torch_model(tokens, labels=labels).loss
+        total, count, seen = total + float(loss) * scored, count + scored, end
+        if end == len(ids):
+            break
+    return total / count, count
+
+
+def losses(twin: Twin, ids: list[int]) -> np.ndarray:
+    """The negative log-likelihood of each token but the first, float64."""
+    logits = torch.tensor(twin.logits(np.array([ids]))[0]).double()
+    return torch.nn.functional.cross_entropy(
+        logits[:-1], torch.tensor(ids[1:]), reduction="none"
+    ).numpy()
+
+
+@pytest.mark.parametrize("stride", [WINDOW, 20, 1])
+def test_strided_equals_transformers(trained: tuple[Twin, list[int]], stride: int) -> None:
+    twin, ids = trained
+    ids = ids if stride > 1 else ids[: WINDOW + 9]
+    found = perplexity(
+        twin.model, twin.params, loader([ids], window=WINDOW, stride=stride, batch=3)
+    )
+    nll, count = guide(twin, ids, WINDOW, stride)
+    assert found.tokens == count
+    assert found.nll.mean == pytest.approx(nll, rel=1e-5)
+    assert found.perplexity.mean == pytest.approx(np.exp(nll), rel=1e-4)
+
+
+def test_second_half_and_its_error_equal_transformers(trained: tuple[Twin, list[int]]) -> None:
+    """llama-perplexity: sqrt((mean of squares - square of mean) / (n - 1)) x perplexity."""
+    twin, ids = trained
+    bos = 1
+    found = perplexity(
+        twin.model,
+        twin.params,
+        loader([ids], window=WINDOW, batch=3, protocol="second-half", bos=bos),
+    )
+    whole = range(0, len(ids) - WINDOW + 1, WINDOW)
+    each = [losses(twin, [bos, *ids[s + 1 : s + WINDOW]])[WINDOW // 2 :] for s in whole]
+    nll = np.concatenate(each)
+    assert found.tokens == nll.size == len(whole) * (WINDOW - 1 - WINDOW // 2)
+    ppl = np.exp(nll.mean())
+    error = np.sqrt(((nll**2).mean() - nll.mean() ** 2) / (nll.size - 1)) * ppl
+    assert found.perplexity.mean == pytest.approx(ppl, rel=1e-4)
+    assert found.perplexity.error == pytest.approx(error, rel=1e-4)
+
+
+def test_unequal_documents_in_a_batch_equal_each_alone(trained: tuple[Twin, list[int]]) -> None:
+    """Padding contributes nothing, to no count and no sum."""
+    twin, ids = trained
+    cuts = [0, 5, 7, 60, 61, 100, 130]
+    documents = [ids[a:b] for a, b in pairwise(cuts)]
+    for bucketed in (False, True):
+        together = token_logprobs(
+            twin.model,
+            twin.params,
+            loader(documents, window=WINDOW, batch=3, bucketed=bucketed),
+        )
+        alone = np.concatenate([losses(twin, d) for d in documents if len(d) > 1])
+        np.testing.assert_allclose(-together, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_standard_error_is_scipys() -> None:
+    logprob_N = -np.random.default_rng(0).gamma(2.0, 1.5, 500).astype(np.float32)
+    found = Perplexity.of(logprob_N)
+    nll = -logprob_N.astype(np.float64)
+    assert found.nll.mean == pytest.approx(nll.mean(), rel=1e-12)
+    assert found.nll.error == pytest.approx(scipy.stats.sem(nll), rel=1e-12)
+    assert found.perplexity.mean == pytest.approx(np.exp(nll.mean()), rel=1e-12)
+    # To first order: what the perplexity does when the mean moves by its error.
+    small = Perplexity.of(np.tile(logprob_N, 2000))
+    moved = np.exp(nll.mean() + small.nll.error) - np.exp(nll.mean())
+    assert small.perplexity.error == pytest.approx(moved, rel=1e-2)
+
+
+def test_one_token_has_no_error_and_a_hopeless_model_is_infinitely_perplexed() -> None:
+    one = Perplexity.of(np.array([-2.0]))
+    assert one.perplexity.mean == pytest.approx(np.exp(2.0))
+    assert np.isnan(one.perplexity.error)
+    assert Perplexity.of(np.array([-2000.0, -1000.0])).perplexity.mean == np.inf
+
+
+def test_an_interrupted_evaluation_goes_on_from_its_journal(
+    trained: tuple[Twin, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an interrupt in the third batch and half a line of journal, two batches are not run."""
+    twin, ids = trained
+    made = loader([ids], window=WINDOW, stride=20, batch=3)
+    assert len(made) > 4
+    whole = token_logprobs(twin.model, twin.params, made)
+    calls = []
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return score(*arguments)
+
+    monkeypatch.setattr("jaxllm.evaluate.perplexity.score", counting)
+    journal = tmp_path / "journal"
+    with pytest.raises(KeyboardInterrupt):
+        token_logprobs(twin.model, twin.params, made, journal=journal)
+    with open(journal, "a") as file:
+        file.write('{"state": {"epo')
+    again = token_logprobs(twin.model, twin.params, made, journal=journal)
+    assert len(calls) == 3 + len(made) - 2
+    np.testing.assert_array_equal(again, whole)
+    assert again.dtype == whole.dtype
+    assert token_logprobs(twin.model, twin.params, made, journal=journal).tolist() == whole.tolist()
+    assert len(calls) == 3 + len(made) - 2
+
+    other = loader([ids], window=WINDOW, stride=21, batch=3)
+    with pytest.raises(ConfigError, match="an evaluation with another data"):
+        token_logprobs(twin.model, twin.params, other, journal=journal)
+    changed = map_leaves(lambda _, leaf: leaf * 1.01, twin.params)
+    with pytest.raises(ConfigError, match="an evaluation with another model"):
+        token_logprobs(twin.model, changed, made, journal=journal)
+    for content in ("", "[1]\n", "{}\n", "text\n"):
+        journal.write_text(content)
+        with pytest.raises(ConfigError, match="is no journal"):
+            token_logprobs(twin.model, twin.params, made, journal=journal)
+
+
+def test_what_cannot_be_run_is_refused(trained: tuple[Twin, list[int]]) -> None:
+    twin, ids = trained
+    context, vocab = twin.config.context_length, twin.config.vocab_size
+    with pytest.raises(CapacityError, match=f"does not fit the context of {context}"):
+        perplexity(twin.model, twin.params, loader([ids], window=context + 2))
+    with pytest.raises(TokenError, match=f"token id {vocab} is outside the vocabulary"):
+        perplexity(twin.model, twin.params, loader([[1, vocab]], window=WINDOW))
+    broken = map_leaves(lambda _, leaf: leaf.at[..., 0].set(np.nan), twin.params)
+    with pytest.raises(NonFiniteError, match="window 0, token 1"):
+        perplexity(twin.model, broken, loader([ids], window=WINDOW, batch=3))
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
+
+    def command(*args: object, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return command
+
+
+def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_path: Path) -> None:
+    directory = data("stories260K")
+    text = (directory / "greedy_200.txt").read_text(encoding="utf-8")
+    common = ("perplexity", directory, "--window", 48, "--stride", 30, "--batch", 3)
+    status, out, _ = run(*common, "--text", "-", "--json", stdin=text)
+    assert status == 0
+    report = json.loads(out)
+    twin = load_twin(directory)
+    ids = Tokenizer.from_directory(directory).encode(text, bos=True)
+    nll, count = guide(twin, ids, 48, 30)
+    assert report["perplexity"] == pytest.approx(np.exp(nll), rel=1e-4)
+    assert report["tokens"] == count
+    assert (report["window"], report["stride"], report["bos"]) == (48, 30, "first")
+    _, shown, _ = run(*common, "--text", "-", stdin=text)
+    assert f"{report['perplexity']:.5f} +/- {report['perplexity_error']:.5f}" in shown
+    assert "windows of 48, stride 30, strided; begin of text: first" in shown
+
+    first, second = text[:300], text[300:]
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in (first, second)))
+    joined = run(*common, "--text", "-", "--json", stdin=f"{first}\n\n{second}")[1]
+    status, out, _ = run(*common, "--documents", file, "--json")
+    assert json.loads(out) == json.loads(joined)
+    short = json.loads(run(*common, "--text", "-", "--json", stdin="a")[1])
+    assert (short["tokens"], short["perplexity_error"]) == (1, None)
+    apart = json.loads(run(*common, "--documents", file, "--separate", "--json")[1])
+    each = [json.loads(run(*common, "--text", "-", "--json", stdin=t)[1]) for t in (first, second)]
+    total = sum(r["nll"] * r["tokens"] for r in each)
+    assert apart["tokens"] == sum(r["tokens"] for r in each)
+    assert apart["nll"] == pytest.approx(total / apart["tokens"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --text FILE or --documents FILE"),
+        (("--text", "-", "--documents", "x"), "give --text FILE or --documents FILE"),
+        (("--text", "missing.txt"), "missing.txt is not a regular file"),
+        (("--text", "-", "--bos", "twice"), "--bos must be one of auto, first, each, none"),
+        (("--text", "-", "--window", 100000), "does not fit the context"),
+        (("--text", "-", "--quantize", "int3"), "int3"),
+    ],
+)
+def test_the_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
+    status, out, err = run("perplexity", "demo:llama", *options, stdin="One day there was a dog.")
+    assert (status, out) == (1, "")
+    assert message in err
+    assert len(err.splitlines()) == 1

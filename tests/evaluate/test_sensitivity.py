@@ -1,0 +1,145 @@
+"""The ranking is what quantizing each group, one after the other, and comparing by hand gives."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.special
+
+import jaxllm
+from jaxllm import cli
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate import sensitivity as module
+from jaxllm.evaluate.data import Loader, loader
+from jaxllm.evaluate.sensitivity import groups, plot, sensitivity
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.quantize import dequantize, quantize
+from tests.twins import random_model
+
+TEXT = "Once upon a time there was a little dog. It liked to run in the park with a red ball. " * 3
+WINDOW = 32
+
+
+@pytest.fixture(scope="module")
+def demo() -> jaxllm.LM:
+    return jaxllm.load("demo:llama", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def made(demo: jaxllm.LM) -> Loader:
+    assert demo.tokenizer is not None
+    return loader([demo.tokenizer.encode(TEXT, bos=True)], window=WINDOW, batch=3)
+
+
+def by_hand(demo: jaxllm.LM, made: Loader, rules: list[tuple[str, str]]) -> tuple[float, float]:
+    """Mean KL divergence and same top-1 of quantized weights, a window at a time, in float64."""
+    changed = dequantize(quantize(demo.params, rules))
+    kl, same = [], []
+    for span in made.spans:
+        ids = made.documents[0][span.start : span.end][None]
+        p, q = (
+            scipy.special.log_softmax(
+                np.asarray(jaxllm.forward(demo.model, w, None, ids).logits[0, :-1], np.float64), -1
+            )
+            for w in (demo.params, changed)
+        )
+        kl.append((np.exp(p) * (p - q)).sum(axis=-1))
+        same.append(p.argmax(axis=-1) == q.argmax(axis=-1))
+    return float(np.concatenate(kl).mean()), float(np.concatenate(same).mean())
+
+
+@pytest.mark.parametrize(("by", "name"), [("layer", "int4"), ("kind", "int8")])
+def test_the_ranking_is_that_of_brute_force(
+    demo: jaxllm.LM, made: Loader, by: str, name: str
+) -> None:
+    rows = sensitivity(demo.model, demo.params, made, name, by=by)
+    assert {row.group: row.regex for row in rows} == groups(demo.params, by)
+    expected = {row.group: by_hand(demo, made, [(row.regex, name)]) for row in rows}
+    for row in rows:
+        kl, same = expected[row.group]
+        assert row.divergence.kl.mean == pytest.approx(kl, rel=5e-3)
+        assert row.divergence.same_top.mean == pytest.approx(same, abs=1e-12)
+    assert [row.group for row in rows] == sorted(expected, key=lambda g: -expected[g][0])
+
+
+def test_one_program_serves_all_variants(demo: jaxllm.LM, made: Loader) -> None:
+    module._reference.clear_cache()
+    module._differences.clear_cache()
+    for name in ("int4", "bfloat16"):
+        assert len(sensitivity(demo.model, demo.params, made, name, by="kind")) > 5
+    assert module._reference._cache_size() == module._differences._cache_size() == 1
+
+
+def test_bytes_are_those_of_the_formats(demo: jaxllm.LM, made: Loader) -> None:
+    (first, *_) = [r for r in sensitivity(demo.model, demo.params, made, "bfloat16", by="layer")
+                   if r.group == "layers.0"]  # fmt: skip
+    size = sum(
+        leaf.size for path, leaf in flatten(demo.params)
+        if path.startswith("layers.0.") and leaf.ndim == 2
+    )  # fmt: skip
+    assert (first.bytes_before, first.bytes_after) == (4 * size, 2 * size)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_groups_cover_every_matrix_once(family: str) -> None:
+    _, params = random_model(family)
+    matrices = [path for path, leaf in flatten(params) if leaf.ndim == 2]
+    sizes = {}
+    for by in ("layer", "kind", "module"):
+        found = groups(params, by)
+        sizes[by] = len(found)
+        covered = [p for regex in found.values() for p in matrices if re.fullmatch(regex, p)]
+        assert sorted(covered) == sorted(matrices)
+    outside = 2  # token embeddings, and the head (llama) or the positions (gpt2)
+    kinds = (len(matrices) - outside) // 2
+    assert sizes == {"layer": 2 + outside, "kind": kinds + outside, "module": len(matrices)}
+    names = {"llama": "mlp.down_proj", "gpt2": "attn.c_attn"}
+    assert names[family] in groups(params, "kind")
+
+
+def test_bad_requests_are_refused(demo: jaxllm.LM, made: Loader) -> None:
+    with pytest.raises(ConfigError, match="by must be one of layer, kind, module"):
+        sensitivity(demo.model, demo.params, made, "int8", by="head")
+    with pytest.raises(ConfigError, match="int5"):
+        sensitivity(demo.model, demo.params, made, "int5")
+
+
+def test_the_command_prints_draws_and_ranks(
+    demo: jaxllm.LM,
+    made: Loader,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    file, picture = tmp_path / "text", tmp_path / "ranking.png"
+    file.write_text(TEXT, encoding="utf-8")
+    arguments = ["jaxllm", "sensitivity", "demo:llama", "--text", str(file), "--by", "kind"]
+    arguments += ["--window", str(WINDOW), "--batch", "3", "--dtype", "float32"]
+
+    def run(*options: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", [*arguments, *options])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert not caught.value.code
+        return capsys.readouterr()
+
+    out, err = run("--plot", str(picture))
+    assert f"{len(made.spans)} windows of {WINDOW}" in err
+    report = json.loads(run("--json")[0])
+    kl = [row["kl"] for row in report["groups"]]
+    assert kl == sorted(kl, reverse=True)
+    assert [line.split()[0] for line in out.splitlines()[1:]] == [
+        row["group"] for row in report["groups"]
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"text", "ranking.png"}
+
+
+def test_a_plot_of_equal_models_draws(tmp_path: Path, demo: jaxllm.LM, made: Loader) -> None:
+    rows = sensitivity(demo.model, demo.params, made, "float32", by="layer")
+    assert all(row.divergence.kl.mean == 0 for row in rows)
+    plot(rows, tmp_path / "plot.png", "nothing changed")
+    assert (tmp_path / "plot.png").stat().st_size > 1000

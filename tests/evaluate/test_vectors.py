@@ -1,0 +1,298 @@
+"""Test vectors: the demos equal what transformers computed for them, and no change goes unseen."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxllm
+from jaxllm import cli
+from jaxllm.api import DEMOS
+from jaxllm.errors import CheckpointError, ConfigError, TokenError
+from jaxllm.evaluate.difference import Tolerance
+from jaxllm.evaluate.reference import Transformers
+from jaxllm.evaluate.sides import Case, Decoded, Ours, padded
+from jaxllm.evaluate.stages import stage_names
+from jaxllm.evaluate.vectors import check, make, read
+from jaxllm.weights.paths import map_leaves
+from tests.conftest import ROOT
+from tests.twins import random_model, save_random
+
+COMMITTED = ROOT / "tests" / "vectors"
+TEXTS = [[5, 77, 130, 1, 9], [12, 8, 3]]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Ours:
+    model, params = random_model("llama")
+    return Ours("tiny", model, params)
+
+
+@pytest.fixture(scope="module")
+def frozen(tiny: Ours, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("vectors") / "tiny"
+    make(directory, tiny, TEXTS, new_tokens=3)
+    return directory
+
+
+def _with(ours: Ours, path: str, change: Callable[[jax.Array], jax.Array]) -> Ours:
+    params = map_leaves(lambda p, x: change(x) if p == path else x, ours.params)
+    return dataclasses.replace(ours, params=params)
+
+
+# The committed vectors: transformers' numbers for the demos.
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_demo_equals_what_transformers_computed(name: str) -> None:
+    vectors = read(COMMITTED / name)
+    assert vectors.made_by.startswith("transformers")
+    lm = jaxllm.load(f"demo:{name}", dtype="float32")
+    checked = check(vectors, Ours(name, lm.model, lm.params))
+    for case, report in checked.reports.items():
+        print(case, max(d.relative_max for d in report.differences))
+        assert report.holds, case
+        assert report.greedy.agreed == report.greedy.compared
+    assert checked.holds
+    assert list(checked.reports) == ["text 0", "left", "right", "cached"]
+    prompts = [lm.tokenizer.decode(text).strip() for text in vectors.texts if lm.tokenizer]
+    assert prompts == ["Once upon a time", "One day"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_transformers_still_computes_the_committed_vectors(name: str) -> None:
+    vectors, theirs = read(COMMITTED / name), Transformers.load(DEMOS / name)
+    case = padded(vectors.texts)
+    for stage, x in theirs.stages(case).items():
+        close = {"rtol": 1e-4, "atol": 1e-5 * max(1.0, float(np.abs(x).max()))}
+        np.testing.assert_allclose(x[case.real_BT], vectors.stages[stage], **close)
+    decoded = theirs.decode(case, vectors.generated_BN.shape[1])
+    np.testing.assert_array_equal(decoded.token_BN, vectors.generated_BN)
+
+
+def test_the_committed_files_are_small_and_plain() -> None:
+    files = [f for f in COMMITTED.rglob("*") if f.is_file()]
+    assert {f.name for f in files} == {"vectors.json", "vectors.safetensors"}
+    assert sum(f.stat().st_size for f in files) < 1_000_000
+    tensors = load_file(COMMITTED / "llama" / "vectors.safetensors")
+    header = json.loads((COMMITTED / "llama" / "vectors.json").read_text(encoding="utf-8"))
+    assert header["stages"] == stage_names("llama", 6)
+    tokens = sum(map(len, header["texts"]))
+    assert {x.shape[0] for n, x in tensors.items() if "generated" not in n} == {tokens}
+    assert {x.dtype for n, x in tensors.items() if n != "generated"} == {np.dtype(np.float32)}
+    assert tensors["embed_tokens"].shape == (tokens, header["config"]["hidden_size"])
+    table = load_file(DEMOS / "llama" / "model.safetensors")["model.embed_tokens.weight"]
+    ids = [token for text in header["texts"] for token in text]
+    np.testing.assert_array_equal(tensors["embed_tokens"], table[ids].astype(np.float32))
+
+
+# What changes is seen.
+
+
+def test_the_same_model_holds(tiny: Ours, frozen: Path) -> None:
+    checked = check(read(frozen), tiny)
+    assert checked.holds
+    assert all(report.holds for report in checked.reports.values())
+    assert checked.differs == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "stage"),
+    [
+        ("layers.1.mlp.down_proj.weight", "layers.1.mlp"),
+        ("layers.0.self_attn.k_proj.weight", "layers.0.k"),
+        ("norm.weight", "norm"),
+    ],
+)
+def test_one_flipped_number_is_found_at_its_stage(
+    path: str, stage: str, tiny: Ours, frozen: Path
+) -> None:
+    """The sign of the largest number of one tensor."""
+
+    def flip(x: jax.Array) -> jax.Array:
+        at = np.unravel_index(int(np.abs(np.asarray(x)).argmax()), x.shape)
+        return x.at[at].multiply(-1)
+
+    checked = check(read(frozen), _with(tiny, path, flip))
+    assert checked.differs == ("weights",)
+    for report in checked.reports.values():
+        assert report.first is not None
+        assert report.first.name == stage
+    assert not checked.numbers_hold
+    assert not checked.holds
+
+
+def test_a_flipped_number_that_no_text_reads_is_seen_too(tiny: Ours, frozen: Path) -> None:
+    """Row 100 of the token table is in none of the texts (and the head is a table of its own)."""
+    vectors = read(frozen)
+    assert not any(100 in row for row in (*vectors.texts, *vectors.generated_BN.tolist()))
+    other = _with(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
+    checked = check(vectors, other)
+    assert checked.numbers_hold
+    assert checked.differs == ("weights",)
+    assert not checked.holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(Ours):
+    """A side that takes padding on the left for text: its positions begin at the padding."""
+
+    def stages(self, case: Case) -> dict[str, np.ndarray]:
+        B, T = case.token_BT.shape
+        everything = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+        return super().stages(dataclasses.replace(case, position_BT=everything))
+
+    def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
+        return super().decode(case, steps, text_BN)
+
+
+def test_a_padding_mistake_is_seen_in_the_cases_that_have_padding(tiny: Ours, frozen: Path) -> None:
+    checked = check(read(frozen), Shifted("shifted", tiny.model, tiny.params))
+    assert checked.differs == ()
+    wrong = {name: report.first for name, report in checked.reports.items()}
+    # On the right a causal model does not see it; on the left the keys stand elsewhere.
+    assert wrong["text 0"] is None
+    assert wrong["right"] is None
+    assert wrong["left"] is not None
+    assert wrong["left"].name == "layers.0.q"
+    assert wrong["left"].worst[0] == 1  # the row that has padding
+
+
+def test_rounded_weights_differ_and_hold_loosely(tiny: Ours, frozen: Path, tmp_path: Path) -> None:
+    params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), tiny.params)
+    vectors = read(
+        _edited(frozen, tmp_path / "half", lambda h: h["precision"].update(cache="int8"))
+    )
+    checked = check(vectors, dataclasses.replace(tiny, params=params), tolerance=Tolerance(0.5))
+    assert checked.differs == ("precision", "weights")
+    assert all(report.first is None for report in checked.reports.values())
+    assert not checked.holds
+    assert not check(vectors, dataclasses.replace(tiny, params=params)).numbers_hold
+
+
+# Files.
+
+
+def test_what_was_written_can_be_read_without_this_library(tiny: Ours, frozen: Path) -> None:
+    """Positions say where each of a case's tokens is in the tensors; the logits are the model's."""
+    header = json.loads((frozen / "vectors.json").read_text(encoding="utf-8"))
+    tensors = load_file(frozen / "vectors.safetensors")
+    assert header["texts"] == TEXTS
+    starts = [0, 5]
+    for name, case in header["cases"].items():
+        out = jaxllm.forward(
+            tiny.model, tiny.params, None, case["tokens"], positions_BT=np.array(case["positions"])
+        )
+        for row, text in enumerate(case["texts"]):
+            for column, position in enumerate(case["positions"][row]):
+                if position >= 0:
+                    assert case["tokens"][row][column] == TEXTS[text][position], name
+                    np.testing.assert_allclose(
+                        out.logits[row, column],
+                        tensors["logits"][starts[text] + position],
+                        rtol=1e-4,
+                        atol=1e-4,
+                    )
+
+
+def _edited(frozen: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    shutil.copytree(frozen, target)
+    header = json.loads((target / "vectors.json").read_text(encoding="utf-8"))
+    edit(header)
+    (target / "vectors.json").write_text(json.dumps(header), encoding="utf-8")
+    return target
+
+
+def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no vectors\.json"):
+        read(tmp_path)
+    broken = tmp_path / "numbers"
+    shutil.copytree(frozen, broken)
+    tensors = load_file(broken / "vectors.safetensors")
+    tensors["norm"][0, 0] += 1
+    save_file(tensors, broken / "vectors.safetensors")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read(broken)
+    edits: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+        "format": (lambda h: h.update(format="other"), "'other'"),
+        "version": (lambda h: h.update(version=9), "version 9"),
+        "missing": (lambda h: h.pop("cases"), "malformed"),
+        "kind": (lambda h: h.update(cases=[1]), "malformed"),
+        "stage": (lambda h: h["stages"].append("nothing"), "malformed"),
+        "token": (lambda h: h["cases"]["left"]["tokens"][0].__setitem__(0, 4), "left"),
+        "text": (lambda h: h["cases"]["right"].update(texts=[0, 7]), "malformed"),
+    }
+    for name, (edit, words) in edits.items():
+        with pytest.raises(CheckpointError, match=words):
+            read(_edited(frozen, tmp_path / name, edit))
+
+
+def test_vectors_are_not_written_over_and_texts_are_checked(
+    tiny: Ours, frozen: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="already holds"):
+        make(frozen, tiny, TEXTS)
+    for texts, words in (([[1]], "two tokens"), ([], "two tokens"), ([[1, 500]], "token id 500")):
+        with pytest.raises(TokenError, match=words):
+            make(tmp_path / "none", tiny, texts)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        make(tmp_path / "file", tiny, TEXTS, new_tokens=3)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_model_of_another_form_is_refused(frozen: Path) -> None:
+    model, params = random_model("gpt2")
+    with pytest.raises(ConfigError, match="same stages"):
+        check(read(frozen), Ours("gpt2", model, params))
+
+
+# The command.
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
+
+    def command(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return command
+
+
+def test_the_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
+    model, made = tmp_path / "model", tmp_path / "made"
+    save_random(model, "llama", num_hidden_layers=2)
+    status, _, err = run("vectors", "make", model, made, "--from", "transformers", "-n", 3)
+    assert status == 0
+    assert "wrote" in err
+    status, out, _ = run("vectors", "check", model, made)
+    assert (status, out.splitlines()[-1]) == (0, "holds")
+    # As if made of other weights that give the same numbers.
+    other = _edited(made, tmp_path / "other", lambda h: h.update(weights="0" * 64))
+    status, out, _ = run("vectors", "check", model, other)
+    assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
+    assert "weights differ" in out
+    status, out, _ = run("vectors", "check", model, other, "--other-weights", "--json")
+    found = json.loads(out)
+    assert (status, found["holds"], found["differs"]) == (0, True, ["weights"])
+    assert found["cases"].keys() == {"text 0", "left", "right", "cached"}
+    status, _, err = run("vectors", "make", model, made)
+    assert status == 1
+    assert "already holds" in err
+    assert run("vectors", "make", model, made, "--from", "nowhere")[0] == 1

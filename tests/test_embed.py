@@ -1,0 +1,207 @@
+"""Embeddings are transformers' hidden states, pooled with torch."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import jaxllm
+from jaxllm import cli
+from jaxllm.embed import embeddings
+from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
+from jaxllm.ops.pooling import normalized, pool
+from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+
+TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 13, 8, 3)]
+POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda x: x.mean(dim=0),
+    "last": lambda x: x[-1],
+    "cls": lambda x: x[0],
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_random(directory, request.param)
+    return load_twin(directory)
+
+
+def theirs(twin: Twin, layer: int, pooling: str, normalize: bool) -> np.ndarray:
+    """Each text alone through transformers, then pooled with torch: no padding at all."""
+    rows = []
+    for text in TEXTS:
+        with torch.no_grad():
+            out = twin.torch_model(torch.tensor([text]), output_hidden_states=True)
+        row = POOL[pooling](out.hidden_states[layer][0])
+        rows.append(torch.nn.functional.normalize(row, dim=0) if normalize else row)
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize(
+    ("layer", "pooling", "normalize"),
+    [
+        (-1, "mean", False),
+        (-1, "last", True),
+        (-1, "cls", False),
+        (0, "mean", False),
+        (2, "last", False),
+        (-3, "mean", True),
+    ],
+)
+def test_equal_to_transformers_pooled_with_torch(
+    twin: Twin, layer: int, pooling: Any, normalize: bool
+) -> None:
+    ours = embeddings(
+        twin.model, twin.params, TEXTS, layer=layer, pooling=pooling, normalize=normalize
+    )
+    assert_close(ours, theirs(twin, layer, pooling, normalize))
+
+
+def test_a_text_does_not_feel_its_neighbours() -> None:
+    model, params = random_model("llama")
+    together = embeddings(model, params, TEXTS)
+    alone = [embeddings(model, params, [text], batch=2)[0] for text in TEXTS]
+    np.testing.assert_allclose(together, np.stack(alone), atol=1e-5 * np.abs(together).max())
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_pooling_with_padding_anywhere(array: Callable[..., Any]) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
+    x[0, 0] = np.nan  # padding may hold anything
+    mask = array([[False, True, False, True], [False, False, False, False]])
+    expected = {"mean": (x[0, 1] + x[0, 3]) / 2, "last": x[0, 3], "cls": x[0, 1]}
+    for pooling, row in expected.items():
+        found = pool(array(x), mask, pooling)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(np.asarray(found), [row, np.zeros(3)])
+    found = normalized(array([[3.0, 4.0], [0.0, 0.0]], dtype=np.float32))
+    np.testing.assert_allclose(np.asarray(found), [[0.6, 0.8], [0.0, 0.0]], rtol=1e-6)
+
+
+def test_what_is_refused() -> None:
+    model, params = random_model("llama", num_hidden_layers=3)
+
+    def run(texts: Any = ((1, 2),), **options: Any) -> None:
+        embeddings(model, params, texts, **options)
+
+    for options, message in (
+        ({"layer": 4}, "layer must be from -4 to 3, got 4"),
+        ({"layer": -5}, "layer must be"),
+        ({"layer": 1.0}, "layer must be"),
+        ({"pooling": "max"}, "pooling must be one of mean, last, cls, got 'max'"),
+        ({"pooling": "none"}, "pooling must be one of"),
+        ({"batch": 0}, "batch must be"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(**options)
+    for texts, message in (
+        ([[1], []], "text 1 must be token ids"),
+        ([[1.5]], "text 0 must be token ids"),
+        (["abc"], "text 0 must be token ids"),
+        ([[1], [1, 131]], "text 1: token id 131 is outside"),
+        ([[-1]], "token id -1"),
+    ):
+        with pytest.raises(TokenError, match=message):
+            run(texts)
+    with pytest.raises(CapacityError, match="text 1 has 98 tokens; the model's context is 97"):
+        run([[1], [1] * 98])
+    assert embeddings(model, params, []).shape == (0, 40)
+    table = params["embed_tokens"]["weight"].at[7].set(jnp.nan)
+    broken = {**params, "embed_tokens": {"weight": table}}
+    with pytest.raises(NonFiniteError, match="text 1 are NaN"):
+        embeddings(model, broken, [*TEXTS[:1], [7, 1], *TEXTS[1:4]], layer=0)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def command(*args: object, stdin: str = "") -> tuple[int, str, str]:
+        import io
+
+        monkeypatch.setattr(sys, "argv", ["jaxllm", "embed", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return command
+
+
+def test_the_command_gives_one_row_a_line(run: Run, tmp_path: Path) -> None:
+    lines = ["One day", "", "Once upon a time\u2028there was", "One day"]
+    file = tmp_path / "texts"
+    file.write_bytes("\n".join(lines).encode() + b"\n")
+    lm = jaxllm.load("demo:llama", dtype="float32")
+    rows = [lm.encode(line) for line in lines]
+    width = max(map(len, rows))
+    ids = np.array([row + [0] * (width - len(row)) for row in rows])
+    positions = np.array([[*range(len(row)), *([-1] * (width - len(row)))] for row in rows])
+    whole = jaxllm.forward(
+        lm.model, lm.params, None, ids, positions_BT=positions, hidden_states=True
+    )
+    assert whole.hidden_states is not None
+    means = [
+        np.asarray(whole.hidden_states[-1][r, : len(row)]).mean(0) for r, row in enumerate(rows)
+    ]
+    expected = [mean / np.linalg.norm(mean) for mean in means]
+    base = ("demo:llama", "--dtype", "float32", "--normalize")
+    status, out, _ = run(*base, "--file", file, "--json")
+    assert status == 0
+    found = np.array([json.loads(line) for line in out.splitlines()])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    _, plain, _ = run(*base, "--file", "-", stdin=file.read_text(encoding="utf-8"))
+    np.testing.assert_allclose(np.loadtxt(plain.splitlines()), expected, atol=1e-5)
+    for name in ("e.npy", "e.safetensors"):
+        status, out, err = run(*base, "--file", file, "--out", tmp_path / name)
+        assert (status, out) == (0, "")
+        assert f"4 rows of {found.shape[1]}" in err
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "e.npy", allow_pickle=False),
+        load_file(tmp_path / "e.safetensors")["embeddings"],
+    )
+    np.testing.assert_allclose(np.load(tmp_path / "e.npy"), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --text, once or more, or --file"),
+        (("--text", "a", "--file", "b"), "one of the two"),
+        (("--file", "nowhere"), "nowhere is not a regular file"),
+        (("--file", "-"), "- has no lines"),
+        (("--text", "a", "--pool", "max"), "pooling must be one of"),
+        (("--text", "a", "--layer", "99"), "layer must be"),
+        (("--text", "a", "--out", "x.bin"), "must end in .npy or .safetensors"),
+        (("--text", "a", "--out", "."), "must end in"),
+    ],
+)
+def test_the_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
+    status, out, err = run(*options)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_the_command_writes_over_nothing(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "e.npy").write_bytes(b"mine")
+    status, _, err = run("--text", "a", "--out", tmp_path / "e.npy")
+    assert status == 1
+    assert "exists; name another file" in err
+    assert (tmp_path / "e.npy").read_bytes() == b"mine"
+
+
+def test_help_has_an_example(run: Run) -> None:
+    status, out, _ = run("--help")
+    assert status == 0
+    assert "Example: jaxllm embed" in out

@@ -1,0 +1,367 @@
+"""Exported steps: run without the model's code, the numbers of `forward`, or refused by name."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxllm
+from jaxllm import cli, exported
+from jaxllm import export as exporting
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.fixed import Form
+from jaxllm.ops import native
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision, cast
+from jaxllm.weights.quantize import quantize
+from tests.conftest import ROOT
+from tests.twins import random_model, save_random, tokens
+
+N, M = 4, 13
+IDS = tokens(2, 8)
+EXPLICIT = Form(embeddings=True, rotary=True, mask="boolean")
+# Model, its format, that of its weights, the step's inputs, which step.
+FORMS = {
+    "explicit": ("llama", "float32", None, EXPLICIT, "prefill"),
+    "additive-int4": ("gpt2", "float32", "int4-g32", Form(mask="additive"), "prefill"),
+    "bfloat16": ("llama", "bfloat16", None, Form(), "decode"),
+}  # fmt: skip
+
+# What somebody without the model does: positions and slots by hand, a prefill, then single tokens.
+SCRIPT = """
+import sys
+import numpy as np
+from jaxllm import exported
+
+directory, ids, out = sys.argv[1], np.load(sys.argv[2]), sys.argv[3]
+steps = exported.load(directory)
+prefill, decode = steps["prefill"], steps["decode"]
+width, inputs = prefill.inputs["input_ids"].shape[1], prefill.blank()
+inputs["input_ids"][:, 1:] = ids[:, : width - 1]  # a column of padding on the left
+inputs["position_ids"][:, 1:] = inputs["slots"][:, 1:] = np.arange(width - 1)
+outputs = prefill(inputs)
+logits = [np.asarray(outputs["logits"])[:, 1:]]
+for column in range(width - 1, ids.shape[1]):
+    inputs = {**decode.blank(), **decode.past(outputs)}
+    inputs["input_ids"][:] = ids[:, column : column + 1]
+    inputs["position_ids"][:] = inputs["slots"][:] = column
+    outputs = decode(inputs)
+    logits.append(np.asarray(outputs["logits"]))
+np.save(out, np.concatenate(logits, axis=1))
+foreign = [n for n in sys.modules if n.startswith(("jaxllm.", "flax"))]
+print(*sorted(foreign))
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A directory with both steps, and the model."""
+    directory = tmp_path_factory.mktemp("export") / "plain"
+    model, params = random_model("llama")
+    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2, text=True)
+    return directory, model, params
+
+
+@pytest.fixture
+def copy(plain: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain[0], tmp_path / "copy"))
+
+
+def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
+    plain: Any, tmp_path: Path
+) -> None:
+    _, model, params = plain
+    rules = [("layers.0.*down_proj.*", "int4-g32"), ("layers.1.*o_proj.*", "int8"), (".*", None)]
+    params, directory = quantize(params, rules), tmp_path / "mixed"
+    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2)
+    np.save(tmp_path / "ids.npy", IDS)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, directory, tmp_path / "ids.npy", tmp_path / "logits.npy"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["jaxllm.errors", "jaxllm.exported", "jaxllm.textfiles"]
+    expected = np.asarray(jaxllm.forward(model, params, None, IDS).logits)
+    found = np.load(tmp_path / "logits.npy")
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_every_form_equals_forward(name: str, tmp_path: Path) -> None:
+    family, dtype, weights, form, what = FORMS[name]
+    layers: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
+    model, params = random_model(family, precision=Precision.uniform(dtype), **layers)
+    params = quantize(params, weights) if weights else cast(params, model.precision)
+    lengths = {"num_tokens": N, "max_tokens": M}
+    exporting.export(model, params, tmp_path, form=form, what=[what], **lengths)
+    bar = 2e-2 if dtype == "bfloat16" else 1e-5
+    assert exporting.compare(model, params, tmp_path)[what] < bar
+
+
+def test_compare_sees_a_difference(tmp_path: Path) -> None:
+    model, params = random_model("llama", num_hidden_layers=1)
+    exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M)
+    other = random_model("llama", seed=1, num_hidden_layers=1)[1]
+    differences = exporting.compare(model, other, tmp_path)
+    assert set(differences) == {"prefill", "decode"}
+    assert min(differences.values()) > 0.1
+
+
+def test_the_manifest_is_the_program(plain: Any) -> None:
+    """Arguments of the StableHLO, read from its text: the manifest's, in order and form."""
+    directory, _, params = plain
+    manifest = json.loads((directory / "manifest.json").read_text())
+    names = {"float32": "f32", "int32": "i32", "bool": "i1"}
+    weights = manifest["weights"]["tensors"]
+    assert [w["name"] for w in weights] == sorted(path for path, _ in flatten(params))
+    for name in ("prefill", "decode"):
+        text = (directory / f"{name}.mlir").read_text()
+        main = text[text.index("@main(") : text.index("->")]
+        found = re.findall(r"%arg\d+: tensor<([^>]+)>", main)
+        declared = [*weights, *manifest["steps"][name]["inputs"]]
+        assert found == ["x".join([*map(str, w["shape"]), names[w["dtype"]]]) for w in declared]
+        # Weights are inputs, never constants.
+        sizes = re.findall(r"stablehlo.constant dense<.*?> : tensor<([\dx]*)x\w+>", text)
+        counts = [np.prod([int(n) for n in size.split("x")]) for size in sizes if 'dense<"' in text]
+        assert all(count < 100 for count in counts)
+        assert len(text) < 400_000
+
+
+def test_weights_lie_under_their_own_names(plain: Any) -> None:
+    directory, _, params = plain
+    stored = load_file(directory / "weights.safetensors")
+    for path, leaf in flatten(params):
+        np.testing.assert_array_equal(stored[path], np.asarray(leaf))
+
+
+def test_one_export_for_several_platforms(plain: Any, tmp_path: Path) -> None:
+    _, model, params = plain
+    exporting.export(
+        model, params, tmp_path, num_tokens=N, max_tokens=M, what=["decode"],
+        platforms=["cpu", "cuda", "tpu"],
+    )  # fmt: skip
+    assert exporting.compare(model, params, tmp_path)["decode"] < 1e-5
+
+
+def test_one_for_another_platform_is_refused(plain: Any, tmp_path: Path) -> None:
+    _, model, params = plain
+    exporting.export(
+        model, params, tmp_path, num_tokens=N, max_tokens=M, what=["decode"], platforms=["tpu"]
+    )
+    with pytest.raises(CheckpointError, match="was exported for tpu; this process runs on cpu"):
+        exported.load(tmp_path)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def change(directory: Path, edit: Callable[[Any], object]) -> None:
+    manifest = json.loads((directory / "manifest.json").read_text())
+    edit(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def foreign_weights(directory: Path) -> None:
+    path = directory / "weights.safetensors"
+    stored = load_file(path)
+    stored["norm.weight"] = stored["norm.weight"][:-1]
+    save_file(stored, path)
+    change(directory, lambda m: m["weights"].update(sha256=exported.digest(path)))
+
+
+def foreign_step(directory: Path) -> None:
+    """Another model's code under this manifest, its hash put in: only the program can tell."""
+    model, params = random_model("llama", hidden_size=48)
+    other = directory.parent / "other"
+    exporting.export(model, params, other, num_tokens=N, max_tokens=M, batch=2, what=["prefill"])
+    path = directory / "prefill.stablehlo"
+    shutil.copyfile(other / "prefill.stablehlo", path)
+    change(directory, lambda m: m["steps"]["prefill"].update(sha256=exported.digest(path)))
+
+
+def not_stablehlo(directory: Path) -> None:
+    path = directory / "decode.stablehlo"
+    path.write_bytes(b"nonsense")
+    change(directory, lambda m: m["steps"]["decode"].update(sha256=exported.digest(path)))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda d: (d / "manifest.json").unlink(), "has no manifest.json"),
+    "no JSON": (lambda d: (d / "manifest.json").write_text("{"), "is not valid JSON"),
+    "format": (lambda d: change(d, lambda m: m.update(format="onnx")), "is of format 'onnx'"),
+    "version": (lambda d: change(d, lambda m: m.update(version=9)), "version 9"),
+    "key": (lambda d: change(d, lambda m: m.pop("weights")), "is incomplete: KeyError"),
+    "kind": (lambda d: change(d, lambda m: m.update(steps=[])), "is incomplete: AttributeError"),
+    "step bit": (lambda d: flip(d / "decode.stablehlo"), "decode.stablehlo is damaged"),
+    "weights bit": (lambda d: flip(d / "weights.safetensors"), "weights.safetensors is damaged"),
+    "step gone": (lambda d: (d / "prefill.stablehlo").unlink(), "prefill.stablehlo is missing"),
+    "outside": (
+        lambda d: change(d, lambda m: m["weights"].update(file="../weights.safetensors")),
+        "not a plain file name",
+    ),
+    "weights": (foreign_weights, "not the tensors that manifest.json lists"),
+    "step": (foreign_step, "prefill.stablehlo: not a step that can run"),
+    "nonsense": (not_stablehlo, "decode.stablehlo: not a step that can run"),
+    "convention": (
+        lambda d: change(d, lambda m: m.update(calling_convention_version=2)),
+        "version 2 of JAX's calling convention",
+    ),
+    "kernels": (
+        lambda d: change(d, lambda m: m.update(custom_calls=["jaxllm_nothing"])),
+        "calls native kernels \\(jaxllm_nothing\\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_damaged_and_foreign_files_are_refused_by_name(
+    copy: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, message = DAMAGE[damage]
+    apply(copy)
+    monkeypatch.delitem(sys.modules, exported.NATIVE, raising=False)
+    with pytest.raises(CheckpointError, match=message):
+        exported.load(copy)
+
+
+def test_inputs_that_do_not_fit_are_refused_by_name(plain: Any) -> None:
+    steps = exported.load(plain[0])
+    with pytest.raises(ConfigError, match="no step 'generate' was exported"):
+        steps["generate"]
+    step = steps["decode"]
+    assert (step.blank()["slots"] == M - N).all()  # nowhere: padding writes nothing
+    inputs: dict[str, Any] = {**step.blank(), "mask": np.zeros(1)}
+    inputs["input_ids"] = np.zeros((2, 2), np.int32)
+    inputs["slots"] = np.zeros((2, 1), np.int64)
+    del inputs["position_ids"]
+    with pytest.raises(ConfigError) as caught:
+        step(inputs)
+    for said in (
+        "position_ids is missing",
+        "mask is no input",
+        "input_ids must be int32 (2, 1), got int32 (2, 2)",
+        "slots must be int32 (2, 1), got int64 (2, 1)",
+    ):
+        assert said in str(caught.value)
+
+
+def test_nothing_is_written_over_and_half_an_export_is_none(
+    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, model, params = plain
+    again = {"num_tokens": N, "max_tokens": M, "batch": 2, "what": ["decode"]}
+    with pytest.raises(CheckpointError, match="already holds an export"):
+        exporting.export(model, params, directory, **again)
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "write_tensors", stop)
+        with pytest.raises(KeyboardInterrupt):
+            exporting.export(model, params, tmp_path / "half", **again)
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json: not an export"):
+        exported.load(tmp_path / "half")
+    exporting.export(model, params, tmp_path / "half", **again)
+    assert list(exported.load(tmp_path / "half").steps) == ["decode"]
+
+
+def test_native_kernels_are_left_out_or_named(plain: Any, tmp_path: Path) -> None:
+    _, model, params = plain
+    lengths = {"num_tokens": N, "max_tokens": M, "what": ["decode"]}
+    left = json.loads((plain[0] / "manifest.json").read_text())
+    assert left["custom_calls"] == []
+    assert "custom_call @jaxllm" not in (plain[0] / "decode.mlir").read_text()
+    if native.library() is None:
+        pytest.skip("no native kernels were built")
+    kept = exporting.export(model, params, tmp_path, native="keep", text=True, **lengths)
+    assert "jaxllm_linear" in kept["custom_calls"]
+    text = (tmp_path / "decode.mlir").read_text()
+    assert set(re.findall(r"custom_call @(jaxllm_\w+)", text)) == set(kept["custom_calls"])
+    assert exporting.compare(model, params, tmp_path)["decode"] < 1e-5
+
+
+def test_a_call_that_nobody_else_knows_is_no_export(
+    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model, params = plain
+
+    def step(model: Any, form: Any, params: Any, inputs: Any) -> Any:
+        slots = inputs["slots"]
+        return {"logits": jax.ffi.ffi_call("a_stranger", slots)(slots)}
+
+    monkeypatch.setattr(exporting, "run_step", step)
+    with pytest.raises(ConfigError, match=r"cannot be exported.*a_stranger"):
+        exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M, what=["decode"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be"),
+        ({"max_tokens": N}, r"max_tokens \(4\) must exceed"),
+        ({"batch": 0}, "batch must be"),
+        ({"what": []}, "a step is one of prefill, decode; got none"),
+        ({"what": ["train"]}, "got 'train'"),
+        ({"platforms": ["npu"]}, "a platform is one of cpu, cuda, rocm, tpu; got 'npu'"),
+        ({"native": "maybe"}, "native is one of keep, leave-out; got 'maybe'"),
+    ],
+)
+def test_options_that_are_none(
+    plain: Any, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    _, model, params = plain
+    with pytest.raises(ConfigError, match=message):
+        exporting.export(
+            model, params, tmp_path / "x", **{"num_tokens": N, "max_tokens": M, **options}
+        )
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_command_exports_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxllm", "export", *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    save_random(tmp_path / "model", "gpt2", n_layer=1)
+    base = (tmp_path / "model", tmp_path / "a", "--num-tokens", 4, "--max-tokens", 12)
+    status, out, _ = run(
+        *base, "--what", "prefill", "--form", "boolean", "--quantize", "int8", "--dtype", "float32",
+        "--check", "--json", "--text",
+    )  # fmt: skip
+    assert status == 0
+    report = json.loads(out)
+    assert report["difference"]["prefill"] < 1e-5
+    assert report["weights"] == (tmp_path / "a" / "weights.safetensors").stat().st_size
+    for options, message in {
+        (): "already holds an export",
+        ("--form", "rotary"): "gpt2 has no rotary positions",
+        ("--form", "square"): "--form takes tokens, embeddings",
+        ("--form", "boolean,additive"): "additive contradicts",
+        ("--what", "train"): "a step is one of",
+        ("--quantize", "int3"): "int3",
+    }.items():
+        status, out, err = run(*base, *options)
+        assert (status, out) == (1, ""), options
+        assert message in err
+        assert err.count("\n") == 1
+    status, out, _ = run("--help")
+    assert status == 0
+    assert "Example: jaxllm export" in out
