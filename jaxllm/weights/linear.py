@@ -28,9 +28,10 @@ def linear(
 ) -> jax.Array:
     """`x @ weight.T + bias` over the last axis of x: `[..., I]` to `[..., O]`, float32.
 
-    Where the formats of x and weight differ, both are widened to float32; only products of more
-    than 16 rows of bfloat16 with quantized weights take the weights rounded to bfloat16. The bits
-    of a row do not depend on how many rows, up to 16, are multiplied with it on a CPU.
+    Where the formats of x and weight differ, both are widened to float32; only where there is no
+    kernel, products of more than 16 rows of bfloat16 with quantized weights take the weights
+    rounded to bfloat16. With kernels, the bits of a row do not depend on how many rows, up to 16,
+    are multiplied with it.
 
     int8_inputs: round x to int8 in blocks of 128 columns where the weights are integers (dynamic
     quantization): faster, not exact.
@@ -82,16 +83,21 @@ def _on_each_platform(x_RI: jax.Array, weight: Leaf, digits: int) -> jax.Array:
     def plain(x_RI: jax.Array, weight: Leaf) -> jax.Array:
         return _plain(round_to_int8(x_RI) if digits == 1 else x_RI, weight)
 
+    packed = isinstance(weight, QTensor | Packed)
     few = 0 < x_RI.shape[0] <= native.MAX_ROWS
-    if not native.enabled() or not (few or isinstance(weight, QTensor | Packed)):
+    half = x_RI.dtype == jnp.bfloat16 and (packed or weight.dtype == jnp.bfloat16)
+    every = x_RI.shape[0] > 0 and (half or digits == 1) and native.isa() in native.FAST_PRODUCTS
+    if not native.enabled() or not (few or every or packed):
         return plain(x_RI, weight)
-    by_kernel = partial(_kernel, digits) if few else partial(_widened, digits)
-    y: jax.Array = jax.lax.platform_dependent(x_RI, weight, cpu=by_kernel, default=plain)
+    by_kernel = _kernel if few or every else _widened
+    y: jax.Array = jax.lax.platform_dependent(
+        x_RI, weight, cpu=partial(by_kernel, digits), default=plain
+    )
     return y
 
 
 def _kernel(digits: int, x_RI: jax.Array, weight: Leaf) -> jax.Array:
-    """A few rows by the native kernel; batched over x alone, more rows of the same product."""
+    """Rows by the native kernel; batched over x alone, they are more rows of the same product."""
 
     @jax.custom_batching.custom_vmap
     def call(x_RI: jax.Array, weight: Leaf) -> jax.Array:

@@ -3,7 +3,7 @@
 Nothing here decides anything: `weights.linear` and `ops.attention` ask `enabled()` and have a path
 in plain JAX that gives the same numbers. The kernels share their rows out over XLA's own threads.
 
-JAXLLM_NATIVE=0 turns them off. JAXLLM_ISA names the instruction set, one of `portable`, `avx2`,
+JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA names the instruction set, one of `portable`, `avx2`,
 `avx512`; by default the best that the machine has.
 """
 
@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-MAX_ROWS = 16  # of activations that `linear` takes
+MAX_ROWS = 16  # up to so many, `linear` is faster than XLA's product
+FAST_PRODUCTS = ("avx512",)  # where it is for any number of bfloat16 or int8 rows
 
 
 class Kind(IntEnum):
@@ -81,7 +82,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def _path() -> str | None:
-    """Where the library was installed: beside this file, or in site-packages when editable."""
+    """Where the library is: as JAXLLM_LIBRARY says, beside this file, or in site-packages where
+    the installation is editable."""
+    if named := os.environ.get("JAXLLM_LIBRARY"):
+        return named
     for folder in (os.path.dirname(__file__), *(f"{p}/jaxllm/ops/native" for p in sys.path)):
         path = os.path.join(folder, "_kernels.so")
         if os.path.isfile(path):
@@ -98,7 +102,7 @@ def linear(
     group: int | None = None,
     digits: int = 3,
 ) -> jax.Array:
-    """`x @ weight.T`: float32 `[R, O]` from at most 16 rows, each in the same order of additions.
+    """`x @ weight.T`: float32 `[R, O]`, each row in the same order of additions whatever R.
 
     x_RI: float32 or bfloat16. pieces: the arrays of a weight of this kind, `[O, ...]` (see
     `weights.qtensor`). digits: 3 keeps float32's 24 bits of x where weights are integers, 1 rounds

@@ -29,6 +29,26 @@ inline void ahead(const uint8_t* line, int64_t tile) {
   _mm_prefetch(reinterpret_cast<const char*>(line + tile), _MM_HINT_T1);
 }
 
+#define JAXLLM_UNROLL _Pragma("GCC unroll 8")
+
+// A tile's sums, one for each of its outputs: kept in registers where all loops over them are
+// unrolled.
+template <int O, int R>
+inline void clear(__m512 (&sum)[O][R]) {
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i++)
+    JAXLLM_UNROLL
+    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
+}
+
+template <int O, int R>
+inline void put(const __m512 (&sum)[O][R], const Weight& w, int64_t o, int64_t r, float* y) {
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i++)
+    JAXLLM_UNROLL
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+}
+
 // ---- floats: what is loaded from 32 columns of a weight row, and how it is multiplied ----
 
 struct Two {  // 16 columns each: the first and second half, or the even and the odd ones
@@ -38,7 +58,6 @@ struct Two {  // 16 columns each: the first and second half, or the even and the
 __mmask32 mask_of(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
 struct F32 {
-  static constexpr int kColumns = 32;
   static Two load(const uint8_t* row, int64_t c, __mmask32 m) {
     const float* p = reinterpret_cast<const float*>(row) + c;
     return {_mm512_maskz_loadu_ps(__mmask16(m), p), _mm512_maskz_loadu_ps(__mmask16(m >> 16), p + 16)};
@@ -92,27 +111,34 @@ auto loaded(const uint8_t* row, int64_t c, __mmask32 m) {
     return F::load(row, c, m);
 }
 
+// Adds 32 columns' products to a tile's sums.
+template <class F, bool Dot, int O, int R>
+inline void add_columns(__m512 (&sum)[O][R], const uint8_t* row, int64_t stride, const uint8_t* x,
+                        int64_t x_stride, __mmask32 mask) {
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i++) {
+    const auto weight = loaded<F, Dot>(row + i * stride, 0, mask);
+    JAXLLM_UNROLL
+    for (int j = 0; j < R; j++) sum[i][j] = add_product(sum[i][j], weight, x + j * x_stride);
+  }
+}
+
 template <class F, bool Dot, int O, int R>
 void float_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o, int64_t r, float* y) {
-  constexpr int64_t kBytes = Dot ? 2 : 4;
+  constexpr int64_t kLine = std::is_same_v<F, F32> ? 128 : 64, kInput = Dot ? 64 : 128;
   __m512 sum[O][R];
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
-  const uint8_t* row = w.data + o * w.stride;
-  const int64_t size = O * w.stride, line = std::is_same_v<F, F32> ? 128 : 64;
+  clear(sum);
+  const int64_t stride = w.stride, size = r ? 0 : O * stride;
+  const uint8_t* row = w.data + o * stride;
   x += r * x_stride;
-  for (int64_t c = 0; c < w.columns; c += 32) {
-    const __mmask32 m = mask_of(w.columns - c);
-    for (int i = 0; i < O; i++) {
-      ahead(row + i * w.stride + c / 32 * line, size);
-      if (line == 128) ahead(row + i * w.stride + c / 32 * line + 64, size);
-      const auto weight = loaded<F, Dot>(row + i * w.stride, c, m);
-      for (int j = 0; j < R; j++)
-        sum[i][j] = add_product(sum[i][j], weight, x + j * x_stride + c * kBytes);
-    }
+  for (int64_t left = w.columns / 32; left > 0; left--, row += kLine, x += kInput) {
+    JAXLLM_UNROLL
+    for (int i = 0; i < O; i++)
+      for (int64_t line = 0; line < kLine; line += 64) ahead(row + i * stride + line, size);
+    add_columns<F, Dot>(sum, row, stride, x, x_stride, ~0u);
   }
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+  if (w.columns % 32) add_columns<F, Dot>(sum, row, stride, x, x_stride, mask_of(w.columns % 32));
+  put(sum, w, o, r, y);
 }
 
 // ---- bfloat16 from 12 bits ----
@@ -174,18 +200,19 @@ void packed_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o,
   constexpr int64_t kBytes = Dot ? 2 : 4;
   const Exponents e = exponents_of(w.base);
   const __m512i low_bits = _mm512_set1_epi8(15);
-  const int64_t size = O * w.stride, nibbles_size = O * w.nibble_stride;
+  const int64_t size = r ? 0 : O * w.stride, nibbles_size = r ? 0 : O * w.nibble_stride;
   __m512 sum[O][R];
+  clear(sum);
   std::vector<Escapes> escapes;
   int32_t next[O];
   escapes.reserve(O);
   for (int i = 0; i < O; i++) {
     escapes.emplace_back(w, o + i);
     next[i] = escapes[i].next();
-    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
   }
   x += r * x_stride;
   for (int64_t c = 0; c < w.columns; c += 128)
+    JAXLLM_UNROLL
     for (int i = 0; i < O; i++) {
       const uint8_t* bytes = w.data + (o + i) * w.stride + c;
       const uint8_t* nibbles = w.nibbles + (o + i) * w.nibble_stride + c / 2;
@@ -199,12 +226,12 @@ void packed_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o,
         const __m512i mine = half ? _mm512_srli_epi16(index, 4) : index;
         Pair pair = expanded(bytes + 64 * half, _mm512_and_si512(mine, low_bits), e);
         if (__builtin_expect(next[i] < at + 64, 0)) next[i] = escapes[i].patch(at, pair);
+        JAXLLM_UNROLL
         for (int j = 0; j < R; j++)
           sum[i][j] = add_pair<Dot>(sum[i][j], pair, x + j * x_stride + at * kBytes);
       }
     }
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+  put(sum, w, o, r, y);
 }
 
 // ---- integers ----
@@ -318,11 +345,11 @@ void int4_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i spread = _mm512_srl_epi32(lane, _mm_cvtsi32_si128(count == 4 ? 2 : (count == 2 ? 3 : 4)));
   const __m512i low_bits = _mm512_set1_epi8(15);
-  const int64_t size = O * w.stride;
+  const int64_t size = r ? 0 : O * w.stride;
   __m512 sum[O][R];
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
+  clear(sum);
   for (int64_t c = 0; c < chunks; c++)
+    JAXLLM_UNROLL
     for (int i = 0; i < O; i++) {
       const uint8_t* line = w.data + (o + i) * w.stride + 64 * c;
       ahead(line, size);
@@ -331,6 +358,7 @@ void int4_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(byte, 4), low_bits);
       const int64_t group = (o + i) * w.groups + c * count;
       const __m512 scale = lanes_of_scales(w, group, spread, count);
+      JAXLLM_UNROLL
       for (int j = 0; j < R; j++) {
         const Chunk<D>& in = x[j * chunks + c];
         __m512i t = _mm512_setzero_si512();
@@ -345,8 +373,7 @@ void int4_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
                                     _mm512_mul_ps(scale, _mm512_set1_ps(in.scale)), sum[i][j]);
       }
     }
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+  put(sum, w, o, r, y);
 }
 
 template <int D, int O, int R, bool Split>
@@ -357,11 +384,11 @@ void int8_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
   const __m512i spread = _mm512_srli_epi32(lane, count == 2 ? 3 : 4);
   const __m512i flip = _mm512_set1_epi8(char(128));
   const bool by_row = w.groups == 1;
-  const int64_t size = O * w.stride;
+  const int64_t size = r ? 0 : O * w.stride;
   __m512 sum[O][R];
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) sum[i][j] = _mm512_setzero_ps();
+  clear(sum);
   for (int64_t c = 0; c < chunks; c++)
+    JAXLLM_UNROLL
     for (int i = 0; i < O; i++) {
       const uint8_t* byte = w.data + (o + i) * w.stride + 128 * c;
       ahead(byte, size);
@@ -372,6 +399,7 @@ void int8_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
       const __m512 scale =
           by_row ? _mm512_set1_ps(scale_at(w, o + i)) : lanes_of_scales(w, group, spread, count);
       const __m512 scale_2 = Split ? lanes_of_scales(w, group + count, spread, count) : scale;
+      JAXLLM_UNROLL
       for (int j = 0; j < R; j++) {
         const Chunk<D>& in = x[j * chunks + c];
         const __m512 step = _mm512_set1_ps(in.scale);
@@ -388,8 +416,140 @@ void int8_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t
           sum[i][j] = _mm512_fmadd_ps(together<D>(u), _mm512_mul_ps(scale_2, step), sum[i][j]);
       }
     }
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = _mm512_reduce_add_ps(sum[i][j]);
+  put(sum, w, o, r, y);
+}
+
+// ---- integers times bfloat16: 8 bits hold them exactly, so the products are BF16's own ----
+
+// 64 columns of a weight row as bfloat16. 4-bit weights come in the order of their bits, in which
+// their input is kept as well: column 32 p + 16 q + k (k < 16) at place 32 q + 16 p + k.
+struct Int8Rows {
+  const uint8_t* data;
+  int64_t stride;
+  explicit Int8Rows(const Weight& w) : data(w.data), stride(w.stride) {}
+
+  Pair at(int64_t o, int64_t c, bool fetch) const {
+    const uint8_t* q = data + o * stride + c;
+    if (fetch) ahead(q, 4 * stride);
+    return {half(q), half(q + 32)};
+  }
+
+  static __m512i half(const uint8_t* q) {
+    const __m128i* p = reinterpret_cast<const __m128i*>(q);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p + 1)));
+    return __m512i(_mm512_cvtne2ps_pbh(high, low));
+  }
+};
+
+template <bool Zero>
+struct Int4Rows {
+  const Weight& w;
+  __m512i table;  // bfloat16 by the lowest five bits of a place: q - 8, or the place less 15
+
+  explicit Int4Rows(const Weight& w) : w(w) {
+    alignas(64) uint16_t values[32];
+    for (int i = 0; i < 32; i++) values[i] = to_bf16(float(Zero ? i - 15 : i % 16 - 8));
+    table = _mm512_load_si512(values);
+  }
+
+  Pair at(int64_t o, int64_t c, bool fetch) const {
+    const uint8_t* q = w.data + o * w.stride + c / 2;
+    if (fetch) ahead(q, 4 * w.stride);
+    const __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)));
+    const __m512i high = _mm512_srli_epi16(low, 4);
+    if (!Zero)  // the fifth bit is of no account
+      return {_mm512_permutexvar_epi16(low, table), _mm512_permutexvar_epi16(high, table)};
+    const uint8_t* zero = w.zero + o * w.groups + c / w.group;
+    const int16_t first = 15 - zero[0], second = w.group == 32 ? 15 - zero[1] : first;
+    const __m512i shift = _mm512_inserti64x4(_mm512_set1_epi16(first), _mm256_set1_epi16(second), 1);
+    const __m512i bits = _mm512_set1_epi16(15);
+    return {_mm512_permutexvar_epi16(_mm512_add_epi16(_mm512_and_si512(low, bits), shift), table),
+            _mm512_permutexvar_epi16(_mm512_add_epi16(high, shift), table)};
+  }
+};
+
+// Rows that have been expanded before, from row `first` on.
+struct ExpandedRows {
+  const uint16_t* data;
+  int64_t stride, first;
+
+  Pair at(int64_t o, int64_t c, bool) const {
+    const uint16_t* p = data + (o - first) * stride + c;
+    return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)};
+  }
+};
+
+int64_t place_of(int64_t c) { return c / 64 * 64 + c / 16 % 2 * 32 + c / 32 % 2 * 16 + c % 16; }
+
+// How scales fall on 64 columns: one a row (applied last), one for all, or two, by halves of each
+// register (4 bits) or a register each (8 bits).
+enum class Scales { kRow, kOne, kHalves, kEach };
+
+Scales scales_of(const Weight& w) {
+  if (w.groups == 1) return Scales::kRow;
+  if (w.group > 32) return Scales::kOne;
+  return w.kind == Kind::kInt4 ? Scales::kHalves : Scales::kEach;
+}
+
+template <Scales S, int O, int R, class Source>
+void pair_tile(const Weight& w, const Source& source, const uint16_t* x, int64_t x_stride, int64_t o,
+               int64_t r, float* y) {
+  __m512 sum[O][R];
+  clear(sum);
+  x += r * x_stride;
+  for (int64_t c = 0; c < w.columns; c += 64) {
+    JAXLLM_UNROLL
+    for (int i = 0; i < O; i++) {
+      const Pair weight = source.at(o + i, c, r == 0);
+      const int64_t g = S == Scales::kRow ? 0 : (o + i) * w.groups + c / w.group;
+      __m512 scale, second;
+      if (S == Scales::kOne || S == Scales::kEach) scale = _mm512_set1_ps(scale_at(w, g));
+      if (S == Scales::kEach) second = _mm512_set1_ps(scale_at(w, g + 1));
+      if (S == Scales::kHalves)
+        scale = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scale_at(w, g)),
+                                     _mm512_set1_ps(scale_at(w, g + 1)));
+      JAXLLM_UNROLL
+      for (int j = 0; j < R; j++) {
+        const uint8_t* at = reinterpret_cast<const uint8_t*>(x + j * x_stride + c);
+        if (S == Scales::kRow) {
+          sum[i][j] = add_product(add_product(sum[i][j], weight.first, at), weight.second, at + 64);
+          continue;
+        }
+        const __m512 part = add_product(_mm512_setzero_ps(), weight.first, at);
+        if (S == Scales::kEach) {
+          sum[i][j] = _mm512_fmadd_ps(part, scale, sum[i][j]);
+          const __m512 other = add_product(_mm512_setzero_ps(), weight.second, at + 64);
+          sum[i][j] = _mm512_fmadd_ps(other, second, sum[i][j]);
+        } else {
+          sum[i][j] = _mm512_fmadd_ps(add_product(part, weight.second, at + 64), scale, sum[i][j]);
+        }
+      }
+    }
+  }
+  if (S == Scales::kRow && w.groups)
+    JAXLLM_UNROLL
+    for (int i = 0; i < O; i++) {
+      const __m512 scale = _mm512_set1_ps(scale_at(w, o + i));
+      JAXLLM_UNROLL
+      for (int j = 0; j < R; j++) sum[i][j] = _mm512_mul_ps(sum[i][j], scale);
+    }
+  put(sum, w, o, r, y);
+}
+
+void expand_packed(const Weight& w, int64_t o, uint16_t* out) {
+  const Exponents e = exponents_of(w.base);
+  const uint8_t *bytes = w.data + o * w.stride, *nibbles = w.nibbles + o * w.nibble_stride;
+  for (int64_t c = 0; c < w.stride; c += 64) {
+    ahead(bytes + c, 4 * w.stride);
+    __m512i index = _mm512_loadu_si512(nibbles + c / 128 * 64);
+    if (c & 64) index = _mm512_srli_epi16(index, 4);
+    const Pair pair = expanded(bytes + c, _mm512_and_si512(index, _mm512_set1_epi8(15)), e);
+    _mm512_storeu_si512(out + c, pair.first);
+    _mm512_storeu_si512(out + c + 32, pair.second);
+  }
+  for (int32_t i = w.escape_begin[o]; i < w.escape_begin[o + 1]; i++)
+    out[w.escape_column[i]] = w.escape_value[i];
 }
 
 // ---- the tiles of a range of outputs ----
@@ -411,21 +571,36 @@ void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   }
 }
 
+// The same, by as many weight rows at once as the second cache holds beside the input, where they
+// are needed again for the next four input rows.
+template <class Tiles>
+void blocks(int64_t begin, int64_t end, int64_t row_bytes, int64_t rows, const Tiles& some) {
+  const int64_t most = rows <= 4 ? end - begin : up((256 << 10) / row_bytes, 4);
+  for (int64_t b = begin; b < end; b += most) some(b, b + most < end ? b + most : end);
+}
+
 bool integers(const Weight& w) { return w.kind == Kind::kInt8 || w.kind == Kind::kInt4; }
+
+// Integers times bfloat16, exactly: not by way of digits.
+bool by_bf16(const Weight& w, const Input& in) { return integers(w) && in.bf16 && in.digits > 1; }
 
 int64_t chunks_of(const Input& in) { return up(in.columns, 128) / 128; }
 
+// Numbers between rows of a prepared float input: not a power of two, or all rows of both factors
+// would fall on the same few lines of the first cache.
+int64_t stride_of(const Input& in) { return up(in.columns, 128) + 32 * 5; }
+
 size_t prepared_bytes(const Weight& w, const Input& in) {
-  if (integers(w))
+  if (integers(w) && !by_bf16(w, in))
     return in.rows * chunks_of(in) * (in.digits == 1 ? sizeof(Chunk<1>) : sizeof(Chunk<3>));
-  return in.rows * up(in.columns, 64) * bytes_of(kept_of(w, in));
+  return in.rows * stride_of(in) * bytes_of(kept_of(w, in));
 }
 
 void prepare(const Weight& w, const Input& in, void* prepared) {
   const int64_t width = up(in.columns, 128), chunks = chunks_of(in);
   std::vector<float> x(width);
   for (int64_t r = 0; r < in.rows; r++) {
-    if (integers(w)) {
+    if (integers(w) && !by_bf16(w, in)) {
       input_row(in, r, width, x.data());
       for (int64_t c = 0; c < chunks; c++) {
         if (in.digits == 1)
@@ -435,15 +610,21 @@ void prepare(const Weight& w, const Input& in, void* prepared) {
       }
       continue;
     }
-    const int64_t wide = up(in.columns, 64);
+    const int64_t wide = up(in.columns, 128), stride = stride_of(in);
     const Kept kept = kept_of(w, in);
     if (kept == Kept::kBF16) {
-      uint16_t* to = static_cast<uint16_t*>(prepared) + r * wide;
+      uint16_t* to = static_cast<uint16_t*>(prepared) + r * stride;
       memcpy(to, static_cast<const uint16_t*>(in.x) + r * in.columns, 2 * in.columns);
       memset(to + in.columns, 0, 2 * (wide - in.columns));
+      if (w.kind != Kind::kInt4) continue;
+      uint16_t block[64];
+      for (int64_t c = 0; c < wide; c += 64) {
+        memcpy(block, to + c, sizeof block);
+        for (int64_t i = 0; i < 64; i += 16) memcpy(to + c + place_of(i), block + i, 32);
+      }
       continue;
     }
-    float* to = static_cast<float*>(prepared) + r * wide;
+    float* to = static_cast<float*>(prepared) + r * stride;
     input_row(in, r, wide, kept == Kept::kOrder ? to : x.data());
     for (int64_t c = 0; kept == Kept::kEvenOdd && c < wide; c++)
       to[c / 32 * 32 + c % 2 * 16 + c % 32 / 2] = x[c];
@@ -452,31 +633,94 @@ void prepare(const Weight& w, const Input& in, void* prepared) {
 
 template <class F, bool Dot>
 void multiply_floats(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  const int64_t stride = up(in.columns, 64) * (Dot ? 2 : 4);
-  tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
-    float_tile<F, Dot, O, R>(w, x, stride, o, r, y);
+  const int64_t stride = stride_of(in) * (Dot ? 2 : 4);
+  blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
+    tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+      float_tile<F, Dot, O, R>(w, x, stride, o, r, y);
+    });
   });
 }
 
 template <bool Dot>
 void multiply_packed(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  const int64_t stride = up(in.columns, 64) * (Dot ? 2 : 4);
-  tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
-    packed_tile<Dot, O, R>(w, x, stride, o, r, y);
+  const int64_t stride = stride_of(in) * (Dot ? 2 : 4);
+  blocks(begin, end, w.stride * 3 / 2, in.rows, [&](int64_t begin, int64_t end) {
+    tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+      packed_tile<Dot, O, R>(w, x, stride, o, r, y);
+    });
   });
 }
 
 template <int D>
 void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   const int64_t chunks = chunks_of(in);
-  tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
-    if (w.kind == Kind::kInt4)
-      int4_tile<D, O, R>(w, x, chunks, o, r, y);
-    else if (split(w))
-      int8_tile<D, O, R, true>(w, x, chunks, o, r, y);
-    else
-      int8_tile<D, O, R, false>(w, x, chunks, o, r, y);
+  blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
+    tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+      if (w.kind == Kind::kInt4)
+        int4_tile<D, O, R>(w, x, chunks, o, r, y);
+      else if (split(w))
+        int8_tile<D, O, R, true>(w, x, chunks, o, r, y);
+      else
+        int8_tile<D, O, R, false>(w, x, chunks, o, r, y);
+    });
   });
+}
+
+// Rows expanded to bfloat16, as many at once as the second cache holds: for more than four input
+// rows. `expand(o, out)` writes one, `some(rows, begin, end)` multiplies them.
+template <class Expand, class Some>
+void by_expanded(const Input& in, int64_t begin, int64_t end, const Expand& expand, const Some& some) {
+  const int64_t stride = up(in.columns, 128) + 32 * 3, most = up((256 << 10) / (2 * stride), 4);
+  thread_local std::vector<uint16_t> scratch;
+  scratch.resize(most * stride);
+  for (int64_t b = begin; b < end; b += most) {
+    const int64_t stop = b + most < end ? b + most : end;
+    for (int64_t o = b; o < stop; o++) expand(o, scratch.data() + (o - b) * stride);
+    some(ExpandedRows{scratch.data(), stride, b}, b, stop);
+  }
+}
+
+void multiply_packed_bf16(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  const auto expand = [&](int64_t o, uint16_t* out) { expand_packed(w, o, out); };
+  by_expanded(in, begin, end, expand, [&](const ExpandedRows& rows, int64_t begin, int64_t end) {
+    Weight plain = w;
+    plain.kind = Kind::kBF16;
+    plain.stride = 2 * rows.stride;
+    plain.data = reinterpret_cast<const uint8_t*>(rows.data) - rows.first * plain.stride;
+    multiply_floats<BF16, true>(plain, in, x, begin, end, y);
+  });
+}
+
+template <Scales S, class Source>
+void multiply_pairs(const Weight& w, const Source& source, const Input& in, const uint8_t* prepared,
+                    int64_t begin, int64_t end, float* y) {
+  const uint16_t* x = reinterpret_cast<const uint16_t*>(prepared);
+  const int64_t stride = stride_of(in);
+  const auto all = [&](const auto& rows, int64_t begin, int64_t end) {
+    tiles(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+      pair_tile<S, O, R>(w, rows, x, stride, o, r, y);
+    });
+  };
+  if (in.rows <= 4) return all(source, begin, end);
+  const auto expand = [&](int64_t o, uint16_t* out) {
+    for (int64_t c = 0; c < w.columns; c += 64) {
+      const Pair pair = source.at(o, c, true);
+      _mm512_storeu_si512(out + c, pair.first);
+      _mm512_storeu_si512(out + c + 32, pair.second);
+    }
+  };
+  by_expanded(in, begin, end, expand, all);
+}
+
+template <class Source>
+void multiply_by_bf16(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  const Source source(w);
+  switch (scales_of(w)) {
+    case Scales::kRow: return multiply_pairs<Scales::kRow>(w, source, in, x, begin, end, y);
+    case Scales::kOne: return multiply_pairs<Scales::kOne>(w, source, in, x, begin, end, y);
+    case Scales::kHalves: return multiply_pairs<Scales::kHalves>(w, source, in, x, begin, end, y);
+    case Scales::kEach: return multiply_pairs<Scales::kEach>(w, source, in, x, begin, end, y);
+  }
 }
 
 void multiply(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end, float* y) {
@@ -488,9 +732,15 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
       return in.bf16 ? multiply_floats<BF16, true>(w, in, x, begin, end, y)
                      : multiply_floats<BF16, false>(w, in, x, begin, end, y);
     case Kind::kPacked:
-      return in.bf16 ? multiply_packed<true>(w, in, x, begin, end, y)
-                     : multiply_packed<false>(w, in, x, begin, end, y);
+      if (!in.bf16) return multiply_packed<false>(w, in, x, begin, end, y);
+      return in.rows > 4 ? multiply_packed_bf16(w, in, x, begin, end, y)
+                         : multiply_packed<true>(w, in, x, begin, end, y);
     default:
+      if (by_bf16(w, in)) {
+        if (w.kind == Kind::kInt8) return multiply_by_bf16<Int8Rows>(w, in, x, begin, end, y);
+        return w.zero ? multiply_by_bf16<Int4Rows<true>>(w, in, x, begin, end, y)
+                      : multiply_by_bf16<Int4Rows<false>>(w, in, x, begin, end, y);
+      }
       return in.digits == 1 ? multiply_integers<1>(w, in, x, begin, end, y)
                             : multiply_integers<3>(w, in, x, begin, end, y);
   }

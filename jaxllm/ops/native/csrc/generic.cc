@@ -56,25 +56,27 @@ void prepare(const Weight& w, const Input& in, void* prepared) {
 
 void multiply(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end,
               float* y) {
-  const int64_t width = width_of(in);
-  for (int64_t o = begin; o < end; o++) {
-    float lane[16][kLanes] = {};
-    for (int64_t from = 0; from < in.columns; from += 128) {
-      const int64_t count = in.columns - from < 128 ? in.columns - from : 128;
-      float part[128] = {};
-      row_part(w, o, from, count, part);
-      for (int64_t r = 0; r < in.rows; r++) {
-        const float* x = static_cast<const float*>(prepared) + r * width + from;
-        for (int i = 0; i < 128; i += kLanes)
-          for (int l = 0; l < kLanes; l++) lane[r][l] += part[i + l] * x[i + l];
+  const int64_t width = width_of(in), most = 16;
+  for (int64_t o = begin; o < end; o++)
+    for (int64_t first = 0; first < in.rows; first += most) {
+      const int64_t rows = in.rows - first < most ? in.rows - first : most;
+      float lane[most][kLanes] = {};
+      for (int64_t from = 0; from < in.columns; from += 128) {
+        const int64_t count = in.columns - from < 128 ? in.columns - from : 128;
+        float part[128] = {};
+        row_part(w, o, from, count, part);
+        for (int64_t r = 0; r < rows; r++) {
+          const float* x = static_cast<const float*>(prepared) + (first + r) * width + from;
+          for (int i = 0; i < 128; i += kLanes)
+            for (int l = 0; l < kLanes; l++) lane[r][l] += part[i + l] * x[i + l];
+        }
+      }
+      for (int64_t r = 0; r < rows; r++) {
+        for (int half = kLanes / 2; half; half /= 2)
+          for (int l = 0; l < half; l++) lane[r][l] += lane[r][l + half];
+        y[(first + r) * w.rows + o] = lane[r][0];
       }
     }
-    for (int64_t r = 0; r < in.rows; r++) {
-      for (int half = kLanes / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) lane[r][l] += lane[r][l + half];
-      y[r * w.rows + o] = lane[r][0];
-    }
-  }
 }
 
 }  // namespace
