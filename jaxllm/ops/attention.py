@@ -67,8 +67,8 @@ def attend(
     mass: also return what each slot of all parts received, float32 `[B, S]`: its softmax weights,
     summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
     """
-    if not mass and native.enabled() and q_BTNH.shape[1] <= native.MAX_ROWS:
-        return _few(q_BTNH, position_BT, tuple(parts), scale, window), None
+    if not mass and native.enabled():
+        return _in_place(q_BTNH, position_BT, tuple(parts), scale, window), None
     return _fold(q_BTNH, position_BT, parts, scale, window, mass)
 
 
@@ -102,14 +102,14 @@ def _fold(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _few(
+def _in_place(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: tuple[Part, ...],
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """Attention of a few queries: on a CPU by the native kernel, which reads the cache in place."""
+    """On a CPU by the native kernel, which reads the parts where they lie."""
 
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
         return _fold(q_BTNH, position_BT, parts, scale, window, False)[0]
@@ -138,12 +138,12 @@ def _few(
     return out
 
 
-@_few.defjvp
+@_in_place.defjvp
 def _(scale: float, window: int | None, primals: Any, tangents: Any) -> Any:
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
         return _fold(q_BTNH, position_BT, parts, scale, window, False)[0]
 
-    return _few(*primals, scale, window), jax.jvp(fold, primals, tangents)[1]
+    return _in_place(*primals, scale, window), jax.jvp(fold, primals, tangents)[1]
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:

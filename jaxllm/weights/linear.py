@@ -145,6 +145,8 @@ def _plain(x_RI: jax.Array, weight: Leaf) -> jax.Array:
     """The product in plain JAX: for every platform, and the meaning of all the others."""
     rows = x_RI.shape[0]
     if isinstance(weight, QTensor):
+        if rows == 1:
+            return _summed(x_RI, weight)
         many = x_RI.dtype == jnp.bfloat16 and rows > native.MAX_ROWS
         weight = weight.dense(jnp.bfloat16 if many else jnp.float32)
     elif isinstance(weight, Packed):
@@ -163,6 +165,11 @@ def _product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
     return jax.lax.dot_general(
         x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
+
+
+def _summed(x_RI: jax.Array, weight: QTensor) -> jax.Array:
+    """One row: XLA fuses multiplying and adding with expanding the weight, a product it does not."""
+    return (weight.dense() * x_RI.astype(jnp.float32)).sum(axis=1)[None]
 
 
 def _paired(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:

@@ -242,13 +242,16 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2
   }
   if (!queries.K || queries.N % queries.K) return wrong("heads of queries in groups of keys' heads");
   const Kernels* kernels = chosen.load();
-  const int64_t tasks = queries.B * queries.K;
+  const int64_t some = 16, strips = (queries.T + some - 1) / some, heads = queries.B * queries.K;
   const auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      kernels->attend(queries, parts.data(), int64_t(parts.size()), i / queries.K, i % queries.K,
-                      out->typed_data());
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t head = i / strips, first = i % strips * some;
+      const int64_t tokens = queries.T - first < some ? queries.T - first : some;
+      kernels->attend(queries, parts.data(), int64_t(parts.size()), head / queries.K,
+                      head % queries.K, first, tokens, out->typed_data());
+    }
   };
-  share(pool, tasks, 1, work);
+  share(pool, heads * strips, 1, work);
   return ffi::Error::Success();
 }
 

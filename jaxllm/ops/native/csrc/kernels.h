@@ -66,9 +66,10 @@ struct Kernels {
                    float* y);
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
-  // The softmax-weighted values [T, N / K, H] of row b and key head k, written into
-  // out [B, T, N, H].
-  void (*attend)(const Queries&, const Part*, int64_t parts, int64_t b, int64_t k, float* out);
+  // The softmax-weighted values [tokens, N / K, H] of row b and key head k, for queries from
+  // `first` on, written into out [B, T, N, H].
+  void (*attend)(const Queries&, const Part*, int64_t parts, int64_t b, int64_t k, int64_t first,
+                 int64_t tokens, float* out);
 };
 
 const Kernels* portable_kernels();
