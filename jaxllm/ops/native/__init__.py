@@ -3,8 +3,8 @@
 Nothing here decides anything: `weights.linear` and `ops.attention` ask `enabled()` and have a path
 in plain JAX that gives the same numbers. The kernels share their rows out over XLA's own threads.
 
-JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA names the instruction set, one of `portable`, `avx2`,
-`avx512`; by default the best that the machine has.
+JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA names the
+instruction set, one of `portable`, `avx2`, `avx512`; by default the best that the machine has.
 """
 
 import ctypes
@@ -159,9 +159,7 @@ def attend(
     return y
 
 
-def write(
-    cursor: jax.Array, old: Sequence[jax.Array], new: Sequence[jax.Array]
-) -> list[jax.Array]:
+def write(cursor: jax.Array, old: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
     """Each of `old`, `[B, S, ...]`, with `new`, `[B, T, ...]`, at slots `cursor ...`, in place.
 
     What would run past the end is dropped. XLA copies an array first if somebody still needs it as
