@@ -204,14 +204,13 @@ def brute_force(
     out = np.zeros((B, T, N, H))
     for b, t, n in itertools.product(range(B), range(T), range(N)):
         scores, values = [], []
-        for k, v, position in parts:
-            row = b if k.shape[0] == B else 0
-            for s in range(k.shape[1]):
-                p = position[b if position.shape[0] == B else 0, s]
+        for part in parts:
+            k, v, position = (x[b if x.shape[0] == B else 0] for x in part)
+            for s, p in enumerate(position):
                 if 0 <= p <= at[b, t] and (window is None or at[b, t] - p < window):
-                    head = n // (N // k.shape[2])
-                    scores.append(scale * q[b, t, n].astype(np.float64) @ k[row, s, head])
-                    values.append(v[row, s, head])
+                    head = n // (N // k.shape[1])
+                    scores.append(scale * q[b, t, n].astype(np.float64) @ k[s, head])
+                    values.append(v[s, head])
         if scores:
             weights = np.exp(np.array(scores) - max(scores))
             out[b, t, n] = weights @ np.array(values) / weights.sum()
@@ -240,10 +239,11 @@ def test_attention_reads_the_cache_in_place(kept: str) -> None:
 
         # Shared by all rows; seen differently by each; every row's own; the new tokens.
         parts = [part(1, S), part(1, 20, B), part(B, 40), part(B, T)]
+        parts.append(part(B, 30, B)._replace(v_BSKH=part(1, 30, B).v_BSKH))  # keys of their own
         q = rng.normal(0, 1, (B, T, N, H)).astype(np.float32)
         at = rng.integers(-1, 60, (B, T)).astype(np.int32)
         plain = [
-            (*(np.asarray(ops.dense(x).astype(jnp.float32)) for x in p[:2]), p.position_BS)
+            (*(np.asarray(ops.dense(x).astype(jnp.float32)) for x in p[:2]), np.asarray(p[2]))
             for p in parts
         ]
         expected = brute_force(q, at, plain, 0.3, window)

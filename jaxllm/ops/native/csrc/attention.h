@@ -148,8 +148,8 @@ static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b
   bool* seen_by = reinterpret_cast<bool*>(flags.data());  // [tokens, kBlock], of the block's used slots
   for (int64_t p = 0; p < count; p++) {
     const Part& part = parts[p];
-    const int64_t b_part = part.one_row ? 0 : b;
-    const int32_t* position = part.position + (part.one_position_row ? 0 : b) * part.slots;
+    const int64_t k_row = part.one_k ? 0 : b * part.slots, v_row = part.one_v ? 0 : b * part.slots;
+    const int32_t* position = part.position + (part.one_position ? 0 : b * part.slots);
     for (int64_t begin = 0; begin < part.slots; begin += kBlock) {
       const int64_t n = part.slots - begin < kBlock ? part.slots - begin : kBlock;
       int64_t slot[kBlock], seen = 0;
@@ -157,11 +157,13 @@ static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b
         bool any = false;
         for (int64_t t = 0; t < tokens; t++)
           any |= seen_by[t * kBlock + seen] = sees(s, asks[t], position[begin + j]);
-        if (any) slot[seen++] = (b_part * part.slots + begin + j) * s.K + head;
+        if (any) slot[seen++] = begin + j;
       }
       if (!seen) continue;
-      for (int64_t j = 0; j < seen; j++)
-        widen_head(part.kind, part.k, slot[j] * H, H, part.k_scale, slot[j], wide + j * width);
+      for (int64_t j = 0; j < seen; j++) {
+        const int64_t at = (k_row + slot[j]) * s.K + head;
+        widen_head(part.kind, part.k, at * H, H, part.k_scale, at, wide + j * width);
+      }
       for (int64_t i = 0; i < rows; i++) {
         float* line = score + i * kBlock;
         const bool* visible = seen_by + i / G * kBlock;
@@ -170,8 +172,10 @@ static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b
           line[j] = j < seen && visible[j] ? s.scale * line[j] : -INFINITY;
         absorb(line, running[i], width);
       }
-      for (int64_t j = 0; j < seen; j++)
-        widen_head(part.kind, part.v, slot[j] * H, H, part.v_scale, slot[j], wide + j * width);
+      for (int64_t j = 0; j < seen; j++) {
+        const int64_t at = (v_row + slot[j]) * s.K + head;
+        widen_head(part.kind, part.v, at * H, H, part.v_scale, at, wide + j * width);
+      }
       for (int64_t i = 0; i < rows; i++)
         add_values(score + i * kBlock, wide, seen, tokens > 1 ? seen_by + i / G * kBlock : nullptr,
                    width, running[i].value);

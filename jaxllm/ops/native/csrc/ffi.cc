@@ -225,7 +225,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2
                at = pieces.get<ffi::AnyBuffer>(i + 2);
     if (!k.has_value() || !v.has_value() || !at.has_value()) return wrong("a part has k, v, positions");
     const auto shape = k.value().dimensions();
-    Part part = {kind_of(k.value().element_type()), shape[0] == 1, at.value().dimensions()[0] == 1, shape[1],
+    Part part = {kind_of(k.value().element_type()), shape[0] == 1, v.value().dimensions()[0] == 1,
+                 at.value().dimensions()[0] == 1, shape[1],
                  k.value().untyped_data(), v.value().untyped_data(), nullptr, nullptr,
                  static_cast<const int32_t*>(at.value().untyped_data())};
     queries.K = shape[2];

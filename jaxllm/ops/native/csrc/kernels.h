@@ -38,10 +38,10 @@ struct Input {
 };
 
 // Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S]: rows
-// may share the entries and yet see different ones of them.
+// may share values whose keys are turned for each, or see different ones of what they share.
 struct Part {
   Kind kind;  // kF32, kBF16, kF16, kInt8
-  bool one_row, one_position_row;  // shared by all
+  bool one_k, one_v, one_position;  // a row shared by all
   int64_t slots;
   const void *k, *v;
   const float *k_scale, *v_scale;  // int8: [B or 1, S, K]
