@@ -1,7 +1,7 @@
 """`python -m convert SRC DST [--dtype bfloat16] [--to-hf]`."""
 
-from convert.command import EXAMPLES, convert
 from jaxllm.cli import run_command
+from jaxllm.cli.convert import EXAMPLES, convert
 
 if __name__ == "__main__":
     run_command(

@@ -29,6 +29,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.decode.generate import Finish, stream
 from jaxllm.decode.sampling import GREEDY
 from jaxllm.decode.serve import Request, serve
+from jaxllm.embed import embeddings
 from jaxllm.errors import (
     CheckpointError,
     JaxllmError,
@@ -230,6 +231,16 @@ class LM:
                 finish = FINISH_REASONS[event.finish]
                 yield event.id, Completion(reader.whole(tokens), tokens, logprobs, finish, length)
         yield from refused
+
+    def embed(self, texts: Sequence[Prompt], **options: Any) -> np.ndarray:
+        """One vector a text, float32 `[N, D]`: the hidden states of a layer, pooled.
+
+        texts: text or token ids each, as `generate` takes them. options, and what is raised: those
+        of `jaxllm.embed.embeddings` (layer, pooling, normalize, batch).
+        """
+        if isinstance(texts, str):
+            raise TokenError("embed takes a list of texts, got one text")
+        return embeddings(self.model, self.params, [self.encode(t) for t in texts], **options)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation, as the checkpoint's chat template spells it.

@@ -20,7 +20,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.progress import bytes_bar
 from jaxllm.textfiles import read_json, write_json
 from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
-from jaxllm.weights.formats import DTYPES, Leaf, format_of
+from jaxllm.weights.formats import DTYPES, PACKED, Leaf, dense, format_of
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.stored import assemble, expected_pieces, pieces_of
@@ -62,7 +62,10 @@ def open_native(directory: Path) -> Checkpoint:
             f" this jaxllm reads version {VERSION}"
         )
     config = config_from_dict(data["model"])
-    tensors, formats = open_tensors(directory / WEIGHTS, mapped=True), data.get("formats", {})
+    formats = data.get("formats", {})
+    if not isinstance(formats, dict) or not all(isinstance(f, str) for f in formats.values()):
+        raise CheckpointError(f"{directory}: config.json: formats must give a name for each path")
+    tensors = open_tensors(directory / WEIGHTS, mapped=True)
     check_names(tensors, config, str(directory), formats)
     return Checkpoint(
         directory,
@@ -133,7 +136,7 @@ def load_params(
 
         def read(path: str, shape: jax.ShapeDtypeStruct) -> Leaf:
             if path in checkpoint.formats:
-                leaf = _assembled(checkpoint, path, shape.shape, precision)
+                leaf = precision.keep(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)
                 return leaf
             tensor, name = checkpoint.tensors[path], precision.format_at(path, len(shape.shape))
@@ -164,14 +167,36 @@ def in_memory(checkpoint: Checkpoint, params: Params, precision: Precision) -> C
     return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats=formats)
 
 
-def _assembled(
-    checkpoint: Checkpoint, path: str, shape: tuple[int, ...], precision: Precision
-) -> Leaf:
+def dequantized(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with an array for every quantized matrix, made when it is read.
+
+    Integers become float32, packed weights bfloat16: both hold the numbers as they are.
+    """
+    shapes = dict(flatten(models.param_shapes(models.build(checkpoint.config))))
+
+    def as_array(path: str) -> LazyTensor:
+        shape = shapes[path].shape
+        dtype = "bfloat16" if checkpoint.formats[path] == PACKED else "float32"
+
+        def read() -> np.ndarray:
+            return np.asarray(dense(_assembled(checkpoint, path, shape)))
+
+        return LazyTensor(np.dtype(DTYPES[dtype]), shape, read)
+
+    tensors = {
+        path: as_array(path) if path in checkpoint.formats else checkpoint.tensors[path]
+        for path in shapes
+    }
+    precision = dataclasses.replace(checkpoint.precision, quantize=None)
+    return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats={})
+
+
+def _assembled(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Leaf:
     name = checkpoint.formats[path]
     pieces = {
         key: checkpoint.tensors[f"{path}{key}"].read() for key in expected_pieces(name, shape)
     }
-    return precision.keep(path, assemble(path, name, shape, pieces))
+    return assemble(path, name, shape, pieces)
 
 
 def _to_device(path: str, tensor: LazyTensor, dtype: np.dtype, complaints: list[str]) -> jax.Array:

@@ -195,6 +195,7 @@ def run(
     length_B: jax.Array | None = None,
     column_B: jax.Array | None = None,
     attention_mass: Mass = False,
+    embeddings_BTD: jax.Array | None = None,
 ) -> tuple[Trace, Delta, jax.Array | None]:
     """The model on checked input: what every step, compiled or not, is made of.
 
@@ -212,6 +213,7 @@ def run(
         segments,
         column_B,
         attention_mass=attention_mass is not False,
+        embeddings_BTD=embeddings_BTD,
     )
     assert isinstance(trace, Trace)
     delta = Delta(trace.k, trace.v, position_BT, token_BT, jnp.zeros_like(token_BT, bool))

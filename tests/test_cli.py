@@ -1,6 +1,9 @@
 """The command line, as a newcomer uses it."""
 
+import csv
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from safetensors import safe_open
 
 from jaxllm import cli
 from tests.conftest import ROOT
@@ -210,6 +215,135 @@ def test_info_reads_shapes_not_weights(run: Run, tmp_path: Path) -> None:
     assert f"{expected:,}" in table
 
 
+OURS = {
+    (): "int8",
+    ("--bits", 8, "--group", 32, "--half-scales"): "int8-g32-f16",
+    ("--bits", 4): "int4-g64",
+    ("--bits", 4, "--group", 128, "--zero-point"): "int4-g128-zp",
+    ("--format", "bf16-packed", "--dtype", "bfloat16"): "bf16-packed",
+}
+
+
+@pytest.mark.parametrize("options", OURS, ids=OURS.values())
+def test_quantize_writes_the_format_that_its_options_name(
+    run: Run, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    save_random(tmp_path / "hf", "llama", num_hidden_layers=1)
+    status, out, err = run("quantize", tmp_path / "hf", tmp_path / "small", *options)
+    assert (status, out) == (0, "")
+    assert "9 matrices in" in err
+    facts = json.loads(run("info", tmp_path / "small", "--json")[1])
+    assert (facts["form"], facts["quantized"]) == ("jaxllm", OURS[options])
+    formats = json.loads((tmp_path / "small" / "config.json").read_text())["formats"]
+    assert formats["layers.0.mlp.up_proj.weight"] == OURS[options]
+    table = "int8" if OURS[options].startswith("int4") else OURS[options]
+    assert formats["embed_tokens.weight"] == formats["lm_head.weight"] == table
+    assert len(formats) == 9
+    if not options:  # a byte a weight in whole 128 columns, a float32 a row; norms as they were
+        rows = 2 * 131 + (48 + 12 + 12 + 40) + (56 + 56 + 40)
+        assert facts["bytes"] == rows * 128 + 4 * rows + 4 * 3 * 40
+
+
+def test_quantize_by_rules(run: Run, tmp_path: Path) -> None:
+    save_random(tmp_path / "hf", "gpt2", n_layer=1)
+    rules = [[r"h\.0\.attn\..*", None], [r"h\..*", "int4-g32"], ["wte.weight", "float16"]]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    small = tmp_path / "small"
+    status, _, _ = run("quantize", tmp_path / "hf", small, "--rules", tmp_path / "rules.json")
+    assert status == 0
+    with safe_open(small / "model.safetensors", framework="numpy") as file:
+        found = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    assert found["h.0.mlp.c_fc.weight.data"] == found["h.0.mlp.c_proj.weight.data"] == "U8"
+    assert found["h.0.attn.c_attn.weight"] == found["wpe.weight"] == "F32"
+    assert found["wte.weight"] == "F16"
+    _, table, _ = run("info", small)
+    assert "int4-g32" in table
+
+
+def test_quantize_refuses_before_it_writes(run: Run, tmp_path: Path) -> None:
+    small, taken, broken = tmp_path / "small", tmp_path / "taken", tmp_path / "broken.json"
+    taken.mkdir()
+    (taken / "config.json").write_text("mine")
+    broken.write_text('[["wte.weight"]]')
+    for arguments, message in {
+        ("demo:llama", taken): "already holds a checkpoint",
+        ("nowhere", small): "nowhere is not a directory",
+        ("demo:llama", small, "--bits", 3): "a weight format is one of",
+        ("demo:llama", small, "--group", 48): "a group is of 32, 64 or 128 columns",
+        ("demo:llama", small, "--zero-point"): "zero points are for 4 bits",
+        ("demo:llama", small, "--format", "int5"): "got 'int5'",
+        ("demo:llama", small, "--rules", broken): f"--rules {broken}",
+        ("demo:llama", small, "--rules", "nowhere.json"): "--rules nowhere.json",
+    }.items():
+        status, out, err = run("quantize", *arguments)
+        assert (status, out) == (1, ""), arguments
+        assert message in err
+        assert err.count("\n") == 1
+        assert not small.exists()
+    assert [file.read_text() for file in taken.iterdir()] == ["mine"]
+
+
+def test_a_format_is_the_same_in_a_file_an_option_or_a_table(run: Run, tmp_path: Path) -> None:
+    small, table = tmp_path / "small", tmp_path / "formats.json"
+    story = ("generate", "-p", "Once upon a time", "-n", 12, "--json")
+    options = ("--bits", 4, "--group", 32, "--zero-point", "--half-scales")
+    assert run("quantize", "demo:llama", small, *options)[0] == 0
+    table.write_text('{"quantize": "int4-g32-zp-f16"}')
+
+    def logprobs(*more: object) -> list[float]:
+        status, out, err = run(*story, *more)
+        assert status == 0, err
+        return list(json.loads(out)["logprobs"])
+
+    by_file = logprobs("-m", small)
+    assert logprobs("--quantize", "int4-g32-zp-f16") == by_file
+    assert logprobs("--precision", table) == by_file
+    assert logprobs() != by_file
+    table.write_text('[["layers.0", {"activation": "float32"}]]')
+    for options_, message in {
+        ("--precision", table): "activation",
+        ("--precision", tmp_path / "none.json"): "--precision",
+        ("--quantize", "int2"): "got 'int2'",
+    }.items():
+        status, out, err = run("generate", *options_)
+        assert (status, out) == (1, "")
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_bench_in_every_form(run: Run) -> None:
+    tiny = ("bench", "--decode", 2, "--batches", 1, "-r", 2)
+    status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "-o", "json")
+    assert status == 0
+    assert "pp600: left out, the model's context is 512" in err
+    found = json.loads(out)
+    assert [row["test"] for row in found["rows"]] == ["pp8"]
+    assert found["weights_mb"] == 2.8
+    assert {"backend", "threads", "kernels", "peak_mb", "load_s", "jax"} <= found.keys()
+    (row,) = found["rows"]
+    assert row["tokens_per_second"] > 0
+    assert row["share_of_bus"] is None
+
+    status, out, err = run(*tiny, "--prompts", "", "--depths", 3, "-o", "csv")
+    assert status == 0
+    assert "weights_mb 2.8" in err
+    ((name, rate, spread, compiling, streamed, bus, share),) = list(csv.reader(out.splitlines()))[
+        1:
+    ]
+    assert out.splitlines()[0] == ",".join(row)
+    assert name == "tg2 @ d3"
+    assert float(compiling) >= 0 <= float(spread)
+    # 2.8 MB of weights a token: what is read a second and the share of the bus follow.
+    assert float(streamed) == pytest.approx(float(rate) * 2.76e-3, rel=0.02, abs=0.01)
+    assert float(share) == pytest.approx(float(streamed) / float(bus), abs=0.002)
+
+    _, out, _ = run(*tiny, "--prompts", "", "--depths", 0, "--cache-dtype", "int8")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
+    assert [len(line) for line in lines] == [6, 6, 6]
+    assert lines[0][:3] == ["test", "tokens/s", "±"]
+    assert lines[2][0] == "tg2"
+
+
 def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
     save_random(tmp_path / "hf", "gpt2")
     status, _, err = run("convert", tmp_path / "hf", tmp_path / "native", "--dtype", "bfloat16")
@@ -235,6 +369,10 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
         (["generate", "--dtype", "int3"], "must be one of"),
         (["info", "/dev/null"], "is not a directory"),
         (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
+        (["bench", "-o", "xml"], "--output is md, csv or json"),
+        (["bench", "-r", "0"], "--repetitions must be at least 1"),
+        (["bench", "--prompts", "x"], "numbers separated by commas"),
+        (["bench", "--decode", "0"], "bench: decode must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line_and_a_non_zero_exit(
@@ -248,12 +386,20 @@ def test_bad_input_is_one_line_and_a_non_zero_exit(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "info", "convert"])
-def test_help_has_an_example(run: Run, command: str) -> None:
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_has_an_example_that_parses(run: Run, command: str) -> None:
     status, out, _ = run(command, "--help")
     assert status == 0
-    assert "Example" in out
-    assert f"jaxllm {command}" in out
+    shown = re.search(r"Examples?:(.*)", out, re.DOTALL)
+    assert shown
+    assert f"jaxllm {command}" in shown[1]
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    examples = re.findall(r"jaxllm (\S+) (.*)", cli.COMMANDS[command][1])
+    assert examples
+    for name, arguments in examples:
+        assert name == command
+        group.commands[name].make_context(name, shlex.split(arguments))
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import jaxllm
 from jaxllm import cli
+from jaxllm.cli.verify import transformers_directory
 from jaxllm.embed import embeddings
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
 from jaxllm.ops.pooling import normalized, pool
@@ -63,6 +64,15 @@ def test_equal_to_transformers_pooled_with_torch(
         twin.model, twin.params, TEXTS, layer=layer, pooling=pooling, normalize=normalize
     )
     assert_close(ours, theirs(twin, layer, pooling, normalize))
+
+
+def test_a_model_embeds_texts_and_token_ids(twin: Twin) -> None:
+    lm = jaxllm.load(twin.directory)
+    found = lm.embed(TEXTS, layer=1, pooling="last", normalize=True)
+    assert_close(found, theirs(twin, 1, "last", True))
+    for wrong in ("One day", [1, 2]):  # a text, and token ids, in place of a list of them
+        with pytest.raises(TokenError, match=r"embed takes a list|a prompt is text or token ids"):
+            lm.embed(wrong)  # type: ignore[arg-type]
 
 
 def test_a_text_does_not_feel_its_neighbours() -> None:
@@ -173,6 +183,25 @@ def test_the_command_gives_one_row_a_line(run: Run, tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(tmp_path / "e.npy"), expected, atol=1e-5)
 
 
+def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
+    """Equal to transformers on the dequantized weights, its states averaged with torch."""
+    table, text = tmp_path / "formats.json", "One day a cat"
+    table.write_text('{"quantize": "int8"}')
+    lm = jaxllm.load("demo:llama", dtype="float32", quantize="int8")
+    with transformers_directory("demo:llama", lm, "float32") as directory:
+        twin = load_twin(directory)
+    with torch.no_grad():
+        ids = torch.tensor([lm.encode(text)])
+        out = twin.torch_model(ids, output_hidden_states=True)
+    expected = out.hidden_states[-1][0].mean(dim=0).numpy()
+    for options in (("--quantize", "int8"), ("--precision", table)):
+        status, found, _ = run(
+            "demo:llama", "--dtype", "float32", "--text", text, "--json", *options
+        )
+        assert status == 0
+        assert_close(json.loads(found), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -184,6 +213,8 @@ def test_the_command_gives_one_row_a_line(run: Run, tmp_path: Path) -> None:
         (("--text", "a", "--layer", "99"), "layer must be"),
         (("--text", "a", "--out", "x.bin"), "must end in .npy or .safetensors"),
         (("--text", "a", "--out", "."), "must end in"),
+        (("--text", "a", "--quantize", "int3"), "a weight format is one of"),
+        (("--text", "a", "--precision", "nowhere"), "--precision nowhere: "),
     ],
 )
 def test_the_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
@@ -199,9 +230,3 @@ def test_the_command_writes_over_nothing(run: Run, tmp_path: Path) -> None:
     assert status == 1
     assert "exists; name another file" in err
     assert (tmp_path / "e.npy").read_bytes() == b"mine"
-
-
-def test_help_has_an_example(run: Run) -> None:
-    status, out, _ = run("--help")
-    assert status == 0
-    assert "Example: jaxllm embed" in out

@@ -350,6 +350,18 @@ def test_the_command_exports_and_checks(
     report = json.loads(out)
     assert report["difference"]["prefill"] < 1e-5
     assert report["weights"] == (tmp_path / "a" / "weights.safetensors").stat().st_size
+    table = tmp_path / "formats.json"
+    table.write_text(json.dumps([["h.0.mlp.c_fc", {"weights": "int4"}]]))
+    status, out, _ = run(
+        base[0], tmp_path / "b", *base[2:], "--what", "decode", "--precision", table, "--check",
+        "--json",
+    )  # fmt: skip
+    assert status == 0
+    assert json.loads(out)["difference"]["decode"] < 1e-5
+    kinds = {name: x.dtype for name, x in load_file(tmp_path / "b/weights.safetensors").items()}
+    assert [name for name, kind in kinds.items() if kind == np.uint8] == [
+        "h.0.mlp.c_fc.weight.data"
+    ]
     for options, message in {
         (): "already holds an export",
         ("--form", "rotary"): "gpt2 has no rotary positions",
@@ -362,6 +374,3 @@ def test_the_command_exports_and_checks(
         assert (status, out) == (1, ""), options
         assert message in err
         assert err.count("\n") == 1
-    status, out, _ = run("--help")
-    assert status == 0
-    assert "Example: jaxllm export" in out

@@ -35,7 +35,7 @@ def test_the_python_example_runs() -> None:
 
 
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == 18
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in COMMANDS:
@@ -47,6 +47,10 @@ def test_the_commands_run_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "story-model-hf" / "config.json").exists()
     assert (tmp_path / "story.cache").exists()
     assert (tmp_path / "loop" / "brightness.png").exists()
+    assert (tmp_path / "story-int4" / "config.json").exists()
+    assert (tmp_path / "story-vectors" / "vectors.safetensors").exists()
+    assert (tmp_path / "story-graph" / "weights.safetensors").exists()
+    assert (tmp_path / "story.npy").exists()
 
 
 def test_make_and_pip_do_the_same() -> None:
@@ -76,7 +80,7 @@ FLOORS = {
     "models": 5, "steps": 6, "decode": 7, "repair": 7, "checkpoint": 7, "text": 7, "settings": 8,
     "exported": 2, "fixed": 8, "embed": 8, "export": 9,
     "complete": 9, "api": 10,
-    "evaluate": 8, "harness": 11,
+    "evaluate": 8, "harness": 11, "bench": 11,
     "batchfile": 11, "cli": 12, "__main__": 13,
 }  # fmt: skip
 

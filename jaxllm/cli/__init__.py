@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 
-from convert import command as convert
 from jaxllm.cli import (
     bench,
     chat,
+    convert,
     embed,
     export,
     generate,

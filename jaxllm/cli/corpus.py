@@ -58,9 +58,6 @@ Rows = Annotated[
     int | None, typer.Option("--batch", help="Windows run at once; by default as 256 MB allow.")
 ]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many windows.")]
-Quantize = Annotated[
-    str | None, typer.Option(help="A format for the weights: int8, int4, int4-g32, bf16-packed ...")
-]
 
 Corpus = list[str] | list[list[int]]
 BOS = ("auto", "first", "each", "none")
@@ -159,10 +156,3 @@ def bos_id(lm: "LM") -> int:
     if not isinstance(found, int):
         raise TokenError(f"{lm.path} names no begin-of-text token: --bos none")
     return found
-
-
-def load_evaluated(model: str, dtype: str | None, quantize: str | None) -> "LM":
-    """A model in a number format, its weights quantized if that is asked for."""
-    from jaxllm.api import load
-
-    return load(model, dtype=dtype, quantize=quantize)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import Dtype, load_model
+from jaxllm.cli.options import Dtype, PrecisionFile, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
@@ -29,6 +29,8 @@ def embed(
     normalize: Annotated[bool, typer.Option("--normalize", help="To Euclidean norm 1.")] = False,
     batch: Annotated[int, typer.Option(help="Texts that run together.")] = 16,
     dtype: Dtype = None,
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write to FILE.npy or FILE.safetensors instead of stdout.")
     ] = None,
@@ -40,18 +42,8 @@ def embed(
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists; name another file")
     texts = _texts(text, file)
-    from jaxllm.embed import embeddings
-
-    lm = load_model(model, dtype, None)
-    found = embeddings(
-        lm.model,
-        lm.params,
-        [lm.encode(line) for line in texts],
-        layer=layer,
-        pooling=pool,
-        normalize=normalize,
-        batch=batch,
-    )
+    lm = load_model(model, dtype, quantize=quantize, precision=precision)
+    found = lm.embed(texts, layer=layer, pooling=pool, normalize=normalize, batch=batch)
     if out is not None:
         _save(out, found)
         note(f"{out}: {found.shape[0]} rows of {found.shape[1]}")

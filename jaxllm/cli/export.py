@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import Dtype, load_model
+from jaxllm.cli.options import Dtype, PrecisionFile, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-tokens 128 --check"
@@ -35,10 +35,9 @@ def export(
     native: Annotated[
         str, typer.Option(help="The CPU's own kernels: keep (called by name) or leave-out.")
     ] = "leave-out",
-    quantize: Annotated[
-        str | None, typer.Option(help="A format for the weights: int8, int4, int4-g32, ...")
-    ] = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
     text: Annotated[bool, typer.Option("--text", help="Write readable .mlir files too.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Load what was written and compare its logits.")
@@ -53,15 +52,10 @@ def export(
     from jaxllm import export as exporting
     from jaxllm.fixed import Form
 
-    lm = load_model(model, dtype, None)
-    params = lm.params
-    if quantize is not None:
-        from jaxllm.weights.quantize import quantize as quantized
-
-        params = quantized(params, quantize)
+    lm = load_model(model, dtype, quantize=quantize, precision=precision)
     manifest = exporting.export(
         lm.model,
-        params,
+        lm.params,
         directory,
         what=_words(what),
         form=Form(**inputs),
@@ -80,7 +74,7 @@ def export(
         "custom_calls": manifest["custom_calls"],
     }
     if check:
-        report["difference"] = exporting.compare(lm.model, params, directory)
+        report["difference"] = exporting.compare(lm.model, lm.params, directory)
     if as_json:
         write(json.dumps(report) + "\n")
         return

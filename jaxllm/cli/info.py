@@ -7,7 +7,7 @@ import typer
 
 from jaxllm.cli.console import write
 
-EXAMPLE = "Example: jaxllm info -m ~/models/TinyLlama-1.1B"
+EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 
 
 def info(

@@ -14,7 +14,6 @@ from jaxllm.cli.corpus import (
     Evaluated,
     Limit,
     Protocol,
-    Quantize,
     Rows,
     Separate,
     Stride,
@@ -22,11 +21,10 @@ from jaxllm.cli.corpus import (
     Window,
     described,
     encode,
-    load_evaluated,
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype
+from jaxllm.cli.options import Dtype, Quantize, load_model
 from jaxllm.errors import TokenError
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ def perplexity(
     from jaxllm.evaluate.perplexity import perplexity
 
     corpus = read_corpus(text, documents, separate)
-    lm = load_evaluated(model, dtype, quantize)
+    lm = load_model(model, dtype, quantize=quantize)
     loader, facts = make_loader(
         lm,
         corpus,
@@ -97,7 +95,7 @@ def perplexity(
         report |= _numbers(found)
         rows = [("text", described(facts)), *_lines(found)]
     else:
-        other = load_evaluated(compare or model, other_dtype or dtype, other_quantize)
+        other = load_model(compare or model, other_dtype or dtype, quantize=other_quantize)
         check_pair(lm.model, other.model)
         _check_tokenizers(lm, other, corpus)
         both = divergence(lm.model, lm.params, other.model, other.params, loader, journal=journal)

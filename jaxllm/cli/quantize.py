@@ -47,10 +47,12 @@ def quantize(
     from jaxllm.api import load, open_checkpoint
     from jaxllm.checkpoint import claim, in_memory, save
     from jaxllm.text.tokenizer import TOKENIZER_FILES
+    from jaxllm.weights.quantize import rules_of
 
     wanted = _rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
-    claim(target)  # before the work, not after it
+    rules_of(wanted)
     opened = open_checkpoint(source)
+    claim(target)  # before the work, not after it
     lm = load(source, dtype=dtype, quantize=wanted)
     made = in_memory(opened, lm.params, lm.model.precision)
     files = [file for n in TOKENIZER_FILES if (file := opened.directory / n).is_file()]

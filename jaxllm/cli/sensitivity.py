@@ -15,11 +15,10 @@ from jaxllm.cli.corpus import (
     Text,
     Window,
     described,
-    load_evaluated,
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype
+from jaxllm.cli.options import Dtype, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def sensitivity(
     if plot is not None and not plot.parent.is_dir():
         raise ConfigError(f"--plot: {plot.parent} is not a directory")
     corpus = read_corpus(text, documents, separate=False)
-    lm = load_evaluated(model, dtype, None)
+    lm = load_model(model, dtype)
     loader, facts = make_loader(lm, corpus, window=window, stride=stride, batch=batch, limit=limit)
     rows = sensitivity(lm.model, lm.params, loader, format, by=by)
     if plot is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import load_model
+from jaxllm.cli.options import PrecisionFile, Quantize, load_model
 from jaxllm.cli.verify import transformers_directory
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def vectors(
     model: Annotated[str, typer.Argument(help="As --model of generate.")],
     directory: Annotated[Path, typer.Argument(help="Where the vectors are to go, or are.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
     source: Annotated[
         str, typer.Option("--from", help="make: whose numbers: jaxllm or transformers.")
     ] = "jaxllm",
@@ -60,7 +62,7 @@ def vectors(
 
     if source not in ("jaxllm", "transformers"):
         raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")
-    lm = load_model(model, dtype, None)
+    lm = load_model(model, dtype, quantize=quantize, precision=precision)
     ours = Ours(f"jaxllm, {model}", lm.model, lm.params)
     if action is Action.check:
         _check(ours, directory, tolerance, other_weights, as_json)
@@ -77,7 +79,7 @@ def vectors(
     else:
         from jaxllm.evaluate.reference import Transformers
 
-        with transformers_directory(model, lm) as hf:
+        with transformers_directory(model, lm, dtype) as hf:
             theirs = Transformers.load(hf, dtype)
             make(directory, ours, texts, new_tokens=new_tokens, source=theirs)
     note(f"wrote {directory}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import load_model
+from jaxllm.cli.options import PrecisionFile, Quantize, load_model
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
@@ -42,9 +42,8 @@ def verify(
         str, typer.Option(help='"transformers", or another checkpoint (the same one, too).')
     ] = TRANSFORMERS,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    quantize: Annotated[
-        str | None, typer.Option(help="Quantize the checkpoint first: int8, int4, ...")
-    ] = None,
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
     against_dtype: Annotated[
         str | None,
         typer.Option(help="Of the reference: as --dtype for transformers, else float32."),
@@ -69,7 +68,8 @@ def verify(
     in float16, 1e-2 in bfloat16. In the last two, two correct programs can be further apart: a
     stage then holds while we are at most 1.5 times as far from float32 as transformers is, which
     the logits must be in any case. Against an unquantized checkpoint a quantized one differs by
-    design: say by how much with --tolerance.
+    design: say by how much with --tolerance. So do activations that --precision
+    rounds; formats of weights that it names are the reference's weights too.
     """
     from jaxllm.evaluate.difference import Tolerance
     from jaxllm.evaluate.equivalence import example
@@ -77,17 +77,13 @@ def verify(
     from jaxllm.evaluate.report import to_json, to_png, to_text
     from jaxllm.evaluate.sides import Ours
 
-    lm = load_model(model, dtype, None)
-    if quantize is not None:
-        from jaxllm.weights.quantize import quantize as quantized
-
-        lm = dataclasses.replace(lm, params=quantized(lm.params, quantize))
+    lm = load_model(model, dtype, quantize=quantize, precision=precision)
     ours = Ours(f"{model} ({quantize or dtype})", lm.model, lm.params)
     ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
     case = example(ids, lm.config.vocab_size, length)
     case.check(lm.config, new_tokens)
     other_dtype = against_dtype or (dtype if against == TRANSFORMERS else "float32")
-    with _references(model, lm, against, other_dtype) as (reference, exact):
+    with _references(model, lm, dtype, against, other_dtype) as (reference, exact):
         report = compare(
             ours,
             reference,
@@ -105,17 +101,19 @@ def verify(
 
 
 @contextlib.contextmanager
-def _references(model: str, lm: "LM", against: str, dtype: str) -> Iterator[tuple[Any, Any]]:
+def _references(
+    model: str, lm: "LM", plain: str, against: str, dtype: str
+) -> Iterator[tuple[Any, Any]]:
     """What to compare with, and the float32 side that drift is measured from, if any."""
     from jaxllm.evaluate.sides import Ours
 
     if against != TRANSFORMERS:
-        other = load_model(against, dtype, None)
+        other = load_model(against, dtype)
         yield Ours(f"{against} ({dtype})", other.model, other.params), None
         return
     from jaxllm.evaluate.reference import Transformers
 
-    with transformers_directory(model, lm) as directory:
+    with transformers_directory(model, lm, plain) as directory:
         with waiting("transformers loads the model"):
             reference = Transformers.load(directory, dtype)
             exact = None if dtype == "float32" else Transformers.load(directory, "float32")
@@ -125,25 +123,24 @@ def _references(model: str, lm: "LM", against: str, dtype: str) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def transformers_directory(model: str, lm: "LM") -> Iterator[Path]:
+def transformers_directory(model: str, lm: "LM", dtype: str) -> Iterator[Path]:
     """A directory that transformers can load: the checkpoint's own, or one written for the time.
 
-    lm: the model that was loaded from it; where its weights are quantized, they are written as
-    they are dequantized.
+    lm: the model that was loaded from it; where its weights are in other formats than `dtype`,
+    they are written as they are dequantized.
     """
-    import jax
-
     from convert.engine import write_hf
     from jaxllm.api import open_checkpoint
     from jaxllm.checkpoint import is_native
+    from jaxllm.weights.formats import format_of
     from jaxllm.weights.paths import flatten
 
     opened = open_checkpoint(model)
-    quantized = not all(isinstance(leaf, jax.Array) for _, leaf in flatten(lm.params))
-    if not quantized and not is_native(opened.directory):
+    rounded = any(format_of(leaf) != dtype for _, leaf in flatten(lm.params))
+    if not rounded and not is_native(opened.directory):
         yield opened.directory
         return
-    if quantized:
+    if rounded:
         opened = dataclasses.replace(opened, tensors=_dequantized(lm.params))
     with tempfile.TemporaryDirectory(prefix="jaxllm-verify-") as name:
         directory = Path(name) / "hf"

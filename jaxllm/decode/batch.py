@@ -23,11 +23,11 @@ from jaxllm.decode.places import (
     advance,
     lay_out,
     micro_batches,
-    table_of,
 )
 from jaxllm.decode.plan import TokenBatch, as_array, plan
 from jaxllm.decode.sequences import Positions, positions_of, with_positions
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.ops.pooling import normalized, pool
 from jaxllm.weights.paths import Params
 
 Pooling = Literal["none", "mean", "last", "cls"]
@@ -131,9 +131,8 @@ def decode(
     outputs = _outputs(found)
     if output == "embeddings":
         outputs = _pooled(outputs, stages, pooling)
-        norm = np.linalg.norm(outputs.values, axis=-1, keepdims=True)
         if normalize:
-            outputs = Outputs(outputs.values / np.where(norm == 0, 1, norm), outputs.of)
+            outputs = Outputs(normalized(outputs.values), outputs.of)
     return Status(Code.OK), outputs, state
 
 
@@ -150,9 +149,6 @@ def _vectors(model: nn.Module, params: Params, batch: TokenBatch) -> np.ndarray 
     vectors_ND = vectors_ND.astype(np.float32)
     if not np.isfinite(vectors_ND).all():
         raise TokenError("embeddings must be finite")
-    table = params[table_of(params)]["weight"]
-    if model.config.tie_word_embeddings and not isinstance(table, jax.Array):
-        raise TokenError("a tied model takes embeddings only where its table is a plain array")
     return vectors_ND
 
 
@@ -205,7 +201,9 @@ def _pooled(outputs: Outputs, stages: list[list[Line]], pooling: Pooling) -> Out
     for line in (line for stage in stages for line in stage):
         for row in line.rows:
             tokens.setdefault(row, []).extend(line.index_T.tolist())
-    pick = {"mean": slice(None), "last": slice(-1, None), "cls": slice(0, 1)}[pooling]
     sequences = sorted(tokens)
-    values = [outputs.values[tokens[s][pick]].mean(axis=0) for s in sequences]
-    return Outputs(np.stack(values), np.array(sequences))
+    values = [
+        pool(outputs.values[None, tokens[s]], np.ones((1, len(tokens[s])), bool), pooling)
+        for s in sequences
+    ]
+    return Outputs(np.concatenate(values), np.array(sequences))

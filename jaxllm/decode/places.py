@@ -218,9 +218,7 @@ def _computed(
 
         segments = jax.tree.map(of_rows, segments)
     token_RT = places.token_RT
-    if vectors_PD is not None:
-        params, first = with_vectors(model, params, vectors_PD)
-        token_RT = first + jnp.arange(token_RT.size, dtype=jnp.int32).reshape(token_RT.shape)
+    vectors = None if vectors_PD is None else vectors_PD.reshape(*token_RT.shape, -1)
     trace, delta, _ = run(
         model,
         params,
@@ -229,31 +227,13 @@ def _computed(
         places.position_RT,
         length_B=places.length_R,
         column_B=places.column_R if wanted == "logits" else None,
+        embeddings_BTD=vectors,
     )
     if vectors_PD is not None:  # a vector has no id
         delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))
     if wanted == "hidden":
         return trace.hidden_states[-1].astype(jnp.float32), delta
-    return trace.logits[:, :, : model.config.vocab_size], delta
-
-
-def table_of(params: Params) -> str:
-    """The name of the embedding table in the parameters."""
-    return "wte" if "wte" in params else "embed_tokens"
-
-
-def with_vectors(model: nn.Module, params: Params, vectors_PD: jax.Array) -> tuple[Params, int]:
-    """Parameters in whose embedding table these vectors stand, and the id of the first.
-
-    A tied table is the output matrix too: the vectors follow it, in its number format, and the
-    logits of their ids are cut off. Otherwise they take its place as they are.
-    """
-    name = table_of(params)
-    if not model.config.tie_word_embeddings:
-        return {**params, name: {"weight": vectors_PD}}, 0
-    table_VD = params[name]["weight"]
-    both = jnp.concatenate([table_VD, vectors_PD.astype(table_VD.dtype)])
-    return {**params, name: {"weight": both}}, table_VD.shape[0]
+    return trace.logits, delta
 
 
 def _compiled(step: Any) -> tuple[Any, Any]:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 import jaxllm
 from convert.engine import open_hf, write_hf
 from jaxllm.checkpoint import load_params, open_native, save
+from jaxllm.cli.convert import convert, recast
+from jaxllm.cli.quantize import quantize
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
@@ -86,8 +88,6 @@ def test_there_and_back_again(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_converting_to_half_equals_loading_as_half(dtype: str, tmp_path: Path) -> None:
-    from convert.command import recast
-
     save_random(tmp_path / "hf", "llama")
     save(tmp_path / "half", recast(open_hf(tmp_path / "hf"), dtype))
     loaded = jaxllm.load(tmp_path / "hf", dtype=dtype)
@@ -96,6 +96,70 @@ def test_converting_to_half_equals_loading_as_half(dtype: str, tmp_path: Path) -
     for (path, a), (_, b) in zip(flatten(native.params), flatten(loaded.params), strict=True):
         assert a.dtype == b.dtype == dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int4-zp", "float32"), ("bf16-packed", "bfloat16")])
+def test_a_quantized_checkpoint_goes_back_dequantized(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    """transformers on what --to-hf wrote computes what ours computes on the quantized weights."""
+    hf, small, back, half, same = (tmp_path / n for n in ("hf", "small", "back", "half", "same"))
+    save_random(hf, "llama", num_hidden_layers=2)
+    quantize(str(hf), small, name=name, dtype=dtype)
+    convert(str(small), back, to_hf=True)
+    ours = jaxllm.load(small, dtype="float32")
+    assert {type(leaf).__name__ for _, leaf in flatten(ours.params)} >= {
+        "Packed" if name == "bf16-packed" else "QTensor"
+    }
+    found = jaxllm.forward(ours.model, ours.params, None, tokens(2, 19)).logits
+    assert_close(found, load_twin(back).logits(tokens(2, 19)))
+
+    written = load_file(back / "model.safetensors")
+    if name == "bf16-packed":  # loses nothing
+        for path, tensor in load_file(hf / "model.safetensors").items():
+            assert torch.equal(written[path], tensor.bfloat16()), path
+    convert(str(small), half, dtype="float16")
+    assert not open_native(half).formats
+    for path, tensor in load_file(half / "model.safetensors").items():
+        if not path.startswith("__"):
+            theirs = written[path if path.startswith("lm_head") else f"model.{path}"]
+            assert torch.equal(tensor, theirs.half()), path
+    convert(str(small), same)
+    assert (same / "config.json").read_text() == (small / "config.json").read_text()
+    before, after = (load_file(d / "model.safetensors") for d in (small, same))
+    for path, tensor in before.items():
+        assert torch.equal(tensor, after[path]), path
+
+
+def test_a_table_of_formats_is_kept_in_our_own_form(tmp_path: Path) -> None:
+    hf, mixed, table = tmp_path / "hf", tmp_path / "mixed", tmp_path / "formats.json"
+    save_random(hf, "llama", num_hidden_layers=2)
+    rows = [
+        ["layers.1", {"weights": "bfloat16"}],
+        ["lm_head", {"weights": "int8"}],
+        [".*mlp", {"activations": "float16"}],
+    ]
+    table.write_text(json.dumps(rows))
+    with pytest.raises(ConfigError, match="no place for --precision"):
+        convert(str(hf), mixed, precision=table, to_hf=True)
+    assert not mixed.exists()
+    convert(str(hf), mixed, precision=table)
+    opened = open_native(mixed)
+    assert opened.formats == {"lm_head.weight": "int8"}
+    assert [[r, o.weights or o.activations] for r, o in opened.precision.overrides] == [
+        ["layers.1", "bfloat16"], ["lm_head", "int8"], [".*mlp", "float16"],
+    ]  # fmt: skip
+    first, last = (load_file(d / "model.safetensors") for d in (hf, mixed))
+    for path, tensor in first.items():
+        ours = path.removeprefix("model.")
+        if ours != "lm_head.weight":
+            wanted = tensor.bfloat16() if ours.startswith("layers.1.") else tensor
+            assert torch.equal(last[ours], wanted), path
+    with pytest.raises(CheckpointError, match="already holds"):
+        convert(str(hf), mixed, precision=table)
+    table.write_text('"int8"')
+    with pytest.raises(ConfigError, match="an object or a list of rows"):
+        convert(str(hf), tmp_path / "other", precision=table)
 
 
 def test_shards_equal_one_file(tmp_path: Path) -> None:
@@ -288,7 +352,11 @@ def test_a_damaged_native_checkpoint_is_refused(tmp_path: Path) -> None:
     edit_config(tmp_path / "native", version=99)
     with pytest.raises(CheckpointError, match="version 99"):
         jaxllm.load(tmp_path / "native")
-    edit_config(tmp_path / "native", version=1, model={"model_type": "gpt2"})
+    for formats in ([], {"h.0.mlp.c_fc.weight": 8}):
+        edit_config(tmp_path / "native", version=1, formats=formats)
+        with pytest.raises(CheckpointError, match="formats must give a name"):
+            jaxllm.load(tmp_path / "native")
+    edit_config(tmp_path / "native", formats={}, model={"model_type": "gpt2"})
     with pytest.raises(ConfigError, match="missing"):
         jaxllm.load(tmp_path / "native")
 

@@ -402,6 +402,25 @@ def test_the_command_says_by_how_much_a_quantized_model_is_off(
     assert 0 < first["max_error"] <= np.abs(table).max() / 254 * 1.01
 
 
+def test_the_command_tells_what_a_table_of_formats_changes(
+    run: Any, llama: Pair, tmp_path: Path
+) -> None:
+    """Formats of weights are the reference's too; rounded activations are not."""
+    table = tmp_path / "formats.json"
+    common = ("verify", llama.twin.directory, "--precision", table, "-n", 2, "--length", 9)
+    weights = ["layers.1", {"weights": "bfloat16"}], ["lm_head", {"weights": "int8"}]
+    table.write_text(json.dumps(weights))
+    status, out, _ = run(*common)
+    assert (status, out.splitlines()[-1]) == (0, "holds"), out
+    status, out, _ = run(*common, "--against", llama.twin.directory)
+    assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
+    assert "first to diverge: layers.1.input_layernorm" in out
+    table.write_text(json.dumps([["layers.2.mlp.down_proj", {"activations": "bfloat16"}]]))
+    status, out, _ = run(*common)
+    assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
+    assert "first to diverge: layers.2.mlp" in out
+
+
 def test_the_command_reads_our_own_form(run: Any, llama: Pair, tmp_path: Path) -> None:
     native = tmp_path / "native"
     assert run("convert", llama.twin.directory, native)[0] == 0

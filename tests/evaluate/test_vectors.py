@@ -296,3 +296,21 @@ def test_the_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
     assert status == 1
     assert "already holds" in err
     assert run("vectors", "make", model, made, "--from", "nowhere")[0] == 1
+
+
+def test_the_command_freezes_a_quantized_model(run: Any, tmp_path: Path) -> None:
+    """int8 by --quantize is int8 by a table, and not the checkpoint it came from."""
+    model, made, table = (tmp_path / name for name in ("model", "made", "formats.json"))
+    save_random(model, "llama", num_hidden_layers=1)
+    status, _, err = run(
+        "vectors", "make", model, made, "--quantize", "int8", "--from", "transformers", "-n", 2
+    )
+    assert status == 0, err
+    status, out, _ = run("vectors", "check", model, made, "--quantize", "int8")
+    assert (status, out.splitlines()[-1]) == (0, "holds")
+    table.write_text(json.dumps({"quantize": "int8"}))
+    status, out, _ = run("vectors", "check", model, made, "--precision", table)
+    assert (status, out.splitlines()[-1]) == (0, "holds")
+    status, out, _ = run("vectors", "check", model, made, "--other-weights")
+    assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
+    assert "first to differ: embed_tokens" in out

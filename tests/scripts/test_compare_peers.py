@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 
 import compare_peers
 import numpy as np
+import peer_engines
 import pytest
 import torch
 import transformers
 import typer
-from compare_peers import Comparison, Contender, LlamaBench
+from compare_peers import Comparison
+from peer_engines import Contender, LlamaBench
 from safetensors import safe_open
 
 import jaxllm
@@ -254,7 +256,7 @@ def test_transformers_does_the_work_that_ours_does(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", hooked)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    measure, weights = compare_peers.load_transformers(str(DEMOS / "llama"), "float32")
+    measure, weights = peer_engines.load_transformers(str(DEMOS / "llama"), "float32")
     with safe_open(DEMOS / "llama" / "model.safetensors", "np") as file:
         count = sum(np.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     assert weights == 4 * count  # the embedding is tied: all of it is read

@@ -1,4 +1,4 @@
-"""`python -m convert` and `jaxllm convert`: one command, in either direction."""
+"""`jaxllm convert` and `python -m convert`: one command, in either direction."""
 
 import dataclasses
 from pathlib import Path
@@ -6,12 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxllm.cli.options import PrecisionFile
+
 EXAMPLES = """
 Examples:
 
   jaxllm convert ~/models/TinyLlama-1.1B tinyllama-bf16 --dtype bfloat16
 
   jaxllm convert tinyllama-bf16 tinyllama-hf --to-hf
+
+  jaxllm convert ~/models/TinyLlama-1.1B tinyllama-mixed --precision formats.json
 """
 
 
@@ -22,29 +26,49 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16; by default as the source has it."),
+        typer.Option(help="float32, bfloat16 or float16, quantized weights too; by default as is."),
     ] = None,
+    precision: PrecisionFile = None,
     to_hf: Annotated[
         bool, typer.Option("--to-hf", help="Write a Hugging Face directory for transformers.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint to jaxllm's own form (loads by memory map), or back with --to-hf."""
+    """Convert a checkpoint to jaxllm's own form (loads by memory map), or back with --to-hf.
+
+    Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
+    (bf16-packed to bfloat16) unless --dtype says otherwise.
+    """
     from rich.console import Console
 
     from convert.engine import write_hf
     from jaxllm.api import open_checkpoint
-    from jaxllm.checkpoint import save
+    from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
+    from jaxllm.cli.options import read_precision
+    from jaxllm.errors import ConfigError
     from jaxllm.text.tokenizer import TOKENIZER_FILES
+    from jaxllm.weights.formats import DTYPES
 
+    if to_hf and precision is not None:
+        raise ConfigError(
+            "--to-hf: Hugging Face's form has no place for --precision; leave one out"
+        )
     opened = open_checkpoint(source)
+    if opened.formats and (to_hf or dtype is not None):
+        opened = dequantized(opened)
     if dtype is not None:
         opened = recast(opened, dtype)
+    if precision is not None:
+        chosen = read_precision(precision, opened.precision)
+        claim(target)  # before the work, not after it
+        opened = in_memory(opened, load_params(opened, chosen), chosen)
     files = [path for name in TOKENIZER_FILES if (path := opened.directory / name).is_file()]
     (write_hf if to_hf else save)(target, opened, files=files)
     size = sum(tensor.nbytes for tensor in opened.tensors.values())
+    formats = sorted({t.dtype.name for t in opened.tensors.values()} & {*DTYPES})
+    named = sorted(set(opened.formats.values())) or formats
     Console(stderr=True, soft_wrap=True).print(
         f"{target}: {opened.config.model_type}, {len(opened.tensors)} tensors,"
-        f" {size / 1e6:.1f} MB, {opened.precision.weights}"
+        f" {size / 1e6:.1f} MB, {' and '.join(named)}"
         + (", with its tokenizer" if files else ", no tokenizer found"),
         highlight=False,
     )

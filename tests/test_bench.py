@@ -1,0 +1,134 @@
+"""The figures of a benchmark are those that its definitions give."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+
+import jaxllm
+from jaxllm import bench
+from jaxllm.bench import Row
+from jaxllm.bench import Test as Work  # a name that pytest does not collect
+from jaxllm.cli.quantize import quantize
+from jaxllm.errors import ConfigError, JaxllmError
+from tests.twins import save_random
+
+ROW = Row("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
+
+
+def test_the_figures_of_a_row() -> None:
+    # Rates of 16, 32 and 8: their mean is 56/3, the squares about it sum to 896/3.
+    assert ROW.to_dict() == {
+        "test": "tg4 x 2",
+        "tokens_per_second": 16.0,
+        "spread": round((896 / 3 / 2) ** 0.5, 2),
+        "compile_s": 3.0,
+        "weights_gb_s": 30.0,
+        "bus_gb_s": 40.0,
+        "share_of_bus": 0.75,
+    }
+    once = Row("pp8", 8, (0.5,), 0.0, None, 40.0)
+    assert (once.median, once.spread) == (16.0, 0.0)
+    assert once.to_dict()["weights_gb_s"] is once.to_dict()["share_of_bus"] is None
+    assert bench.as_csv([ROW, once]).splitlines() == [
+        "test,tokens_per_second,spread,compile_s,weights_gb_s,bus_gb_s,share_of_bus",
+        "tg4 x 2,16.0,12.22,3.0,30.0,40.0,0.75",
+        "pp8,16.0,0.0,0.0,,40.0,",
+    ]
+    assert bench.as_markdown([ROW, once]).splitlines()[2:] == [
+        "| tg4 x 2 | 16.00 | 12.22 | 3.0 | 30.0 | 75% of 40.0 |",
+        "| pp8 | 16.00 | 0.00 | 0.0 |  |  |",
+    ]
+    assert json.loads(bench.as_json([ROW], {"jax": "x"})) == {"jax": "x", "rows": [ROW.to_dict()]}
+
+
+def test_what_is_timed() -> None:
+    asked = bench.tests_of([8, 16], 4, [0, 32], [1, 2])
+    assert [test.name for test in asked] == ["pp8", "pp16", "tg4", "tg4 @ d32", "tg4 x 2"]
+    assert [test.tokens for test in asked] == [8, 16, 4, 4, 8]
+    assert bench.tests_of([], 1, [], [1]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([8, 0], 4, [0], [1]), r"prompts must be at least 1, got \[8, 0\]"),
+        (([8], 0, [0], [1]), "decode must be at least 1"),
+        (([8], 4, [-1], [1]), "depths must be at least 0"),
+        (([8], 4, [0], [0]), "batches must be at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench.tests_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "row_alone"),
+    [
+        ("llama", False, ["model.embed_tokens.weight"]),
+        ("llama", True, []),
+        ("gpt2", True, ["transformer.wpe.weight"]),
+        ("gpt2", False, ["transformer.wpe.weight", "transformer.wte.weight"]),
+    ],
+)
+def test_weight_bytes_are_those_that_a_token_reads(
+    family: str, tied: bool, row_alone: list[str], tmp_path: Path
+) -> None:
+    """All tensors of the file but tables of which a token takes one row."""
+    save_random(tmp_path, family, tie_word_embeddings=tied)
+    stored = load_file(tmp_path / "model.safetensors")
+    expected = sum(x.nbytes for x in stored.values()) - sum(stored[n].nbytes for n in row_alone)
+    assert bench.weight_bytes(jaxllm.load(tmp_path)) == expected
+    assert bench.weight_bytes(jaxllm.load(tmp_path, dtype="float16")) == expected // 2
+
+
+def test_weight_bytes_of_quantized_weights_count_scales(tmp_path: Path) -> None:
+    save_random(tmp_path / "hf", "llama")
+    quantize(str(tmp_path / "hf"), tmp_path / "small", name="int4-g32-zp")
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    read = [x.nbytes for n, x in stored.items() if not n.startswith(("embed_tokens", "__"))]
+    assert bench.weight_bytes(jaxllm.load(tmp_path / "small")) == sum(read)
+
+
+def test_the_first_run_is_compiling_and_the_rest_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_random(tmp_path, "gpt2", n_layer=1)
+    lm = jaxllm.load(tmp_path)
+    clock, readings = iter([7.0, 0.5, 4.0, 2.0, 1.0, 3.0]), iter([10.0, 30.0, 20.0, 5.0, 6.0, 7.0])
+    ran = []
+    monkeypatch.setattr(bench, "PROBE_BYTES", 64)
+    monkeypatch.setattr(bench, "prepared", lambda lm, test, chunk: lambda: ran.append(test))
+    monkeypatch.setattr(bench, "_timed", lambda run: (run(), next(clock))[1])
+    monkeypatch.setattr(bench, "bandwidth", lambda probe: next(readings))
+    tests = [Work(decode=4, batch=2), Work(prompt=6)]
+    decode, prompt = bench.bench(lm, tests[:1], repetitions=3), bench.bench(lm, tests[1:])
+    (row,) = decode
+    assert (row.test, row.tokens, row.seconds) == ("tg4 x 2", 8, (0.5, 4.0, 2.0))
+    assert (row.median, row.compile_s, row.bus_gb_s) == (4.0, 5.0, 30.0)
+    assert row.weights_gb_s == pytest.approx(bench.weight_bytes(lm) * 4 / 2.0 / 1e9)
+    clock = iter([1.0, *[3.0] * 5])  # a first run faster than the others took no time to compile
+    readings = iter([1.0] * 5)
+    (row,) = prompt
+    assert (row.median, row.compile_s, row.weights_gb_s) == (2.0, 0.0, None)
+    assert ran == [tests[0]] * 4 + [tests[1]] * 6
+
+
+def test_a_test_that_exceeds_the_context_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_random(tmp_path, "gpt2", n_layer=1)
+    monkeypatch.setattr(bench, "PROBE_BYTES", 64)
+    with pytest.raises(JaxllmError, match="positions run from 0 to 96"):
+        next(bench.bench(jaxllm.load(tmp_path), [Work(prompt=98)], repetitions=1))
+
+
+def test_the_memory_bus_is_the_fastest_of_three_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.5, 0.25, 1.0])
+    monkeypatch.setattr(bench, "_timed", lambda run: (run(), next(seconds))[1])
+    probe = jnp.zeros(1 << 10, jnp.uint32)
+    assert bench.bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)

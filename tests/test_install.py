@@ -1,0 +1,118 @@
+"""A wheel is built with the kernels where there is a compiler, and works without them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from jaxllm.api import DEMOS
+from tests.conftest import ROOT
+from tests.twins import load_twin
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+# What pip and cmake call on their way, less every compiler.
+PROGRAMS = (
+    "sh", "env", "uname", "cat", "ls", "rm", "mkdir", "cp", "mv", "ln", "sed", "grep", "tr",
+    "chmod", "dirname", "basename", "test", "true", "false", "expr", "id",
+)  # fmt: skip
+PROMPT, LENGTH = "Once upon a time", 40
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a fresh clone would have of the package: nothing that was built."""
+    target = tmp_path_factory.mktemp("sources")
+    for name in ("pyproject.toml", "README.md", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, target / name)
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("jaxllm", "convert"):
+        shutil.copytree(ROOT / name, target / name, ignore=ignored)
+    return target
+
+
+@pytest.fixture(scope="module")
+def story() -> str:
+    """What transformers makes of the prompt, greedily and in float32."""
+    twin = load_twin(DEMOS / "llama")
+    from jaxllm import load
+
+    lm = load("demo:llama")
+    assert lm.tokenizer is not None
+    ids = lm.encode(PROMPT)
+    with torch.no_grad():
+        out = twin.torch_model.generate(
+            torch.tensor([ids]), max_new_tokens=LENGTH, do_sample=False, pad_token_id=0
+        )
+    return lm.tokenizer.decode(out[0, len(ids) :].tolist())
+
+
+def wheel(sources: Path, target: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
+    """The wheel that pip builds of the sources, and all that was said."""
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", target, sources]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-8000:]
+    (file,) = target.glob("jaxllm-*.whl")
+    return zipfile.ZipFile(file), said
+
+
+def run(packages: Path, *arguments: object) -> str:
+    """stdout of `jaxllm ARGUMENTS` with this package and no other installation of it."""
+    # With -S no .pth file is read, so an editable installation is out of sight.
+    found = os.pathsep.join([str(packages), sysconfig.get_path("purelib")])
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("JAXLLM_")}
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "jaxllm", *map(str, arguments)],
+        capture_output=True, text=True, cwd=packages, env={**plain, "PYTHONPATH": found},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tells(packages: Path, story: str) -> bool:
+    """Whether the demo's greedy text is that of transformers."""
+    options = ("-p", PROMPT, "-n", LENGTH, "--dtype", "float32")
+    return run(packages, "generate", *options) == story
+
+
+def test_without_a_compiler_everything_works_and_it_is_said(
+    sources: Path, story: str, tmp_path: Path
+) -> None:
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "python3").symlink_to(sys.executable)
+    for name in PROGRAMS:
+        if where := shutil.which(name):
+            (bin / name).symlink_to(where)
+    made, said = wheel(sources, tmp_path / "wheels", PATH=str(bin), CC="", CXX="")
+    assert "No C++ compiler was found" in said
+    assert not [name for name in made.namelist() if name.endswith(".so") or "csrc" in name]
+    made.extractall(tmp_path / "packages")
+    assert tells(tmp_path / "packages", story)
+    facts = json.loads(run(tmp_path / "packages", "info", "--json"))
+    assert facts["kernels"].startswith("none")
+
+
+def test_with_a_compiler_the_wheel_has_the_kernels(
+    sources: Path, story: str, tmp_path: Path
+) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler is there")
+    made, _ = wheel(sources, tmp_path / "wheels")
+    names = made.namelist()
+    assert "jaxllm/ops/native/_kernels.so" in names
+    assert not [name for name in names if "csrc" in name or name.startswith("tests")]
+    made.extractall(tmp_path / "packages")
+    assert tells(tmp_path / "packages", story)
+    facts = json.loads(run(tmp_path / "packages", "info", "--json"))
+    assert facts["kernels"] in ("portable", "avx2", "avx512")
