@@ -9,6 +9,7 @@ import pytest
 import jaxllm
 
 
+@pytest.mark.full
 def test_the_table_holds_what_the_logits_say(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
