@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxllm.api import LM
 from jaxllm.cache.kv import KVCache, extend, init_cache
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.ops import native
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
@@ -132,6 +132,9 @@ def bench(
 def prepared(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
     """What one repetition of a test does; the cache before it is made here."""
     vocabulary, batch = lm.config.vocab_size, test.batch
+    context = lm.config.context_length
+    if (test.prompt or test.depth + test.decode) > context:
+        raise CapacityError(f"{test.name} exceeds the model's context of {context} tokens")
     generator = np.random.default_rng(0)
     dtype = lm.model.precision.cache
     capacity = test.prompt or test.depth + test.decode

@@ -13,7 +13,7 @@ from jaxllm import bench
 from jaxllm.bench import Row
 from jaxllm.bench import Test as Work  # a name that pytest does not collect
 from jaxllm.cli.quantize import quantize
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import CapacityError, ConfigError
 from tests.twins import save_random
 
 ROW = Row("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
@@ -123,8 +123,10 @@ def test_a_test_that_exceeds_the_context_is_refused(
 ) -> None:
     save_random(tmp_path, "gpt2", n_layer=1)
     monkeypatch.setattr(bench, "PROBE_BYTES", 64)
-    with pytest.raises(JaxllmError, match="positions run from 0 to 96"):
-        next(bench.bench(jaxllm.load(tmp_path), [Work(prompt=98)], repetitions=1))
+    lm = jaxllm.load(tmp_path)
+    for work in (Work(prompt=98), Work(decode=8, depth=90)):
+        with pytest.raises(CapacityError, match="exceeds the model's context of 97"):
+            next(bench.bench(lm, [work], repetitions=1))
 
 
 def test_the_memory_bus_is_the_fastest_of_three_readings(monkeypatch: pytest.MonkeyPatch) -> None:

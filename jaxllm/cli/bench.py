@@ -50,7 +50,7 @@ def bench(
     loaded = time.perf_counter() - start
     context = lm.config.context_length
     asked = timing.tests_of(lengths, decode, levels, rows_at_once)
-    fits = [t for t in asked if (t.prompt or t.depth + t.decode) < context]
+    fits = [t for t in asked if (t.prompt or t.depth + t.decode) <= context]
     for test in asked:
         if test not in fits:
             note(f"{test.name}: left out, the model's context is {context}")
