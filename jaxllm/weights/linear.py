@@ -34,7 +34,7 @@ def linear(
     are multiplied with it.
 
     int8_inputs: round x to int8 in blocks of 128 columns where the weights are integers (dynamic
-    quantization): faster, not exact.
+    quantization): less arithmetic, not exact.
     """
     rows = math.prod(x.shape[:-1])
     x_RI = x.reshape(rows, x.shape[-1])
