@@ -14,7 +14,7 @@ test: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_
 test: lint
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"
 
-test-full: $(VENV)/.installed-test
+test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
 
 lint: $(VENV)/.installed-test
@@ -38,6 +38,11 @@ $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 $(VENV)/.installed-test: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@ $(VENV)/.installed
+
+# With lm-evaluation-harness, whose many dependencies the tests of every day do without.
+$(VENV)/.installed-full: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,eval]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -224,7 +224,13 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("options", OURS, ids=OURS.values())
+FEW = ("int4-g128-zp", "bf16-packed")  # the others are tried by `make test-full`
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, marks=() if n in FEW else pytest.mark.full, id=n) for o, n in OURS.items()],
+)
 def test_quantize_writes_the_format_that_its_options_name(
     run: Run, tmp_path: Path, options: tuple[object, ...]
 ) -> None:

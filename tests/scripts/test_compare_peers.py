@@ -312,6 +312,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(results, data["machine"], calls, stdout, written, stderr)
 
 
+@pytest.mark.full
 def test_a_run_on_the_demo_times_each_contender_on_each_test(run: Run) -> None:
     engines = ["jaxllm float32", "jaxllm int8+int8_inputs", "transformers float32"]
     engines += ["llama.cpp float32", "llama.cpp int8"]
@@ -324,6 +325,7 @@ def test_a_run_on_the_demo_times_each_contender_on_each_test(run: Run) -> None:
     assert run.written == run.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("test", ["pp8", "tg2 @ d8"])
 def test_a_run_on_the_demo_prints_the_ratios_of_its_seconds(run: Run, test: str) -> None:
     def median(engine: str) -> float:
@@ -337,6 +339,7 @@ def test_a_run_on_the_demo_prints_the_ratios_of_its_seconds(run: Run, test: str)
     assert quantized["ratios"] == pytest.approx(expected, abs=5e-4)
 
 
+@pytest.mark.full
 def test_a_run_on_the_demo_names_the_machine_and_what_it_left_out(run: Run) -> None:
     assert run.machine["cores"] == os.cpu_count() and run.machine["threads"] == 1
     assert run.machine["torch"] == torch.__version__
