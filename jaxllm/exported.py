@@ -215,7 +215,7 @@ def _program(
 def _check_custom_calls(path: Path, names: list[str]) -> None:
     """Native kernels are their module's business, which whoever wants them has imported himself."""
     native = sys.modules.get(NATIVE)
-    if names and (native is None or native.library() is None):
+    if names and (native is None or native.kernels() is None):
         raise CheckpointError(
             f"{path} calls native kernels ({', '.join(names)}): import {NATIVE} first, on a"
             " machine that has them, or export with --native leave-out"

@@ -49,7 +49,7 @@ def disabled() -> Iterator[None]:
 
 def enabled() -> bool:
     """Whether there are kernels and nobody has turned them off."""
-    return _ENABLED.value and library() is not None
+    return _ENABLED.value and kernels() is not None
 
 
 def isa(name: str | None = None) -> str | None:
@@ -57,28 +57,28 @@ def isa(name: str | None = None) -> str | None:
 
     Raises ConfigError for one that this machine has not.
     """
-    kernels = library()
-    if kernels is None:
+    loaded = kernels()
+    if loaded is None:
         return None
-    found = kernels.jaxllm_isa(name.encode() if name else None)
+    found = loaded.jaxllm_isa(name.encode() if name else None)
     if found is None:
         raise ConfigError(f"this machine has no kernels for the instruction set {name!r}")
     return str(found.decode())
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def kernels() -> ctypes.CDLL | None:
     """The kernels' shared library, its functions registered with XLA; None where there is none."""
     if os.environ.get("JAXLLM_NATIVE", "1") == "0" or (path := _path()) is None:
         return None
-    kernels = ctypes.CDLL(path)
-    kernels.jaxllm_isa.restype = ctypes.c_char_p
-    if (name := os.environ.get("JAXLLM_ISA")) and kernels.jaxllm_isa(name.encode()) is None:
+    loaded = ctypes.CDLL(path)
+    loaded.jaxllm_isa.restype = ctypes.c_char_p
+    if (name := os.environ.get("JAXLLM_ISA")) and loaded.jaxllm_isa(name.encode()) is None:
         raise ConfigError(f"JAXLLM_ISA: this machine has no instruction set {name!r}")
     for name in ("linear", "widen", "attend", "write", "read"):
-        capsule = jax.ffi.pycapsule(getattr(kernels, f"jaxllm_{name}"))
+        capsule = jax.ffi.pycapsule(getattr(loaded, f"jaxllm_{name}"))
         jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
-    return kernels
+    return loaded
 
 
 def _path() -> str | None:
