@@ -178,9 +178,7 @@ def bandwidth(probe: jax.Array) -> float:
 
 def weight_bytes(lm: LM) -> int:
     """Bytes of weights that a decoded token reads: all but a table of which it takes one row."""
-    tables = ("embed_tokens", "wpe", *(() if lm.config.tie_word_embeddings else ("wte",)))
-    if lm.config.tie_word_embeddings:
-        tables = ("wpe",)
+    tables = ("wpe",) if lm.config.tie_word_embeddings else ("wpe", "embed_tokens", "wte")
     rest = {name: node for name, node in lm.params.items() if name not in tables}
     return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(rest))
 

@@ -187,7 +187,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         path: as_array(path) if path in checkpoint.formats else checkpoint.tensors[path]
         for path in shapes
     }
-    precision = dataclasses.replace(checkpoint.precision, quantize=None)
+    precision = checkpoint.precision.unquantized()
     return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats={})
 
 

@@ -11,7 +11,7 @@ int4-g64-zp                    4 bits with a zero point
 
 import dataclasses
 import re
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,15 +39,15 @@ class Integer:
     scale: str = "float32"
 
 
-@lru_cache
-def parse(name: str) -> str | Integer:
+def parse(name: Any) -> str | Integer:
     """A format by its name: an `Integer`, or the name of one of the others.
 
     Raises ConfigError for a name that is none.
     """
-    if name in DTYPES or name == PACKED:
-        return name
-    found = re.fullmatch(r"int(8|4)(?:-g(\d+))?(-zp)?(-f16)?", name) if _is_text(name) else None
+    text = name if isinstance(name, str) else ""
+    if text in DTYPES or text == PACKED:
+        return text
+    found = re.fullmatch(r"int(8|4)(?:-g(\d+))?(-zp)?(-f16)?", text)
     if not found:
         raise ConfigError(
             f"a weight format is one of {', '.join(DTYPES)}, {PACKED}, int8, int8-g64, int4-g64,"
@@ -202,7 +202,3 @@ def _round_groups(w_OGg: jax.Array, to: Integer) -> tuple[jax.Array, jax.Array, 
     largest = jnp.abs(w_OGg).argmax(-1, keepdims=True)
     scale = (jnp.take_along_axis(w_OGg, largest, -1)[..., 0] / -8).astype(kept)
     return (jnp.clip(steps(scale), -8, 7) + 8).astype(jnp.uint8), scale, none
-
-
-def _is_text(name: Any) -> bool:
-    return isinstance(name, str)

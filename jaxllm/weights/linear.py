@@ -80,9 +80,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def _on_each_platform(x_RI: jax.Array, weight: Leaf, digits: int) -> jax.Array:
-    def plain(x_RI: jax.Array, weight: Leaf) -> jax.Array:
-        return _plain(round_to_int8(x_RI) if digits == 1 else x_RI, weight)
-
+    plain = partial(_rounded_plain, digits)
     packed = isinstance(weight, QTensor | Packed)
     few = 0 < x_RI.shape[0] <= native.MAX_ROWS
     half = x_RI.dtype == jnp.bfloat16 and (packed or weight.dtype == jnp.bfloat16)
@@ -111,7 +109,7 @@ def _kernel(digits: int, x_RI: jax.Array, weight: Leaf) -> jax.Array:
             y = _on_each_platform(x.reshape(-1, x.shape[-1]), weight, digits)
             return y.reshape(size, -1, y.shape[-1]), True
         axes = jax.tree.map(lambda b: 0 if b else None, batched)
-        return jax.vmap(_plain, in_axes=tuple(axes))(x, weight), True
+        return jax.vmap(partial(_rounded_plain, digits), in_axes=tuple(axes))(x, weight), True
 
     y: jax.Array = call(x_RI, weight)
     return y
@@ -139,6 +137,10 @@ def _pieces(weight: Leaf) -> tuple[native.Kind, list[jax.Array], int | None, int
     if isinstance(weight, Packed):
         return native.Kind.PACKED, jax.tree.leaves(weight), None, columns
     return _KINDS[jnp.dtype(weight.dtype)], [weight], None, columns
+
+
+def _rounded_plain(digits: int, x_RI: jax.Array, weight: Leaf) -> jax.Array:
+    return _plain(round_to_int8(x_RI) if digits == 1 else x_RI, weight)
 
 
 def _plain(x_RI: jax.Array, weight: Leaf) -> jax.Array:

@@ -67,10 +67,9 @@ class Precision:
         _check("weights", self.weights)
         _check("activations", self.activations)
         _check("cache", self.cache, CACHE_DTYPES)
-        regexes = [regex for regex, _ in self.overrides]
         if self.quantize is not None:
-            regexes += [regex for regex, _ in rules_of(self.quantize)]
-        for regex in regexes:
+            rules_of(self.quantize)
+        for regex, _ in self.overrides:
             try:
                 re.compile(regex)
             except re.error as error:
@@ -103,6 +102,14 @@ class Precision:
     def in_dtype(self, dtype: str) -> "Precision":
         """With weights, activations and cache in one format; what is quantized stays so."""
         return dataclasses.replace(self, weights=dtype, activations=dtype, cache=dtype)
+
+    def unquantized(self) -> "Precision":
+        """With no weights quantized, by `quantize` or by an override."""
+        rows = [
+            (regex, o if o.weights in DTYPES else dataclasses.replace(o, weights=None))
+            for regex, o in self.overrides
+        ]
+        return dataclasses.replace(self, quantize=None, overrides=tuple(rows))
 
     def format_at(self, path: str, ndim: int) -> str:
         """The format in which the parameter at `path` is kept."""
@@ -138,8 +145,9 @@ class Precision:
 
 
 def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
-    """Quantization rules as a value that hashes. Raises ConfigError for an unknown format."""
-    return rules if isinstance(rules, str) else tuple(rules_of(rules))
+    """Quantization rules as a value that hashes. Raises what `rules_of` raises."""
+    rows = rules_of(rules)
+    return rules if isinstance(rules, str) else tuple(rows)
 
 
 def cast(params: Params, precision: Precision) -> Params:

@@ -1,33 +1,46 @@
 """Quantization as a transform of parameters, driven by an ordered table of path rules."""
 
+import re
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import Leaf, as_format, dense, parse
 from jaxllm.weights.paths import Params, first_match, map_leaves
 
 Rules = str | Sequence[tuple[str, str | None]]
 
-POSITIONS = (r"wpe\.weight", None)  # a table of positions is small, and added to everything
+POSITIONS: tuple[str, str | None] = (
+    r"wpe\.weight",
+    None,
+)  # a table of positions is small, and added to everything
 # What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
 # other matrices take 4, as in llama.cpp's mixtures.
 _TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
 
 
 def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
-    """The ordered rows that `rules` stands for. Raises ConfigError for an unknown format."""
-    if not isinstance(rules, str):
-        rows = [(regex, name) for regex, name in rules]
-        for _, name in rows:
-            if name is not None:
-                parse(name)
-        return rows
-    parse(rules)
-    rows = [POSITIONS]
-    if rules.startswith("int4"):
-        rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
-    return [*rows, (".*", rules)]
+    """The ordered rows that `rules` stands for.
+
+    Raises ConfigError for what is no row, a broken regex or an unknown format.
+    """
+    if isinstance(rules, str):
+        parse(rules)
+        rows = [POSITIONS]
+        if rules.startswith("int4"):
+            rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
+        return [*rows, (".*", rules)]
+    for row in rules:
+        if not isinstance(row, Sequence) or len(row) != 2 or not isinstance(row[0], str):
+            raise ConfigError(f"a quantization rule is (regex, format or None), got {row!r:.60}")
+        try:
+            re.compile(row[0])
+        except re.error as error:
+            raise ConfigError(f"quantization: {row[0]!r} is no valid regex: {error}") from None
+        if row[1] is not None:
+            parse(row[1])
+    return [(regex, name) for regex, name in rules]
 
 
 def format_at(rules: Rules, path: str, ndim: int) -> str | None:
@@ -45,7 +58,7 @@ def quantize(params: Params, rules: Rules) -> Params:
     tokens' table and the head at 8 and nothing changes the positions' table. Norms and biases stay
     as they are. Quantized leaves are `QTensor` or `Packed`.
 
-    Raises ConfigError for an unknown format. Memory beside the result: one block of rows.
+    Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """
 
     def change(path: str, leaf: Leaf) -> Leaf:

@@ -171,6 +171,10 @@ def test_vmap_scan_and_derivatives_are_those_of_plain_jax() -> None:
     np.testing.assert_allclose(jax.lax.map(lambda a: linear(a, weight), x), plain, atol=1e-5)
     stack = jax.tree.map(lambda *a: jnp.stack(a), weight, weight, weight)
     np.testing.assert_allclose(jax.vmap(linear)(x, stack), plain, atol=1e-5)
+    rounded = partial(linear, int8_inputs=True)
+    each = [rounded(a, weight) for a in x]
+    np.testing.assert_allclose(jax.vmap(rounded)(x, stack), each, atol=1e-5)
+    assert np.abs(np.asarray(each) - plain).max() > 1e-4
 
     def loss(x: jax.Array, weight: Any) -> jax.Array:
         return jnp.square(linear(x, weight)).sum()

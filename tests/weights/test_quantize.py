@@ -116,6 +116,11 @@ def test_the_first_rule_that_matches_wins_and_vectors_stay(tmp_path: Path) -> No
     assert made["h.1.mlp.c_proj.weight"] == "int4-g64"
     with pytest.raises(ConfigError, match="weight format"):
         jaxllm.quantize(params, [(".*", "int5")])
+    for wrong in ([("(", "int8")], [(".*",)], [(1, "int8")], [(".*", ["int8"])], [5], "nonsense"):
+        with pytest.raises(ConfigError):
+            jaxllm.quantize(params, wrong)
+        with pytest.raises(ConfigError):
+            jaxllm.load("demo:gpt2", quantize=wrong)
     back = jaxllm.dequantize(jaxllm.quantize(params, "int8"))
     assert back["h.1"]["mlp"]["c_proj"]["weight"].dtype == jnp.float32
 
@@ -241,6 +246,20 @@ def test_overrides_quantize_one_module_and_choose_its_output() -> None:
     with pytest.raises(ConfigError, match="output must be one of"):
         Override(output="int8")
     assert map_leaves(lambda _, x: x.ndim, lm.params)["norm"]["weight"] == 1
+
+
+def test_dequantizing_forgets_what_overrides_quantized() -> None:
+    precision = Precision(
+        quantize="int4",
+        overrides=(
+            ("lm_head", Override(weights="int8", output="bfloat16")),
+            ("norm", Override(weights="float16")),
+        ),
+    )
+    plain = precision.unquantized()
+    assert plain.format_at("lm_head.weight", 2) == "float32"
+    assert plain.format_at("norm.weight", 1) == "float16"
+    assert plain.output_at("lm_head") == "bfloat16"
 
 
 def test_a_precision_comes_from_json_and_goes_back() -> None:

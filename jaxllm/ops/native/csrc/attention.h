@@ -1,5 +1,4 @@
-// Attention of a few queries over the parts of a cache, where they lie (as ops/attention.py says
-// it): an online softmax over blocks of slots, float32 throughout, slots that nobody sees skipped.
+// Attention over the parts of a cache, where they lie (as ops/attention.py says it): an online softmax over blocks of slots, float32 throughout, slots that nobody sees skipped.
 // Included into a namespace of each instruction set.
 constexpr int64_t kBlock = 64;
 constexpr int kLanes = 16;

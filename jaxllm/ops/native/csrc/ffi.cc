@@ -87,10 +87,9 @@ uint8_t* scratch(size_t bytes) {
   return memory.get();
 }
 
-ffi::ErrorOr<Weight> weight_of(ffi::RemainingArgs& args, size_t first, int32_t kind, int64_t group,
-                               int64_t columns) {
+ffi::ErrorOr<Weight> weight_of(ffi::RemainingArgs& args, int32_t kind, int64_t group, int64_t columns) {
   std::vector<ffi::AnyBuffer> piece;
-  for (size_t i = first; i < args.size(); i++) {
+  for (size_t i = 0; i < args.size(); i++) {
     const auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
     piece.push_back(buffer.value());
@@ -128,7 +127,7 @@ ffi::ErrorOr<Weight> weight_of(ffi::RemainingArgs& args, size_t first, int32_t k
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs pieces,
                   ffi::Result<ffi::BufferR2<ffi::F32>> y, int32_t kind, int64_t group, int64_t columns,
                   int32_t digits) {
-  const auto weight = weight_of(pieces, 0, kind, group, columns);
+  const auto weight = weight_of(pieces, kind, group, columns);
   if (!weight.has_value()) return weight.error();
   const Weight& w = weight.value();
   const Input in = {x.untyped_data(), x.element_type() == ffi::DataType::BF16, x.dimensions()[0],
@@ -137,6 +136,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs pie
   if (!in.rows || !w.rows) return ffi::Error::Success();
   const Kernels* kernels = chosen.load();
   uint8_t* prepared = scratch(kernels->prepared_bytes(w, in));
+  if (!prepared) return wrong("no memory for the input");
   kernels->prepare(w, in, prepared);
   float* out = y->typed_data();
   share(pool, w.rows, block_of(w.rows, w.rows * w.stride, pool.num_threads()),
@@ -146,7 +146,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs pie
 
 ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs pieces, ffi::Result<ffi::AnyBuffer> out,
                  int32_t kind, int64_t group, int64_t columns) {
-  const auto weight = weight_of(pieces, 0, kind, group, columns);
+  const auto weight = weight_of(pieces, kind, group, columns);
   if (!weight.has_value()) return weight.error();
   const Weight& w = weight.value();
   const bool bf16 = out->element_type() == ffi::DataType::BF16;
@@ -219,7 +219,6 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2
   Queries queries = {q.typed_data(), position.typed_data(), size[0], size[1], size[2], 0, size[3],
                      window, scale};
   std::vector<Part> parts;
-  int64_t slots = 0;
   for (size_t i = 0; i < pieces.size();) {
     const auto k = pieces.get<ffi::AnyBuffer>(i), v = pieces.get<ffi::AnyBuffer>(i + 1),
                at = pieces.get<ffi::AnyBuffer>(i + 2);
@@ -238,7 +237,6 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2
       part.v_scale = static_cast<const float*>(vs.value().untyped_data());
       i += 2;
     }
-    slots += part.slots;
     parts.push_back(part);
   }
   if (!queries.K || queries.N % queries.K) return wrong("heads of queries in groups of keys' heads");
