@@ -46,7 +46,8 @@ class Precision:
     `weights.quantize.quantize` takes it. cache: also "int8", with a scale for each token and head.
 
     int8_inputs: linears with integer weights round their input to int8 in blocks of 128 columns
-    (dynamic quantization): less arithmetic, and the one choice here that is not exact.
+    (dynamic quantization): less arithmetic, and the one choice here that is not exact. A head that
+    is the tokens' table keeps its input.
 
     overrides: ordered rows `(regex over module paths, Override)`; the first row that matches a
     module or one of its parents wins: `("layers.0", Override(weights="float32"))` covers all of
