@@ -14,7 +14,7 @@ from flax import struct
 from jaxllm import ops
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.linear import embed, linear
+from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
 
 
@@ -96,15 +96,29 @@ class Linear(nn.Module):
     precision: Precision
     out: str | None = None
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = leaf(self, "weight", self.features, x.shape[-1])
-        bias = leaf(self, "bias", self.features) if self.bias else None
-        module = ".".join(self.path)
-        dtype = self.precision.activations_at(module)
-        y = linear(x.astype(dtype), weight, bias, int8_inputs=self.precision.int8_inputs)
-        output = self.precision.output_at(module) or self.out or dtype
-        return y.astype(output).astype(self.out or x.dtype)
+        return project(x, self)[0]
+
+    @nn.compact
+    def term(self, features: int) -> tuple[Any, jax.Array | None]:
+        """The weight `[O, I]` and the bias, for so many features of x."""
+        weight = leaf(self, "weight", self.features, features)
+        return weight, leaf(self, "bias", self.features) if self.bias else None
+
+
+def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
+    """Each of several `Linear`s of x, in one call of the kernels where their formats agree."""
+    precision, names = modules[0].precision, [".".join(module.path) for module in modules]
+    dtypes = [precision.activations_at(name) for name in names]
+    if len(set(dtypes)) > 1:
+        return [y for module in modules for y in project(x, module)]
+    terms = [module.term(x.shape[-1]) for module in modules]
+    products = linears(x.astype(dtypes[0]), terms, int8_inputs=precision.int8_inputs)
+    results = []
+    for name, module, y in zip(names, modules, products, strict=True):
+        y = y.astype(precision.output_at(name) or module.out or dtypes[0])
+        results.append(y.astype(module.out or x.dtype))
+    return results
 
 
 class Embedding(nn.Module):

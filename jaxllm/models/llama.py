@@ -7,7 +7,17 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import LlamaConfig
-from jaxllm.models.layers import Attended, Embedding, Layer, Linear, RMSNorm, Trace, pick, unembed
+from jaxllm.models.layers import (
+    Attended,
+    Embedding,
+    Layer,
+    Linear,
+    RMSNorm,
+    Trace,
+    pick,
+    project,
+    unembed,
+)
 from jaxllm.ops.masked import attend_masked
 from jaxllm.weights.precision import Precision
 
@@ -104,17 +114,21 @@ class Attention(nn.Module):
         c, p = self.config, self.precision
         B, T, D = x.shape
 
-        def project(name: str, heads: int) -> jax.Array:
-            y = Linear(heads * c.head_dim, c.attention_bias, p, name=name)(x)
-            return y.reshape(B, T, heads, c.head_dim)
+        def linear(name: str, heads: int) -> Linear:
+            return Linear(heads * c.head_dim, c.attention_bias, p, name=name)
 
+        K = c.num_key_value_heads
+        heads = {"q_proj": c.num_attention_heads, "k_proj": K, "v_proj": K}
+        q, k, v = (
+            y.reshape(B, T, -1, c.head_dim)
+            for y in project(x, *(linear(*item) for item in heads.items()))
+        )
         # New keys and values are rounded as the cache will round them, so that a token attends to
         # the same numbers whether they come from the cache or from the same chunk.
         kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(p.cache)
-        q = ops.rotate(project("q_proj", c.num_attention_heads), *angles)
-        k = ops.keep_as(ops.rotate(project("k_proj", c.num_key_value_heads), *angles), kept)
-        v = ops.keep_as(project("v_proj", c.num_key_value_heads), kept)
-        parts, scale = [*parts, ops.Part(k, v, position_BT)], c.head_dim**-0.5
+        q = ops.rotate(q, *angles)
+        new = ops.Part(ops.keep_as(ops.rotate(k, *angles), kept), ops.keep_as(v, kept), position_BT)
+        parts, scale = [*parts, new], c.head_dim**-0.5
         if mask_BTS is not None:
             out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
         else:
@@ -127,7 +141,7 @@ class Attention(nn.Module):
                 mass=self.attention_mass,
             )
         y = Linear(D, c.attention_bias, p, name="o_proj")(out.reshape(B, T, -1))
-        return Attended(q, k, v, out, y, mass)
+        return Attended(q, new.k_BSKH, new.v_BSKH, out, y, mass)
 
 
 class MLP(nn.Module):
@@ -137,7 +151,10 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c, p = self.config, self.precision
-        gate = Linear(c.intermediate_size, c.mlp_bias, p, name="gate_proj")(x)
-        up = Linear(c.intermediate_size, c.mlp_bias, p, name="up_proj")(x)
+        gate, up = project(
+            x,
+            Linear(c.intermediate_size, c.mlp_bias, p, name="gate_proj"),
+            Linear(c.intermediate_size, c.mlp_bias, p, name="up_proj"),
+        )
         gated = ops.ACTIVATIONS[c.hidden_act](gate) * up
         return Linear(x.shape[-1], c.mlp_bias, p, name="down_proj")(gated)

@@ -123,7 +123,7 @@ def _in_place(
                 pieces += [k.value, v.value, part.position_BS, k.scale, v.scale]
             else:
                 pieces += [k, v, part.position_BS]
-        q = q_BTNH.astype(jnp.float32)
+        q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
         out = native.attend(q, position_BT, pieces, scale=scale, window=window)
         return out.astype(q_BTNH.dtype)
 

@@ -6,6 +6,7 @@ has the same product in plain JAX.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,10 @@ import jax.numpy as jnp
 
 from jaxllm.ops import native
 from jaxllm.weights.formats import Leaf
-from jaxllm.weights.qtensor import CHUNK, HALF, Packed, QTensor
+from jaxllm.weights.qtensor import CHUNK, HALF, Packed, QTensor, or_nan
+
+Leaves = tuple[Leaf, ...]
+Products = tuple[jax.Array, ...]
 
 _KINDS = {
     jnp.dtype(jnp.float32): native.Kind.FLOAT32,
@@ -36,15 +40,25 @@ def linear(
     int8_inputs: round x to int8 in blocks of 128 columns where the weights are integers (dynamic
     quantization): less arithmetic, not exact.
     """
-    rows = math.prod(x.shape[:-1])
-    x_RI = x.reshape(rows, x.shape[-1])
-    if int8_inputs and isinstance(weight_OI, QTensor):
-        y_RO = _multiply_int8(x_RI, weight_OI)
-    else:
-        y_RO = _multiply(x_RI, weight_OI)
-    if bias_O is not None:
-        y_RO = y_RO + bias_O.astype(jnp.float32)[None]
-    return y_RO.reshape(*x.shape[:-1], y_RO.shape[-1])
+    return linears(x, [(weight_OI, bias_O)], int8_inputs=int8_inputs)[0]
+
+
+def linears(
+    x: jax.Array, terms: Sequence[tuple[Leaf, jax.Array | None]], *, int8_inputs: bool = False
+) -> list[jax.Array]:
+    """`linear` of one x with each weight and bias, which the kernels do in one call."""
+    x_RI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    weights = tuple(weight for weight, _ in terms)
+    rounded = [int8_inputs and isinstance(weight, QTensor) for weight in weights]
+    if len(set(rounded)) > 1:
+        return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
+    products = _multiply_int8(x_RI, weights) if all(rounded) else _multiply(x_RI, weights)
+    return [
+        (y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]).reshape(
+            *x.shape[:-1], y_RO.shape[-1]
+        )
+        for y_RO, (_, bias_O) in zip(products, terms, strict=True)
+    ]
 
 
 def embed(weight_VD: Leaf, token_BT: jax.Array) -> jax.Array:
@@ -54,97 +68,135 @@ def embed(weight_VD: Leaf, token_BT: jax.Array) -> jax.Array:
     """
     if isinstance(weight_VD, QTensor | Packed):
         return weight_VD.take(token_BT)
+    return _rows(weight_VD, token_BT)
+
+
+@jax.custom_jvp
+def _rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+    """By the kernels on a CPU, for XLA widens a whole table of 16-bit floats that a loop reads."""
+    if not native.enabled():
+        return _plain_rows(weight_VD, token_BT)
+
+    def kernel(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+        taken = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
+        return or_nan(taken, token_BT, weight_VD.shape[0])
+
+    rows: jax.Array = jax.lax.platform_dependent(
+        weight_VD, token_BT, cpu=kernel, default=_plain_rows
+    )
+    return rows
+
+
+@_rows.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    slope = tangents[0].at[primals[1]]
+    return _rows(*primals), slope.get(mode="fill", wrap_negative_indices=False)
+
+
+def _plain_rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
     return weight_VD.at[token_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 @jax.custom_jvp
-def _multiply(x_RI: jax.Array, weight: Leaf) -> jax.Array:
-    return _on_each_platform(x_RI, weight, 3)
+def _multiply(x_RI: jax.Array, weights: Leaves) -> Products:
+    return _on_each_platform(x_RI, weights, 3)
 
 
 @_multiply.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     """The derivative is that of the plain product, whichever path computed the value."""
-    return _multiply(*primals), jax.jvp(_plain, primals, tangents)[1]
+    return _multiply(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
 
 
 @jax.custom_jvp
-def _multiply_int8(x_RI: jax.Array, weight: QTensor) -> jax.Array:
-    return _on_each_platform(x_RI, weight, 1)
+def _multiply_int8(x_RI: jax.Array, weights: Leaves) -> Products:
+    return _on_each_platform(x_RI, weights, 1)
 
 
 @_multiply_int8.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     """Rounding has no slope: the derivative passes through it (Bengio et al. 2013)."""
-    return _multiply_int8(*primals), jax.jvp(_plain, primals, tangents)[1]
+    return _multiply_int8(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
 
 
-def _on_each_platform(x_RI: jax.Array, weight: Leaf, digits: int) -> jax.Array:
-    plain = partial(_rounded_plain, digits)
+def _on_each_platform(x_RI: jax.Array, weights: Leaves, digits: int) -> Products:
+    ways = [_way(x_RI, weight, digits) for weight in weights]
+    if len(set(ways)) > 1:
+        return tuple(_on_each_platform(x_RI, (weight,), digits)[0] for weight in weights)
+    plain = partial(_plain, digits)
+    if ways[0] is _plain:
+        return plain(x_RI, weights)
+    y: Products = jax.lax.platform_dependent(
+        x_RI, weights, cpu=partial(ways[0], digits), default=plain
+    )
+    return y
+
+
+def _way(x_RI: jax.Array, weight: Leaf, digits: int) -> Callable[..., Products]:
+    """How a CPU multiplies these."""
     packed = isinstance(weight, QTensor | Packed)
     few = 0 < x_RI.shape[0] <= native.MAX_ROWS
     half = x_RI.dtype == jnp.bfloat16 and (packed or weight.dtype == jnp.bfloat16)
     every = x_RI.shape[0] > 0 and (half or digits == 1) and native.isa() in native.FAST_PRODUCTS
     if not native.enabled() or not (few or every or packed):
-        return plain(x_RI, weight)
-    by_kernel = _kernel if few or every else _widened
-    y: jax.Array = jax.lax.platform_dependent(
-        x_RI, weight, cpu=partial(by_kernel, digits), default=plain
-    )
-    return y
+        return _plain
+    return _kernel if few or every else _widened
 
 
-def _kernel(digits: int, x_RI: jax.Array, weight: Leaf) -> jax.Array:
+def _kernel(digits: int, x_RI: jax.Array, weights: Leaves) -> Products:
     """Rows by the native kernel; batched over x alone, they are more rows of the same product."""
 
     @jax.custom_batching.custom_vmap
-    def call(x_RI: jax.Array, weight: Leaf) -> jax.Array:
-        kind, pieces, group, columns = _pieces(weight)
+    def call(x_RI: jax.Array, weights: Leaves) -> Products:
         x_RI = x_RI if x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
-        return native.linear(x_RI, kind, pieces, group=group, columns=columns, digits=digits)
+        return tuple(native.linear(x_RI, [_matrix(weight) for weight in weights], digits=digits))
 
     @call.def_vmap
-    def _(size: int, batched: Any, x: jax.Array, weight: Leaf) -> tuple[jax.Array, bool]:
-        if not any(jax.tree.leaves(batched[1])):
-            y = _on_each_platform(x.reshape(-1, x.shape[-1]), weight, digits)
-            return y.reshape(size, -1, y.shape[-1]), True
-        axes = jax.tree.map(lambda b: 0 if b else None, batched)
-        return jax.vmap(partial(_rounded_plain, digits), in_axes=tuple(axes))(x, weight), True
+    def _(size: int, batched: Any, x: jax.Array, weights: Leaves) -> tuple[Products, Any]:
+        if any(jax.tree.leaves(batched[1])):
+            axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
+            products = jax.vmap(partial(_plain, digits), in_axes=axes)(x, weights)
+        else:
+            rows = _on_each_platform(x.reshape(-1, x.shape[-1]), weights, digits)
+            products = tuple(y.reshape(size, -1, y.shape[-1]) for y in rows)
+        return products, (True,) * len(weights)
 
-    y: jax.Array = call(x_RI, weight)
+    y: Products = call(x_RI, weights)
     return y
 
 
-def _widened(digits: int, x_RI: jax.Array, weight: QTensor | Packed) -> jax.Array:
-    """Many rows: the weight is expanded natively, for XLA's own product."""
+def _widened(digits: int, x_RI: jax.Array, weights: Sequence[QTensor | Packed]) -> Products:
+    """Many rows: the weights are expanded natively, for XLA's own product."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
-    kind, pieces, group, columns = _pieces(weight)
     dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
-    scale_O = None
-    if isinstance(weight, QTensor) and weight.group is None:  # integers are exact in bfloat16
-        scale_O = weight.scale[:, 0].astype(jnp.float32)
-        pieces = [weight.data, jnp.ones_like(weight.scale)]
-    y_RO = _product(x_RI, native.widen(kind, pieces, dtype, group=group, columns=columns))
-    return y_RO if scale_O is None else y_RO * scale_O[None]
+    products = []
+    for weight in weights:
+        matrix, scale_O = _matrix(weight), None
+        if isinstance(weight, QTensor) and weight.group is None:  # integers are exact in bfloat16
+            scale_O = weight.scale[:, 0].astype(jnp.float32)
+            matrix = matrix._replace(pieces=[weight.data, jnp.ones_like(weight.scale)])
+        y_RO = _product(x_RI, native.widen(matrix, dtype, columns=weight.shape[1]))
+        products.append(y_RO if scale_O is None else y_RO * scale_O[None])
+    return tuple(products)
 
 
-def _pieces(weight: Leaf) -> tuple[native.Kind, list[jax.Array], int | None, int]:
-    """A leaf as the kernels take it: kind, arrays, columns in a group, columns."""
-    columns = weight.shape[1]
+def _matrix(weight: Leaf) -> native.Matrix:
+    """A leaf as the kernels take it."""
     if isinstance(weight, QTensor):
         kind = native.Kind.INT8 if weight.bits == 8 else native.Kind.INT4
-        return kind, jax.tree.leaves(weight), weight.group, columns
+        return native.Matrix(kind, jax.tree.leaves(weight), weight.group)
     if isinstance(weight, Packed):
-        return native.Kind.PACKED, jax.tree.leaves(weight), None, columns
-    return _KINDS[jnp.dtype(weight.dtype)], [weight], None, columns
+        return native.Matrix(native.Kind.PACKED, jax.tree.leaves(weight))
+    return native.Matrix(_KINDS[jnp.dtype(weight.dtype)], [weight])
 
 
-def _rounded_plain(digits: int, x_RI: jax.Array, weight: Leaf) -> jax.Array:
-    return _plain(round_to_int8(x_RI) if digits == 1 else x_RI, weight)
+def _plain(digits: int, x_RI: jax.Array, weights: Leaves) -> Products:
+    """The products in plain JAX: for every platform, and the meaning of all the others."""
+    x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
+    return tuple(_plain_product(x_RI, weight) for weight in weights)
 
 
-def _plain(x_RI: jax.Array, weight: Leaf) -> jax.Array:
-    """The product in plain JAX: for every platform, and the meaning of all the others."""
+def _plain_product(x_RI: jax.Array, weight: Leaf) -> jax.Array:
     rows = x_RI.shape[0]
     if isinstance(weight, QTensor):
         if rows == 1:

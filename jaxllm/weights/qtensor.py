@@ -76,7 +76,7 @@ class QTensor(struct.PyTreeNode):
     def take(self, index: jax.Array) -> jax.Array:
         """Rows by number, `[..., I]` float32; NaN for a number outside the table."""
         part = jax.tree.map(lambda x: x.at[index.reshape(-1)].get(mode="clip"), self)
-        return _or_nan(part.dense(), index, self.data.shape[0])
+        return or_nan(part.dense(), index, self.data.shape[0])
 
 
 class Packed(struct.PyTreeNode):
@@ -131,7 +131,7 @@ class Packed(struct.PyTreeNode):
     def take(self, index: jax.Array) -> jax.Array:
         """Rows by number, `[..., I]` bfloat16; NaN for a number outside the table."""
         rows = self.sign_mantissa.shape[0]
-        return _or_nan(self._rows(jnp.clip(index.reshape(-1), 0, rows - 1)), index, rows)
+        return or_nan(self._rows(jnp.clip(index.reshape(-1), 0, rows - 1)), index, rows)
 
     def _rows(self, index: jax.Array) -> jax.Array:
         byte = self.sign_mantissa[index].astype(jnp.uint16)
@@ -153,6 +153,6 @@ class Packed(struct.PyTreeNode):
         return dense.at[row, column].set(self.escape_value[jnp.minimum(at, last)], mode="drop")
 
 
-def _or_nan(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
+def or_nan(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
     inside = ((index >= 0) & (index < count)).reshape(-1, 1)
     return jnp.where(inside, rows, jnp.nan).reshape(*index.shape, rows.shape[1])

@@ -1,7 +1,6 @@
 """The C++ kernels, on every instruction set that this machine runs, against float64."""
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import ops
-from jaxllm.errors import ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.formats import as_format, dense
-from jaxllm.weights.linear import linear
+from jaxllm.weights.linear import embed, linear, linears
+from tests.ops.isa import each_isa
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 FORMATS = [
     "float32", "bfloat16", "float16", "bf16-packed", "int8", "int8-g32", "int8-g64-f16",
@@ -23,28 +23,8 @@ FORMATS = [
 # Output rows and columns: one, odd, a tile and a rest, groups and chunks that do not divide.
 SHAPES = [(1, 1), (7, 100), (33, 200), (130, 384)]
 ROWS = (1, 2, 3, 5, 16)
-INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 
 apply = jax.jit(linear, static_argnames="int8_inputs")
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    if native.isa() is None:
-        pytest.skip("jaxllm is installed without its native kernels")
-    before = native.isa()
-    yield
-    native.isa(before)
-
-
-def each_isa() -> Iterator[str]:
-    """Takes one instruction set after the other, leaving out what the machine has not."""
-    for name in INSTRUCTION_SETS:
-        try:
-            native.isa(name)
-        except ConfigError:
-            continue
-        yield name
 
 
 def matrix(rng: np.random.Generator, shape: tuple[int, int], name: str) -> Any:
@@ -200,62 +180,40 @@ def test_disabled_leaves_no_kernel_in_a_program() -> None:
     assert "jaxllm_linear" in function.lower(x, weight).as_text()
 
 
-def brute_force(
-    q: np.ndarray, at: np.ndarray, parts: Any, scale: float, window: int | None
-) -> np.ndarray:
-    """Softmax attention, one query and head at a time, in float64."""
-    B, T, N, H = q.shape
-    out = np.zeros((B, T, N, H))
-    for b, t, n in itertools.product(range(B), range(T), range(N)):
-        scores, values = [], []
-        for part in parts:
-            k, v, position = (x[b if x.shape[0] == B else 0] for x in part)
-            for s, p in enumerate(position):
-                if 0 <= p <= at[b, t] and (window is None or at[b, t] - p < window):
-                    head = n // (N // k.shape[1])
-                    scores.append(scale * q[b, t, n].astype(np.float64) @ k[s, head])
-                    values.append(v[s, head])
-        if scores:
-            weights = np.exp(np.array(scores) - max(scores))
-            out[b, t, n] = weights @ np.array(values) / weights.sum()
-    return out
-
-
-@pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16", "int8"])
-def test_attention_reads_the_cache_in_place(kept: str) -> None:
-    rng = np.random.default_rng(6)
-    for B, T, N, K, H, S, window in (
-        (1, 1, 4, 2, 20, 90, None),
-        (3, 1, 4, 4, 16, 30, 7),
-        (2, 5, 6, 2, 16, 70, None),
-    ):
-
-        def part(
-            rows: int, slots: int, places: int | None = None, K: int = K, H: int = H
-        ) -> ops.Part:
-            x = rng.normal(0, 1, (2, rows, slots, K, H)).astype(np.float32)
-            used = rng.random((places or rows, slots)) < 0.7
-            position = np.where(used, rng.integers(0, 60, slots), -1)
-            if places is None:
-                x[:, ~used] = np.nan  # what an empty slot holds is nobody's business
-            k, v = (ops.keep_as(jnp.asarray(a), jnp.dtype(kept)) for a in x)
-            return ops.Part(k, v, jnp.asarray(position.astype(np.int32)))
-
-        # Shared by all rows; seen differently by each; every row's own; the new tokens.
-        parts = [part(1, S), part(1, 20, B), part(B, 40), part(B, T)]
-        parts.append(part(B, 30, B)._replace(v_BSKH=part(1, 30, B).v_BSKH))  # keys of their own
-        q = rng.normal(0, 1, (B, T, N, H)).astype(np.float32)
-        at = rng.integers(-1, 60, (B, T)).astype(np.int32)
-        plain = [
-            (*(np.asarray(ops.dense(x).astype(jnp.float32)) for x in p[:2]), np.asarray(p[2]))
-            for p in parts
+def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> None:
+    rng = np.random.default_rng(8)
+    for dtype, rows in itertools.product(("float32", "bfloat16"), (1, 5, 16)):
+        x = jnp.asarray(rng.normal(0, 1, (rows, 200)), dtype)
+        biases = [None, jnp.asarray(rng.normal(0, 1, 34), jnp.float32), *[None] * 5]
+        names = ("int8", "int8", "int4-g32", "int4-g64", "bf16-packed", "bfloat16", "float32")
+        terms = [
+            (matrix(rng, (33 + i, 200), name), bias)
+            for i, (name, bias) in enumerate(zip(names, biases, strict=True))
         ]
-        expected = brute_force(q, at, plain, 0.3, window)
-        attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
         for isa in each_isa():
-            out = attend(jnp.asarray(q), jnp.asarray(at), parts)[0]
-            np.testing.assert_allclose(out, expected, atol=5e-6, err_msg=isa)
-            bad = jnp.asarray(q).at[0, 0, 0, 0].set(jnp.nan)
-            out = np.asarray(attend(bad, jnp.asarray(at), parts)[0])
-            assert np.isnan(out[0, 0, 0]).all() or at[0, 0] < 0
-            np.testing.assert_allclose(out[0, 0, 1], expected[0, 0, 1], atol=5e-6)
+            together = jax.jit(lambda x, terms: linears(x, terms))
+            calls = together.lower(x, terms).as_text().count("@jaxllm_linear(")
+            assert calls == 1, (isa, dtype, rows)
+            for y, term in zip(together(x, terms), terms, strict=True):
+                assert np.asarray(y).tobytes() == np.asarray(apply(x, *term)).tobytes(), isa
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_of_a_table_are_read_without_a_copy_of_it(dtype: str) -> None:
+    table = jax.random.normal(jax.random.key(0), (4096, 256)).astype(dtype)
+    token_BT = jnp.array([[3, 4095, 0], [4096, -1, 3]])
+    rows = np.asarray(embed(table, token_BT).astype(jnp.float32))
+    assert rows[0].tolist() == np.asarray(table, np.float32)[[3, 4095, 0]].tolist()
+    assert np.isnan(rows[1, :2]).all() and not np.isnan(rows[1, 2]).any()
+
+    def loop(table: jax.Array, token_N: jax.Array) -> jax.Array:
+        step = lambda carry, t: (carry, embed(table, t[None, None]).astype(jnp.float32))  # noqa: E731
+        return jax.lax.scan(step, None, token_N)[1]
+
+    compiled = jax.jit(loop).lower(table, jnp.arange(9)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes / 8
+    slope = jax.grad(lambda x: embed(x, token_BT[0]).astype(jnp.float32).sum())(table)
+    assert slope.dtype == dtype
+    assert np.asarray(slope, np.float32).sum(axis=1).nonzero()[0].tolist() == [0, 3, 4095]
+    each = jax.vmap(embed, in_axes=(None, 0))(table, token_BT)
+    np.testing.assert_array_equal(np.asarray(each, np.float32), rows)

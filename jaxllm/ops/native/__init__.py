@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def kernels() -> ctypes.CDLL | None:
     loaded.jaxllm_isa.restype = ctypes.c_char_p
     if (name := os.environ.get("JAXLLM_ISA")) and loaded.jaxllm_isa(name.encode()) is None:
         raise ConfigError(f"JAXLLM_ISA: this machine has no instruction set {name!r}")
-    for name in ("linear", "widen", "attend", "write", "read"):
+    for name in ("linear", "widen", "take", "attend", "write", "read"):
         capsule = jax.ffi.pycapsule(getattr(loaded, f"jaxllm_{name}"))
         jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
     return loaded
@@ -93,51 +94,52 @@ def _path() -> str | None:
     return None
 
 
-def linear(
-    x_RI: jax.Array,
-    kind: Kind,
-    pieces: Sequence[jax.Array],
-    *,
-    columns: int,
-    group: int | None = None,
-    digits: int = 3,
-) -> jax.Array:
-    """`x @ weight.T`: float32 `[R, O]`, each row in the same order of additions whatever R.
+class Matrix(NamedTuple):
+    """A weight as the kernels take it: arrays `[O, ...]` of a kind (see `weights.qtensor`), whose
+    columns share a scale in groups of `group`; None where a row has one, or none."""
 
-    x_RI: float32 or bfloat16. pieces: the arrays of a weight of this kind, `[O, ...]` (see
-    `weights.qtensor`). digits: 3 keeps float32's 24 bits of x where weights are integers, 1 rounds
-    x to int8 in blocks of 128 columns.
+    kind: Kind
+    pieces: Sequence[jax.Array]
+    group: int | None = None
+
+
+def linear(x_RI: jax.Array, weights: Sequence[Matrix], *, digits: int = 3) -> list[jax.Array]:
+    """`x @ weight.T` of each: float32 `[R, O]`, each row in the same order of additions whatever R.
+
+    x_RI: float32 or bfloat16. digits: 3 keeps float32's 24 bits of x where weights are integers, 1
+    rounds x to int8 in blocks of 128 columns.
     """
-    out = jax.ShapeDtypeStruct((x_RI.shape[0], pieces[0].shape[0]), jnp.float32)
+    rows = x_RI.shape[0]
+    out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]
     call = jax.ffi.ffi_call("jaxllm_linear", out, vmap_method="sequential")
     attributes = {
-        "kind": np.int32(kind),
-        "group": np.int64(group or 0),
-        "columns": np.int64(columns),
+        "kinds": np.array([w.kind for w in weights], np.int32),
+        "groups": np.array([w.group or 0 for w in weights], np.int64),
+        "counts": np.array([len(w.pieces) for w in weights], np.int32),
         "digits": np.int32(digits),
     }
-    y: jax.Array = call(x_RI, *pieces, **attributes)
-    return y
+    return list(call(x_RI, *(piece for w in weights for piece in w.pieces), **attributes))
 
 
-def widen(
-    kind: Kind,
-    pieces: Sequence[jax.Array],
-    dtype: jnp.dtype,
-    *,
-    columns: int,
-    group: int | None = None,
-) -> jax.Array:
+def widen(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
     """The weight itself, `[O, I]` in bfloat16 or float32."""
-    out = jax.ShapeDtypeStruct((pieces[0].shape[0], columns), dtype)
+    out = jax.ShapeDtypeStruct((weight.pieces[0].shape[0], columns), dtype)
     call = jax.ffi.ffi_call("jaxllm_widen", out, vmap_method="sequential")
     attributes = {
-        "kind": np.int32(kind),
-        "group": np.int64(group or 0),
+        "kind": np.int32(weight.kind),
+        "group": np.int64(weight.group or 0),
         "columns": np.int64(columns),
     }
-    weight: jax.Array = call(*pieces, **attributes)
-    return weight
+    dense: jax.Array = call(*weight.pieces, **attributes)
+    return dense
+
+
+def take(table_VD: jax.Array, index_N: jax.Array) -> jax.Array:
+    """Rows of a table by number, `[N, D]`; index_N: int32, taken as the nearest that there is."""
+    out = jax.ShapeDtypeStruct((index_N.shape[0], table_VD.shape[1]), table_VD.dtype)
+    call = jax.ffi.ffi_call("jaxllm_take", out, vmap_method="sequential")
+    rows: jax.Array = call(table_VD, index_N)
+    return rows
 
 
 def attend(
@@ -148,11 +150,12 @@ def attend(
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """Attention over the parts of a cache where they lie: float32 `[B, T, N, H]` from float32.
+    """Attention over the parts of a cache where they lie: `[B, T, N, H]`, of the queries' dtype.
 
-    pieces: for each part k, v and positions, and after them the two scales where k is int8.
+    q_BTNH: float32 or bfloat16; the latter meets a bfloat16 cache in BF16's own products. pieces:
+    for each part k, v and positions, and after them the two scales where k is int8.
     """
-    out = jax.ShapeDtypeStruct(q_BTNH.shape, jnp.float32)
+    out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     call = jax.ffi.ffi_call("jaxllm_attend", out, vmap_method="sequential")
     limit = np.int64(-1 if window is None else window)
     y: jax.Array = call(q_BTNH, position_BT, *pieces, scale=np.float32(scale), window=limit)

@@ -131,33 +131,72 @@ static void add_values(const float* weight, const float* v, int64_t slots, const
   }
 }
 
+// Which of `n` slots from `begin` on any of some queries sees, and at seen_by[t * kBlock + j] whether
+// query t sees the j-th of those.
+static int64_t seen_slots(const Queries& s, const int32_t* asks, int64_t tokens, const int32_t* position,
+                          int64_t begin, int64_t n, int64_t* slot, bool* seen_by) {
+  int64_t seen = 0;
+  for (int64_t j = 0; j < n; j++) {
+    bool any = false;
+    for (int64_t t = 0; t < tokens; t++)
+      any |= seen_by[t * kBlock + seen] = sees(s, asks[t], position[begin + j]);
+    if (any) slot[seen++] = begin + j;
+  }
+  return seen;
+}
+
+// Products to scores: -infinity where nothing is seen.
+static void mask_scores(float* line, float scale, int64_t seen, const bool* visible) {
+  for (int64_t j = 0; j < kBlock; j++) line[j] = j < seen && visible[j] ? scale * line[j] : -INFINITY;
+}
+
+// The rows of queries that one call of `attend` answers: G heads of each token.
+struct Rows {
+  const Queries& s;
+  int64_t b, head, first, G;
+
+  int64_t at(int64_t i) const {  // of row i in q and in the result
+    return ((b * s.T + first + i / G) * s.N + head * G + i % G) * s.H;
+  }
+};
+
+static void put_rows(const Rows& rows, int64_t count, const Running* running, void* out) {
+  for (int64_t i = 0; i < count; i++) {
+    const float by = running[i].total == 0 ? 0 : 1 / running[i].total;
+    const int64_t at = rows.at(i);
+    for (int64_t h = 0; h < rows.s.H; h++) {
+      const float value = running[i].value[h] * by;
+      if (rows.s.bf16)
+        static_cast<uint16_t*>(out)[at + h] = to_bf16(value);
+      else
+        static_cast<float*>(out)[at + h] = value;
+    }
+  }
+}
+
 static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b, int64_t head,
-                   int64_t first, int64_t tokens, float* out) {
+                   int64_t first, int64_t tokens, void* out) {
   const int64_t G = s.N / s.K, H = s.H, rows = tokens * G, width = (H + kLanes - 1) / kLanes * kLanes;
+  const Rows asked = {s, b, head, first, G};
   std::vector<float> space((2 * rows + kBlock) * width + rows * kBlock);
   float *q = space.data(), *value = q + rows * width, *wide = value + rows * width;
   float* score = wide + kBlock * width;
   std::vector<Running> running(rows);
   for (int64_t i = 0; i < rows; i++) {
     running[i] = {-INFINITY, 0, value + i * width};
-    memcpy(q + i * width, s.q + ((b * s.T + first + i / G) * s.N + head * G + i % G) * H, 4 * H);
+    widen_head(s.bf16 ? Kind::kBF16 : Kind::kF32, s.q, asked.at(i), H, nullptr, 0, q + i * width);
   }
   const int32_t* asks = s.position + b * s.T + first;
   std::vector<uint8_t> flags(tokens * kBlock + 1);
-  bool* seen_by = reinterpret_cast<bool*>(flags.data());  // [tokens, kBlock], of the block's used slots
+  bool* seen_by = reinterpret_cast<bool*>(flags.data());
   for (int64_t p = 0; p < count; p++) {
     const Part& part = parts[p];
     const int64_t k_row = part.one_k ? 0 : b * part.slots, v_row = part.one_v ? 0 : b * part.slots;
     const int32_t* position = part.position + (part.one_position ? 0 : b * part.slots);
     for (int64_t begin = 0; begin < part.slots; begin += kBlock) {
       const int64_t n = part.slots - begin < kBlock ? part.slots - begin : kBlock;
-      int64_t slot[kBlock], seen = 0;
-      for (int64_t j = 0; j < n; j++) {
-        bool any = false;
-        for (int64_t t = 0; t < tokens; t++)
-          any |= seen_by[t * kBlock + seen] = sees(s, asks[t], position[begin + j]);
-        if (any) slot[seen++] = begin + j;
-      }
+      int64_t slot[kBlock];
+      const int64_t seen = seen_slots(s, asks, tokens, position, begin, n, slot, seen_by);
       if (!seen) continue;
       for (int64_t j = 0; j < seen; j++) {
         const int64_t at = (k_row + slot[j]) * s.K + head;
@@ -165,10 +204,8 @@ static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b
       }
       for (int64_t i = 0; i < rows; i++) {
         float* line = score + i * kBlock;
-        const bool* visible = seen_by + i / G * kBlock;
         for (int64_t j = 0; j < seen; j += 4) dot4(q + i * width, wide + j * width, width, line + j);
-        for (int64_t j = 0; j < kBlock; j++)
-          line[j] = j < seen && visible[j] ? s.scale * line[j] : -INFINITY;
+        mask_scores(line, s.scale, seen, seen_by + i / G * kBlock);
         absorb(line, running[i], width);
       }
       for (int64_t j = 0; j < seen; j++) {
@@ -180,9 +217,5 @@ static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b
                    width, running[i].value);
     }
   }
-  for (int64_t i = 0; i < rows; i++) {
-    float* to = out + ((b * s.T + first + i / G) * s.N + head * G + i % G) * H;
-    const float by = running[i].total == 0 ? 0 : 1 / running[i].total;
-    for (int64_t h = 0; h < H; h++) to[h] = running[i].value[h] * by;
-  }
+  put_rows(asked, rows, running.data(), out);
 }

@@ -87,9 +87,11 @@ uint8_t* scratch(size_t bytes) {
   return memory.get();
 }
 
-ffi::ErrorOr<Weight> weight_of(ffi::RemainingArgs& args, int32_t kind, int64_t group, int64_t columns) {
+// The weight of pieces `begin <= i < end`.
+ffi::ErrorOr<Weight> weight_of(ffi::RemainingArgs& args, size_t begin, size_t end, int32_t kind,
+                               int64_t group, int64_t columns) {
   std::vector<ffi::AnyBuffer> piece;
-  for (size_t i = 0; i < args.size(); i++) {
+  for (size_t i = begin; i < end; i++) {
     const auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
     piece.push_back(buffer.value());
@@ -107,7 +109,8 @@ ffi::ErrorOr<Weight> weight_of(ffi::RemainingArgs& args, int32_t kind, int64_t g
     const int64_t width = w.stride * (w.kind == Kind::kInt4 ? 2 : 1);
     w.groups = piece[1].dimensions()[1];
     w.group = group ? group : width;
-    if (width % 128 || w.group * w.groups != width || columns > width)
+    const bool whole = w.kind == Kind::kInt8 && w.groups == 1;  // a row has one scale
+    if (width % 128 || w.group * w.groups != width || columns > width || (!whole && 128 % w.group))
       return ffi::Unexpected(wrong("groups and columns do not fit"));
     w.half = piece[1].element_type() == ffi::DataType::F16;
     w.scale = piece[1].untyped_data();
@@ -124,35 +127,82 @@ ffi::ErrorOr<Weight> weight_of(ffi::RemainingArgs& args, int32_t kind, int64_t g
   return w;
 }
 
+// One product of several that share their input.
+struct Product {
+  Weight weight;
+  size_t prepared;  // where its input begins
+  float* y;
+};
+
+// Whether `prepare` makes the same of an input for both.
+bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.group == b.group; }
+
+// x times each of the weights: `counts` pieces of `kinds`, in groups of `groups` columns.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs pieces,
-                  ffi::Result<ffi::BufferR2<ffi::F32>> y, int32_t kind, int64_t group, int64_t columns,
-                  int32_t digits) {
-  const auto weight = weight_of(pieces, kind, group, columns);
-  if (!weight.has_value()) return weight.error();
-  const Weight& w = weight.value();
+                  ffi::RemainingRets ys, ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups,
+                  ffi::Span<const int32_t> counts, int32_t digits) {
   const Input in = {x.untyped_data(), x.element_type() == ffi::DataType::BF16, x.dimensions()[0],
                     x.dimensions()[1], digits};
-  if (in.columns != columns) return wrong("the columns of x and of the weight differ");
-  if (!in.rows || !w.rows) return ffi::Error::Success();
+  if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
+    return wrong("each weight has a kind, a group, pieces and a result");
   const Kernels* kernels = chosen.load();
-  uint8_t* prepared = scratch(kernels->prepared_bytes(w, in));
+  std::vector<Product> products;
+  int64_t rows = 0, streamed = 0;
+  size_t piece = 0, bytes = 0;
+  for (size_t i = 0; i < ys.size(); piece += counts[i++]) {
+    const auto weight = weight_of(pieces, piece, piece + counts[i], kinds[i], groups[i], in.columns);
+    if (!weight.has_value()) return weight.error();
+    auto y = ys.get<ffi::BufferR2<ffi::F32>>(i);
+    if (!y.has_value()) return y.error();
+    const Weight& w = weight.value();
+    const bool again = i && alike(products[i - 1].weight, w);
+    products.push_back({w, again ? products[i - 1].prepared : bytes, (*y)->typed_data()});
+    if (!again) bytes += (kernels->prepared_bytes(w, in) + 63) / 64 * 64;
+    rows += w.rows;
+    streamed += w.rows * w.stride;
+  }
+  if (!in.rows || !rows) return ffi::Error::Success();
+  uint8_t* prepared = scratch(bytes);
   if (!prepared) return wrong("no memory for the input");
-  kernels->prepare(w, in, prepared);
-  float* out = y->typed_data();
-  share(pool, w.rows, block_of(w.rows, w.rows * w.stride, pool.num_threads()),
-        [&](int64_t begin, int64_t end) { kernels->multiply(w, in, prepared, begin, end, out); });
+  const auto prepare = [&](int64_t begin, int64_t end) {
+    for (size_t i = 0; i < products.size(); i++)
+      if (!i || products[i].prepared != products[i - 1].prepared)
+        kernels->prepare(products[i].weight, in, begin, end, prepared + products[i].prepared);
+  };
+  const int64_t least = 16;  // rows that are worth another thread
+  in.rows > least ? share(pool, in.rows, least, prepare) : prepare(0, in.rows);
+  share(pool, rows, block_of(rows, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
+    for (const Product& p : products) {  // the rows of all weights are numbered in turn
+      const int64_t from = begin > 0 ? begin : 0, to = end < p.weight.rows ? end : p.weight.rows;
+      if (from < to) kernels->multiply(p.weight, in, prepared + p.prepared, from, to, p.y);
+      begin -= p.weight.rows;
+      end -= p.weight.rows;
+    }
+  });
   return ffi::Error::Success();
 }
 
 ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs pieces, ffi::Result<ffi::AnyBuffer> out,
                  int32_t kind, int64_t group, int64_t columns) {
-  const auto weight = weight_of(pieces, kind, group, columns);
+  const auto weight = weight_of(pieces, 0, pieces.size(), kind, group, columns);
   if (!weight.has_value()) return weight.error();
   const Weight& w = weight.value();
   const bool bf16 = out->element_type() == ffi::DataType::BF16;
   const Kernels* kernels = chosen.load();
   share(pool, w.rows, block_of(w.rows, w.rows * w.stride, pool.num_threads()),
         [&](int64_t begin, int64_t end) { kernels->widen(w, begin, end, bf16, out->untyped_data()); });
+  return ffi::Error::Success();
+}
+
+ffi::Error take(ffi::AnyBuffer table, ffi::BufferR1<ffi::S32> index, ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t rows = table.dimensions()[0], count = index.dimensions()[0];
+  if (!rows || !count) return ffi::Error::Success();
+  const int64_t size = int64_t(table.size_bytes()) / rows;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t at = index.typed_data()[i], row = at < 0 ? 0 : (at < rows ? at : rows - 1);
+    std::memcpy(static_cast<uint8_t*>(out->untyped_data()) + i * size,
+                static_cast<const uint8_t*>(table.untyped_data()) + row * size, size);
+  }
   return ffi::Error::Success();
 }
 
@@ -212,11 +262,15 @@ ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs arrays, ffi:
 }
 
 // Pieces: for each part its k, v and positions, and after them the two scales where k is int8.
-ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2<ffi::S32> position,
-                  ffi::RemainingArgs pieces, ffi::Result<ffi::BufferR4<ffi::F32>> out, float scale,
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::BufferR2<ffi::S32> position,
+                  ffi::RemainingArgs pieces, ffi::Result<ffi::AnyBuffer> out, float scale,
                   int64_t window) {
   const auto size = q.dimensions();
-  Queries queries = {q.typed_data(), position.typed_data(), size[0], size[1], size[2], 0, size[3],
+  const bool bf16 = q.element_type() == ffi::DataType::BF16;
+  if (size.size() != 4 || out->element_type() != q.element_type() ||
+      (!bf16 && q.element_type() != ffi::DataType::F32))
+    return wrong("queries [B, T, N, H] in float32 or bfloat16");
+  Queries queries = {q.untyped_data(), bf16, position.typed_data(), size[0], size[1], size[2], 0, size[3],
                      window, scale};
   std::vector<Part> parts;
   for (size_t i = 0; i < pieces.size();) {
@@ -247,7 +301,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> q, ffi::BufferR2
       const int64_t head = i / strips, first = i % strips * some;
       const int64_t tokens = queries.T - first < some ? queries.T - first : some;
       kernels->attend(queries, parts.data(), int64_t(parts.size()), head / queries.K,
-                      head % queries.K, first, tokens, out->typed_data());
+                      head % queries.K, first, tokens, out->untyped_data());
     }
   };
   share(pool, heads * strips, 1, work);
@@ -262,10 +316,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, jaxllm::linear,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
-                                  .Ret<ffi::BufferR2<ffi::F32>>()
-                                  .Attr<int32_t>("kind")
-                                  .Attr<int64_t>("group")
-                                  .Attr<int64_t>("columns")
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int32_t>>("kinds")
+                                  .Attr<ffi::Span<const int64_t>>("groups")
+                                  .Attr<ffi::Span<const int32_t>>("counts")
                                   .Attr<int32_t>("digits"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                               ffi::Ffi::Bind()
@@ -275,6 +329,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                                   .Attr<int32_t>("kind")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("columns"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_take, jaxllm::take,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::BufferR0<ffi::S32>>()
@@ -288,10 +347,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_read, jaxllm::read,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR4<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::BufferR2<ffi::S32>>()
                                   .RemainingArgs()
-                                  .Ret<ffi::BufferR4<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window"));
 

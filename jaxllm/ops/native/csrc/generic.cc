@@ -40,10 +40,10 @@ int64_t width_of(const Input& in) { return (in.columns + 127) / 128 * 128; }
 
 size_t prepared_bytes(const Weight&, const Input& in) { return 4 * in.rows * width_of(in); }
 
-void prepare(const Weight& w, const Input& in, void* prepared) {
+void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
   const int64_t width = width_of(in);
   const bool integers = w.kind == Kind::kInt8 || w.kind == Kind::kInt4;
-  for (int64_t r = 0; r < in.rows; r++) {
+  for (int64_t r = begin; r < end; r++) {
     float* x = static_cast<float*>(prepared) + r * width;
     input_row(in, r, width, x);
     for (int64_t c = 0; integers && in.digits == 1 && c < width; c += 128) {

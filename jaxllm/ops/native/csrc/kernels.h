@@ -48,9 +48,10 @@ struct Part {
   const int32_t* position;
 };
 
-// Queries [B, T, N, H] in float32 and where they stand. window < 0: none.
+// Queries [B, T, N, H], in float32 or bfloat16, and where they stand. window < 0: none.
 struct Queries {
-  const float* q;
+  const void* q;
+  bool bf16;
   const int32_t* position;
   int64_t B, T, N, K, H, window;
   float scale;
@@ -58,18 +59,19 @@ struct Queries {
 
 struct Kernels {
   const char* name;
-  // Bytes that `prepare` writes: the input as `multiply` wants it.
+  // Bytes that `prepare` writes for all rows: the input as `multiply` wants it.
   size_t (*prepared_bytes)(const Weight&, const Input&);
-  void (*prepare)(const Weight&, const Input&, void* prepared);
+  // Input rows begin <= r < end.
+  void (*prepare)(const Weight&, const Input&, int64_t begin, int64_t end, void* prepared);
   // y[r, o] for weight rows begin <= o < end and all input rows r; y is [rows of x, rows of w].
   void (*multiply)(const Weight&, const Input&, const void* prepared, int64_t begin, int64_t end,
                    float* y);
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
   // The softmax-weighted values [tokens, N / K, H] of row b and key head k, for queries from
-  // `first` on, written into out [B, T, N, H].
+  // `first` on, written into out [B, T, N, H], which is of the queries' type.
   void (*attend)(const Queries&, const Part*, int64_t parts, int64_t b, int64_t k, int64_t first,
-                 int64_t tokens, float* out);
+                 int64_t tokens, void* out);
 };
 
 const Kernels* portable_kernels();

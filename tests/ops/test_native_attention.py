@@ -1,0 +1,128 @@
+"""The attention kernel, on every instruction set that this machine runs, against brute force."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import ops
+from tests.ops.isa import each_isa
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+Parts = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+def brute_force(
+    q: np.ndarray, at: np.ndarray, parts: Parts, scale: float, window: int | None
+) -> np.ndarray:
+    """Softmax attention, one query and head at a time, in float64."""
+    B, T, N, H = q.shape
+    out = np.zeros((B, T, N, H))
+    for b, t, n in itertools.product(range(B), range(T), range(N)):
+        scores, values = [], []
+        for part in parts:
+            k, v, position = (x[b if x.shape[0] == B else 0] for x in part)
+            for s, p in enumerate(position):
+                if 0 <= p <= at[b, t] and (window is None or at[b, t] - p < window):
+                    head = n // (N // k.shape[1])
+                    scores.append(scale * q[b, t, n].astype(np.float64) @ k[s, head])
+                    values.append(v[s, head])
+        if scores:
+            weights = np.exp(np.array(scores) - max(scores))
+            out[b, t, n] = weights @ np.array(values) / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16", "int8"])
+def test_attention_reads_the_cache_in_place(kept: str) -> None:
+    rng = np.random.default_rng(6)
+    for B, T, N, K, H, S, window in (
+        (1, 1, 4, 2, 20, 90, None),
+        (3, 1, 4, 4, 16, 30, 7),
+        (2, 5, 6, 2, 16, 70, None),
+    ):
+
+        def part(
+            rows: int, slots: int, places: int | None = None, K: int = K, H: int = H
+        ) -> ops.Part:
+            x = rng.normal(0, 1, (2, rows, slots, K, H)).astype(np.float32)
+            used = rng.random((places or rows, slots)) < 0.7
+            position = np.where(used, rng.integers(0, 60, slots), -1)
+            if places is None:
+                x[:, ~used] = np.nan  # what an empty slot holds is nobody's business
+            k, v = (ops.keep_as(jnp.asarray(a), jnp.dtype(kept)) for a in x)
+            return ops.Part(k, v, jnp.asarray(position.astype(np.int32)))
+
+        # Shared by all rows; seen differently by each; every row's own; the new tokens.
+        parts = [part(1, S), part(1, 20, B), part(B, 40), part(B, T)]
+        parts.append(part(B, 30, B)._replace(v_BSKH=part(1, 30, B).v_BSKH))  # keys of their own
+        q = rng.normal(0, 1, (B, T, N, H)).astype(np.float32)
+        at = rng.integers(-1, 60, (B, T)).astype(np.int32)
+        plain = [
+            (*(np.asarray(ops.dense(x).astype(jnp.float32)) for x in p[:2]), np.asarray(p[2]))
+            for p in parts
+        ]
+        expected = brute_force(q, at, plain, 0.3, window)
+        attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
+        for isa in each_isa():
+            out = attend(jnp.asarray(q), jnp.asarray(at), parts)[0]
+            np.testing.assert_allclose(out, expected, atol=5e-6, err_msg=isa)
+            bad = jnp.asarray(q).at[0, 0, 0, 0].set(jnp.nan)
+            out = np.asarray(attend(bad, jnp.asarray(at), parts)[0])
+            assert np.isnan(out[0, 0, 0]).all() or at[0, 0] < 0
+            np.testing.assert_allclose(out[0, 0, 1], expected[0, 0, 1], atol=5e-6)
+
+
+def in_numpy(parts: list[ops.Part]) -> Parts:
+    def dense(x: ops.Entries) -> np.ndarray:
+        return np.asarray(ops.dense(x).astype(jnp.float32))
+
+    return [(dense(p.k_BSKH), dense(p.v_BSKH), np.asarray(p.position_BS)) for p in parts]
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 32), (8, 1, 64), (6, 2, 96), (4, 2, 40)])
+def test_bfloat16_queries_meet_a_bfloat16_cache(heads: tuple[int, int, int]) -> None:
+    """Weights are rounded to bfloat16 before they meet values, and so is the result."""
+    N, K, H = heads
+    rng = np.random.default_rng(7)
+    for B, T, S, window in ((1, 1, 130, None), (2, 1, 30, 9), (2, 37, 70, None)):
+
+        def part(rows: int, position: np.ndarray, K: int = K, H: int = H) -> ops.Part:
+            x = rng.normal(0, 1, (2, rows, position.shape[1], K, H)).astype(np.float32)
+            x[:, np.broadcast_to(position, x.shape[1:3]) < 0] = np.nan
+            k, v = (jnp.asarray(a, jnp.bfloat16) for a in x)
+            return ops.Part(k, v, jnp.asarray(position, jnp.int32))
+
+        at = S + np.arange(T) + np.zeros((B, 1), int)
+        at[-1, T // 2 :] = -1  # padding
+        holes = np.where(rng.random((B, S)) < 0.8, np.arange(S), -1)
+        parts = [part(1, np.arange(S)[None]), part(B, holes), part(B, at)]
+        q = jnp.asarray(rng.normal(0, 1, (B, T, N, H)), jnp.bfloat16)
+        q_32, plain = np.asarray(q, np.float32), in_numpy(parts)
+        expected = brute_force(q_32, at, plain, 0.3, window)
+        bound = brute_force(q_32, at, [(k, abs(v), p) for k, v, p in plain], 0.3, window)
+        attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
+        for isa in each_isa():
+            out = attend(q, jnp.asarray(at), parts)[0]
+            assert out.dtype == jnp.bfloat16
+            off = abs(np.asarray(out, np.float32) - expected) / (bound + 1e-6)
+            assert off.max() < 2**-7, isa  # two roundings to 8 bits
+
+
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(kept: str) -> None:
+    rng = np.random.default_rng(9)
+    q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 20, 2, 32)), kept) for _ in "qkv")
+    at = jnp.arange(20)[None]
+    attend = jax.jit(partial(ops.attend, scale=0.3, window=None))
+    for isa, bad in itertools.product(each_isa(), (np.nan, np.inf)):
+        before = np.asarray(attend(q, at, [ops.Part(k, v, at)])[0], np.float32)
+        after = attend(q, at, [ops.Part(k, v.at[0, 11, 1].set(bad), at)])[0]
+        after = np.asarray(after, np.float32)
+        np.testing.assert_allclose(after[0, :11], before[0, :11], atol=0.02, err_msg=isa)
+        np.testing.assert_allclose(after[0, 11:, 0], before[0, 11:, 0], atol=0.02, err_msg=isa)
+        assert not np.isfinite(after[0, 11:, 1]).any(), isa
