@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from jaxllm.ops import native
 from jaxllm.weights.formats import Leaf
-from jaxllm.weights.qtensor import CHUNK, HALF, Packed, QTensor, or_nan
+from jaxllm.weights.qtensor import HALF, Packed, QTensor, or_nan
+
+ROUNDED = 512  # columns of x that share a scale where inputs are rounded
 
 Leaves = tuple[Leaf, ...]
 Products = tuple[jax.Array, ...]
@@ -37,7 +39,7 @@ def linear(
     rounded to bfloat16. With kernels, the bits of a row do not depend on how many rows, up to 16,
     are multiplied with it.
 
-    int8_inputs: round x to int8 in blocks of 128 columns where the weights are integers (dynamic
+    int8_inputs: round x to int8 in blocks of 512 columns where the weights are integers (dynamic
     quantization): less arithmetic, not exact.
     """
     return linears(x, [(weight_OI, bias_O)], int8_inputs=int8_inputs)[0]
@@ -245,11 +247,11 @@ def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
 
 
 def round_to_int8(x_RI: jax.Array) -> jax.Array:
-    """x as int8 with a scale for each 128 columns stands for it: float32 of the same shape."""
+    """x as int8 with a scale for each 512 columns stands for it: float32 of the same shape."""
     rows, columns = x_RI.shape
-    width = -(-columns // CHUNK) * CHUNK
+    width = -(-columns // ROUNDED) * ROUNDED
     x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
-    x_RCG = x_RCG.reshape(rows, -1, CHUNK)
+    x_RCG = x_RCG.reshape(rows, -1, ROUNDED)
     step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) / 127
     x_RCG = jnp.round(x_RCG / jnp.where(step == 0, 1.0, step)) * step
     return x_RCG.reshape(rows, width)[:, :columns]

@@ -45,7 +45,7 @@ class Precision:
     weights: of all that `quantize` leaves alone. quantize: what matrices are quantized to, as
     `weights.quantize.quantize` takes it. cache: also "int8", with a scale for each token and head.
 
-    int8_inputs: linears with integer weights round their input to int8 in blocks of 128 columns
+    int8_inputs: linears with integer weights round their input to int8 in blocks of 512 columns
     (dynamic quantization): less arithmetic, and the one choice here that is not exact. A head that
     is the tokens' table keeps its input.
 

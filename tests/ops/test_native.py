@@ -73,16 +73,17 @@ def test_packed_bfloat16_has_the_bits_of_bfloat16() -> None:
             assert np.asarray(ours).tobytes() == np.asarray(plain).tobytes(), (isa, dtype, rows)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-g32", "int4-g64", "int4-g32-zp"])
-def test_int8_inputs_are_rounded_in_blocks_of_128(name: str) -> None:
+@pytest.mark.parametrize("name", ["int8", "int8-g128", "int8-g32", "int4-g64", "int4-g32-zp"])
+def test_int8_inputs_are_rounded_in_blocks_of_512(name: str) -> None:
     rng = np.random.default_rng(2)
-    weight = matrix(rng, (40, 300), name)
-    x = rng.normal(0, 1, (3, 300)).astype(np.float32)
+    weight = matrix(rng, (41, 1300), name)
+    x = rng.normal(0, 1, (3, 1300)).astype(np.float32)
+    x[1] *= np.linspace(1e-3, 1e3, 1300, dtype=np.float32)
     rounded = np.zeros_like(x)
-    for r, begin in itertools.product(range(3), range(0, 300, 128)):
-        block = x[r, begin : begin + 128]
+    for r, begin in itertools.product(range(3), range(0, 1300, 512)):
+        block = x[r, begin : begin + 512]
         step = np.abs(block).max() / 127
-        rounded[r, begin : begin + 128] = np.round(block / step) * step
+        rounded[r, begin : begin + 512] = np.round(block / step) * step
     expected, bound = in_float64(jnp.asarray(rounded), weight)
     for isa in each_isa():
         y = np.asarray(apply(jnp.asarray(x), weight, int8_inputs=True))

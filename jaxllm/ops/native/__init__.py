@@ -107,7 +107,7 @@ def linear(x_RI: jax.Array, weights: Sequence[Matrix], *, digits: int = 3) -> li
     """`x @ weight.T` of each: float32 `[R, O]`, each row in the same order of additions whatever R.
 
     x_RI: float32 or bfloat16. digits: 3 keeps float32's 24 bits of x where weights are integers, 1
-    rounds x to int8 in blocks of 128 columns.
+    rounds x to int8 in blocks of 512 columns.
     """
     rows = x_RI.shape[0]
     out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]

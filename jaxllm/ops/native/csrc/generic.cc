@@ -36,7 +36,10 @@ bool finite(const float* x, int64_t count) {
   return sum == 0;
 }
 
-int64_t width_of(const Input& in) { return (in.columns + 127) / 128 * 128; }
+int64_t width_of(const Input& in) {
+  const int64_t whole = in.digits == 1 ? kRounded : 128;
+  return (in.columns + whole - 1) / whole * whole;
+}
 
 size_t prepared_bytes(const Weight&, const Input& in) { return 4 * in.rows * width_of(in); }
 
@@ -46,10 +49,10 @@ void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void*
   for (int64_t r = begin; r < end; r++) {
     float* x = static_cast<float*>(prepared) + r * width;
     input_row(in, r, width, x);
-    for (int64_t c = 0; integers && in.digits == 1 && c < width; c += 128) {
-      if (!finite(x + c, 128)) continue;
-      const float step = largest(x + c, 128) / 127, by = step > 0 ? 1 / step : 0;
-      for (int i = 0; i < 128; i++) x[c + i] = nearbyintf(x[c + i] * by) * step;
+    for (int64_t c = 0; integers && in.digits == 1 && c < width; c += kRounded) {
+      if (!finite(x + c, kRounded)) continue;
+      const float step = largest(x + c, kRounded) / 127, by = step > 0 ? 1 / step : 0;
+      for (int i = 0; i < kRounded; i++) x[c + i] = nearbyintf(x[c + i] * by) * step;
     }
   }
 }

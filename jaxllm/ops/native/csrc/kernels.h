@@ -29,7 +29,10 @@ struct Weight {
 
 // Activations [rows, columns]. `digits`: how many base-256 digits stand for each number where
 // weights are integers: 3 is exact to float32's 24 bits of the largest in each 128 columns, 1 is
-// dynamic quantization to int8.
+// dynamic quantization to int8, with a step for each kRounded columns (round_to_int8 of
+// weights/linear.py).
+constexpr int64_t kRounded = 512;
+
 struct Input {
   const void* x;
   bool bf16;
