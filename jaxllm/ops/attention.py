@@ -68,7 +68,7 @@ def attend(
     summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
     """
     if not mass and native.enabled():
-        return _in_place(q_BTNH, position_BT, tuple(parts), scale, window), None
+        return _traced_once(q_BTNH, position_BT, tuple(parts), scale, window), None
     return _fold(q_BTNH, position_BT, parts, scale, window, mass)
 
 
@@ -144,6 +144,10 @@ def _(scale: float, window: int | None, primals: Any, tangents: Any) -> Any:
         return _fold(q_BTNH, position_BT, parts, scale, window, False)[0]
 
     return _in_place(*primals, scale, window), jax.jvp(fold, primals, tangents)[1]
+
+
+# As a function of its own: a model's layers are alike, and it is traced for one of them.
+_traced_once = jax.jit(_in_place, static_argnums=(3, 4))
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:

@@ -4,6 +4,7 @@ Reading goes through safetensors' own reader first, which checks the container. 
 has every tensor on a 64-byte boundary, so that it can be mapped into memory and used as it lies.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -174,7 +175,11 @@ def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[s
 
 def _map(path: Path) -> mmap.mmap:
     with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a wish: 2 MB pages read a little faster
+        with contextlib.suppress(OSError):
+            whole.madvise(mmap.MADV_HUGEPAGE)
+    return whole
 
 
 def _view(

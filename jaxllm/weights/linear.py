@@ -54,7 +54,8 @@ def linears(
     rounded = [int8_inputs and isinstance(weight, QTensor) for weight in weights]
     if len(set(rounded)) > 1:
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
-    products = _multiply_int8(x_RI, weights) if all(rounded) else _multiply(x_RI, weights)
+    multiply = _traced_once[_multiply_int8 if all(rounded) else _multiply]
+    products = multiply(x_RI, weights)
     return [
         (y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]).reshape(
             *x.shape[:-1], y_RO.shape[-1]
@@ -119,6 +120,10 @@ def _multiply_int8(x_RI: jax.Array, weights: Leaves) -> Products:
 def _(primals: Any, tangents: Any) -> Any:
     """Rounding has no slope: the derivative passes through it (Bengio et al. 2013)."""
     return _multiply_int8(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
+
+
+# A model has the same product in every layer: as a function of its own it is traced but once.
+_traced_once = {function: jax.jit(function) for function in (_multiply, _multiply_int8)}
 
 
 def _on_each_platform(x_RI: jax.Array, weights: Leaves, digits: int) -> Products:
