@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/ops/native/csrc/*)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/*)
+# Files are compiled when they are imported, not all at once.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
 .PHONY: demo test test-full lint format clean
 
@@ -32,16 +34,16 @@ $(VENV)/bin/python:
 	@echo "installing into $(VENV): about a minute, and two for the tests"
 
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(INSTALL) .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/.installed
 
 # With lm-evaluation-harness, whose many dependencies the tests of every day do without.
 $(VENV)/.installed-full: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,eval]'
+	$(INSTALL) '.[test,eval]'
 	@touch $@
 
 clean:

@@ -6,14 +6,16 @@ beside; a ratio is one of medians over the rounds. The first round compiles and 
 Other programs slow PyTorch down far more than jaxllm (its threads wait for each other), so what
 they take of the processor is read before each round and said.
 
-jaxllm and transformers have a process for each format, which loads once and waits for its turn: a
-line of JSON in, one out. llama.cpp is a call of its `llama-bench` a measurement. What differs: it
-keeps keys and values in float16, quantized formats of ours in bfloat16; and where weights are
-quantized it rounds the inputs to 8 bits too, which ours do as int8+int8_inputs alone.
+jaxllm, transformers and OpenVINO have a process for each format, which loads once and waits for its
+turn: a line of JSON in, one out. llama.cpp is a call of its `llama-bench` a measurement. What
+differs: it keeps keys and values in float16 (OpenVINO in 8 bits), quantized formats of ours in
+bfloat16; and where weights are quantized both round the inputs to 8 bits too, which ours do as
+int8+int8_inputs alone.
 """
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -41,7 +43,7 @@ EXAMPLE = (
     "Example: python scripts/compare_peers.py ~/models/TinyLlama-1.1B --formats bfloat16,int8"
     " --llama-bench build/bin/llama-bench --gguf bfloat16=BF16.gguf --gguf int8=Q8_0.gguf"
 )
-PEERS = ("transformers", "llama.cpp")
+PEERS = ("transformers", "llama.cpp", "openvino")
 BUSY = 0.2  # cores of other programs, above which ratios mean little
 DISTRUST = "the ratios are not to be trusted"
 
@@ -129,14 +131,15 @@ class Comparison:
 def as_markdown(machine: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """The machine in a line, then a table a test."""
     lines, test = [", ".join(f"{name} {value}" for name, value in machine.items())], None
+    peers = [peer for peer in PEERS if any(r["engine"].split()[0] == peer for r in results)]
     if (machine.get("cores others used") or 0) > BUSY:
         lines += ["", f"**Other programs were running: {DISTRUST}.**"]
     for r in results:
         if r["test"] != test:
             test = r["test"]
-            heads = ("engine", "tokens/s", "±", *(f"to {peer}" for peer in PEERS), "of the bus")
-            lines += ["", f"### {test}", "", f"| {' | '.join(heads)} |", "|---" + "|---:" * 5 + "|"]
-        ratios = [f"{r['ratios'][p]:.2f}x" if p in r["ratios"] else "" for p in PEERS]
+            heads = ("engine", "tokens/s", "±", *(f"to {peer}" for peer in peers), "of the bus")
+            lines += ["", f"### {test}", "", f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+        ratios = [f"{r['ratios'][p]:.2f}x" if p in r["ratios"] else "" for p in peers]
         share, bus = r["share_of_bus"], r["bus_gb_s"]
         speed = (f"{r['tokens_per_second']:.2f}", f"{r['spread']:.2f}")
         cells = (r["engine"], *speed, *ratios, "" if share is None else f"{share:.0%} of {bus:.1f}")
@@ -156,7 +159,7 @@ def about_machine(comparison: Comparison, threads: int) -> dict[str, Any]:
         "threads": threads,
         "date": datetime.date.today().isoformat(),
     }
-    for package in ("jax", "torch", "transformers"):
+    for package in ("jax", "torch", "transformers", "openvino"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             about[package] = metadata.version(package)
     builds = {c.build for c in comparison.contenders if isinstance(c, LlamaBench)} - {
@@ -221,6 +224,9 @@ def compare_peers(
     ] = None,
     transformers: Annotated[bool, typer.Option(help="Time transformers with PyTorch.")] = True,
     torch_dtypes: Annotated[str, typer.Option(help="Those of transformers.")] = "bfloat16",
+    openvino: Annotated[
+        str, typer.Option(help="Its precisions, as bfloat16,int8,int4 (pip install openvino nncf).")
+    ] = "",
     form: Annotated[str, typer.Option("--output", "-o", help="md or json.")] = "md",
     out: Annotated[Path | None, typer.Option(help="Write there too, after each round.")] = None,
 ) -> None:
@@ -233,6 +239,9 @@ def compare_peers(
         raise ConfigError(f"--torch-dtypes are of {', '.join(DTYPES)}, got {', '.join(strange)}")
     named = [("jaxllm", fmt) for fmt in split(formats)]
     named += [("transformers", dtype) for dtype in split(torch_dtypes) if transformers]
+    exact = ("float32", "bfloat16", "int8", "int4")
+    if strange := [fmt for fmt in split(openvino) if fmt not in exact]:
+        raise ConfigError(f"--openvino is of {', '.join(exact)}, got {', '.join(strange)}")
     for _, fmt in named:
         precision_of(fmt)
     files = [precision_of(item.partition("=")[0]) for item in gguf or ()]
@@ -254,7 +263,10 @@ def compare_peers(
 
         bus, workers = started("memory bus", "float32"), [started(*pair) for pair in named]
         contenders: list[Contender] = []
-        for worker in workers:
+        # OpenVINO converts in float32: one at a time, or memory would not do.
+        for worker in itertools.chain(
+            workers, (started("openvino", fmt) for fmt in split(openvino))
+        ):
             try:
                 worker.ready()
                 contenders.append(worker)

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxllm import bench
 from jaxllm.bench import Test
+from jaxllm.checkpoint import read_model_json
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.weights.formats import DTYPES, PACKED, Integer, parse
 
@@ -71,7 +72,7 @@ class Worker(Contender):
 
     def ready(self) -> None:
         """Wait until it has loaded. Raises ConfigError with the reason where it cannot."""
-        self.weights = self._reply(b"")
+        self.weights = self._reply(b"") or None
 
     def measure(self, test: Test) -> float:
         return self._reply(json.dumps(dataclasses.asdict(test)).encode() + b"\n")
@@ -164,7 +165,8 @@ def load_ours(directory: str, fmt: str) -> tuple[Measure, float]:
 
     name, _, extra = fmt.partition("+")
     dtype, quantize = (name, None) if name in DTYPES else ("bfloat16", name)
-    lm = load_model(directory, dtype, quantize=quantize, int8_inputs=bool(extra))
+    options = {"quantize": quantize, "int8_inputs": bool(extra), "reuse_compiled": False}
+    lm = load_model(directory, dtype, **options)
     runs = cache(lambda test: bench.prepared(lm, test, 512))
     return lambda test: timed(runs(test)), bench.weight_bytes(lm)
 
@@ -199,6 +201,25 @@ def load_transformers(directory: str, dtype: str) -> tuple[Measure, float]:
     return measure, sum(n for name, n in named if name not in tables)
 
 
+def load_openvino(directory: str, precision: str) -> tuple[Measure, float]:
+    """The same of OpenVINO; what it reads of the weights is not known."""
+    from openvino_engine import compiled
+
+    step, reset = compiled(directory, precision)
+    vocabulary = read_model_json(Path(directory))["vocab_size"]
+
+    def measure(test: Test) -> float:
+        ids_BT, token_SB = tokens_of(test, vocabulary)
+        reset()
+        if test.prompt:
+            return timed(lambda: step(ids_BT, 0))
+        if test.depth:
+            step(ids_BT, 0)
+        return timed(lambda: [step(t[:, None], test.depth + i) for i, t in enumerate(token_SB)])
+
+    return measure, 0
+
+
 def load_bus(directory: str, fmt: str) -> tuple[Measure, float]:
     """What reads the gigabytes a second that memory gives just now, whatever the test."""
     import jax.numpy as jnp
@@ -207,7 +228,12 @@ def load_bus(directory: str, fmt: str) -> tuple[Measure, float]:
     return lambda test: bench.bandwidth(probe), 0
 
 
-LOADERS = {"jaxllm": load_ours, "transformers": load_transformers, "memory bus": load_bus}
+LOADERS = {
+    "jaxllm": load_ours,
+    "transformers": load_transformers,
+    "openvino": load_openvino,
+    "memory bus": load_bus,
+}
 
 
 def serve(peer: str, directory: str, fmt: str) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -417,6 +418,23 @@ def test_help_imports_nothing_heavy() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
+    code = "from jaxllm.cli import main; main()"
+    command = [sys.executable, "-c", code, "generate", "-p", "One day", "-n", "8"]
+    kept, stories = [], []
+    for folder in (tmp_path, tmp_path, "0"):
+        env = {**os.environ, "JAXLLM_COMPILE_CACHE": str(folder), "HOME": str(tmp_path / "home")}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+        assert done.returncode == 0, done.stderr
+        stories.append(done.stdout)
+        kept.append(sorted(p.name for p in tmp_path.glob("compiled-*/*-cache")))
+    assert len(set(stories)) == 1
+    assert kept[0]
+    assert kept[1] == kept[0], "the second process found what the first compiled"
+    (folder,) = tmp_path.glob("*")
+    assert folder.stat().st_mode & 0o777 == 0o700, "nobody else may put programs there"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

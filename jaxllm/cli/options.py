@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm.cli.compiled import keep_compiled
 from jaxllm.errors import ConfigError, SamplingError
 
 if TYPE_CHECKING:
@@ -66,10 +67,16 @@ def load_model(
     quantize: str | None = None,
     precision: Path | None = None,
     int8_inputs: bool = False,
+    reuse_compiled: bool = True,
 ) -> "LM":
-    """The model in the formats that the options name; what is not named is the checkpoint's."""
+    """The model in the formats that the options name; what is not named is the checkpoint's.
+
+    reuse_compiled: look first for programs that an earlier process compiled.
+    """
     from jaxllm.api import load, open_checkpoint
 
+    if reuse_compiled:
+        keep_compiled()
     chosen = open_checkpoint(model).precision
     if dtype is not None:
         chosen = chosen.in_dtype(dtype)

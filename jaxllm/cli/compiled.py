@@ -1,0 +1,45 @@
+"""Compiled programs that outlive the process: the second run of a command starts sooner."""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+MOST_BYTES = 512 << 20  # of what is kept; the oldest go first
+VARIABLE = "JAXLLM_COMPILE_CACHE"
+
+
+def keep_compiled() -> None:
+    """Let JAX keep what it compiles in a folder of this user, and look there first.
+
+    JAXLLM_COMPILE_CACHE names the folder, 0 means none; by default it is `jaxllm` among the user's
+    caches. A folder that JAX has been given in another way stays. Programs hold machine code, so
+    each kind of processor has a folder of its own, which nobody else may write to.
+    """
+    import jax
+
+    named = os.environ.get(VARIABLE, "")
+    if named == "0" or jax.config.jax_compilation_cache_dir:
+        return
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = (Path(named) if named else caches / "jaxllm") / f"compiled-{_processor()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
+            return
+    except OSError:  # a machine without a home is as good
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _processor() -> str:
+    """A name for what machine code depends on: the processor and what it can do."""
+    flags = platform.machine() + platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        kinds = ("model name", "flags", "Features")
+        lines = info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        flags += "".join(line for line in lines if line.startswith(kinds))
+    return hashlib.sha256(flags.encode()).hexdigest()[:12]
