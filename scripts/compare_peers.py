@@ -138,7 +138,8 @@ def as_markdown(machine: dict[str, Any], results: Sequence[dict[str, Any]]) -> s
         if r["test"] != test:
             test = r["test"]
             heads = ("engine", "tokens/s", "±", *(f"to {peer}" for peer in peers), "of the bus")
-            lines += ["", f"### {test}", "", f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+            rule = "|---" + "|---:" * (len(heads) - 1) + "|"
+            lines += ["", f"### {test}", "", f"| {' | '.join(heads)} |", rule]
         ratios = [f"{r['ratios'][p]:.2f}x" if p in r["ratios"] else "" for p in peers]
         share, bus = r["share_of_bus"], r["bus_gb_s"]
         speed = (f"{r['tokens_per_second']:.2f}", f"{r['spread']:.2f}")

@@ -19,7 +19,7 @@ def keep_compiled() -> None:
     import jax
 
     named = os.environ.get(VARIABLE, "")
-    if named == "0" or jax.config.jax_compilation_cache_dir:
+    if named == "0" or jax.config.values["jax_compilation_cache_dir"]:
         return
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = (Path(named) if named else caches / "jaxllm") / f"compiled-{_processor()}"
