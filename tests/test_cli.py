@@ -420,6 +420,7 @@ def test_help_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.full
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
     code = "from jaxllm.cli import main; main()"
     command = [sys.executable, "-c", code, "generate", "-p", "One day", "-n", "8"]

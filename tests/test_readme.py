@@ -41,7 +41,7 @@ def test_the_commands_run_in_order(tmp_path: Path) -> None:
     for command in COMMANDS:
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, "JAXLLM_COMPILE_CACHE": str(tmp_path / "compiled")},
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stderr}"
     assert (tmp_path / "story-model-hf" / "config.json").exists()
