@@ -25,7 +25,9 @@ def keep_compiled() -> None:
     folder = (Path(named) if named else caches / "jaxllm") / f"compiled-{_processor()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
+        found = folder.stat()
+        ours = found.st_uid == os.getuid() and not found.st_mode & 0o022
+        if not ours or not os.access(folder, os.W_OK):
             return
     except OSError:  # a machine without a home is as good
         return

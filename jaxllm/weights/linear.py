@@ -51,6 +51,9 @@ def linears(
     """`linear` of one x with each weight and bias, which the kernels do in one call."""
     x_RI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     weights = tuple(weight for weight, _ in terms)
+    for weight in weights:
+        if weight.shape[1] != x.shape[-1]:
+            raise ValueError(f"a weight of shape {weight.shape} does not fit x of shape {x.shape}")
     rounded = [int8_inputs and isinstance(weight, QTensor) for weight in weights]
     if len(set(rounded)) > 1:
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
@@ -156,7 +159,9 @@ def _kernel(digits: int, x_RI: jax.Array, weights: Leaves) -> Products:
     @jax.custom_batching.custom_vmap
     def call(x_RI: jax.Array, weights: Leaves) -> Products:
         x_RI = x_RI if x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
-        return tuple(native.linear(x_RI, [_matrix(weight) for weight in weights], digits=digits))
+        matrices = [_matrix(weight) for weight in weights]
+        columns = weights[0].shape[1]
+        return tuple(native.linear(x_RI, matrices, columns=columns, digits=digits))
 
     @call.def_vmap
     def _(size: int, batched: Any, x: jax.Array, weights: Leaves) -> tuple[Products, Any]:

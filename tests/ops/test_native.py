@@ -199,6 +199,14 @@ def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> Non
                 assert np.asarray(y).tobytes() == np.asarray(apply(x, *term)).tobytes(), isa
 
 
+@pytest.mark.parametrize("name", ["float32", "int8", "int4-g64", "bf16-packed"])
+def test_an_input_of_another_width_is_refused(name: str) -> None:
+    weight = matrix(np.random.default_rng(3), (8, 100), name)
+    for columns in (99, 101, 120):
+        with pytest.raises(ValueError, match="does not fit"):
+            linear(jnp.ones((1, columns)), weight)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_of_a_table_are_read_without_a_copy_of_it(dtype: str) -> None:
     table = jax.random.normal(jax.random.key(0), (4096, 256)).astype(dtype)

@@ -103,11 +103,13 @@ class Matrix(NamedTuple):
     group: int | None = None
 
 
-def linear(x_RI: jax.Array, weights: Sequence[Matrix], *, digits: int = 3) -> list[jax.Array]:
+def linear(
+    x_RI: jax.Array, weights: Sequence[Matrix], *, columns: int, digits: int = 3
+) -> list[jax.Array]:
     """`x @ weight.T` of each: float32 `[R, O]`, each row in the same order of additions whatever R.
 
-    x_RI: float32 or bfloat16. digits: 3 keeps float32's 24 bits of x where weights are integers, 1
-    rounds x to int8 in blocks of 512 columns.
+    x_RI: float32 or bfloat16. columns: I of all weights. digits: 3 keeps float32's 24 bits of x
+    where weights are integers, 1 rounds x to int8 in blocks of 512 columns.
     """
     rows = x_RI.shape[0]
     out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]
@@ -116,6 +118,7 @@ def linear(x_RI: jax.Array, weights: Sequence[Matrix], *, digits: int = 3) -> li
         "kinds": np.array([w.kind for w in weights], np.int32),
         "groups": np.array([w.group or 0 for w in weights], np.int64),
         "counts": np.array([len(w.pieces) for w in weights], np.int32),
+        "columns": np.int64(columns),
         "digits": np.int32(digits),
     }
     return list(call(x_RI, *(piece for w in weights for piece in w.pieces), **attributes))

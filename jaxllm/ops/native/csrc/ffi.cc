@@ -140,9 +140,10 @@ bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.grou
 // x times each of the weights: `counts` pieces of `kinds`, in groups of `groups` columns.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs pieces,
                   ffi::RemainingRets ys, ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups,
-                  ffi::Span<const int32_t> counts, int32_t digits) {
+                  ffi::Span<const int32_t> counts, int64_t columns, int32_t digits) {
   const Input in = {x.untyped_data(), x.element_type() == ffi::DataType::BF16, x.dimensions()[0],
                     x.dimensions()[1], digits};
+  if (in.columns != columns) return wrong("the columns of x and of the weights differ");
   if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
     return wrong("each weight has a kind, a group, pieces and a result");
   const Kernels* kernels = chosen.load();
@@ -320,6 +321,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, jaxllm::linear,
                                   .Attr<ffi::Span<const int32_t>>("kinds")
                                   .Attr<ffi::Span<const int64_t>>("groups")
                                   .Attr<ffi::Span<const int32_t>>("counts")
+                                  .Attr<int64_t>("columns")
                                   .Attr<int32_t>("digits"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                               ffi::Ffi::Bind()
