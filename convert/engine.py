@@ -25,8 +25,8 @@ from jaxllm.checkpoint import (
 )
 from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import read_json, write_json
 from jaxllm.progress import bytes_bar
-from jaxllm.textfiles import read_json, write_json
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 
 READERS: dict[str, tuple[Any, Architecture]] = {

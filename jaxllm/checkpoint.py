@@ -17,8 +17,8 @@ import numpy as np
 from jaxllm import models
 from jaxllm.config import ModelConfig, config_from_dict
 from jaxllm.errors import CheckpointError
+from jaxllm.files import read_json, write_json
 from jaxllm.progress import bytes_bar
-from jaxllm.textfiles import read_json, write_json
 from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
 from jaxllm.weights.formats import DTYPES, PACKED, Leaf, dense, format_of
 from jaxllm.weights.paths import Params, flatten, map_leaves

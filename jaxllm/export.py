@@ -18,13 +18,13 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.exported import FORMAT, MANIFEST, VERSION, WEIGHTS, Shapes, digest, load
+from jaxllm.files import write_json
 from jaxllm.fixed import FixedShapeRunner, Form, input_shapes
 from jaxllm.fixed.runner import check_lengths
 from jaxllm.fixed.step import check_form, feeds, run_step
 from jaxllm.ops.native import disabled
 from jaxllm.progress import bytes_bar, steps_bar
 from jaxllm.steps import forward
-from jaxllm.textfiles import write_json
 from jaxllm.weights.files import LazyTensor, write_tensors
 from jaxllm.weights.paths import Params
 

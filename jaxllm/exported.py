@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.textfiles import read_json
+from jaxllm.files import read_json
 
 FORMAT, VERSION = "jaxllm-export", 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"

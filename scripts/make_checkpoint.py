@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.files import write_json
 from jaxllm.progress import bytes_bar
 from jaxllm.text.formats import TOKENIZER_FILES
-from jaxllm.textfiles import write_json
 from jaxllm.weights.files import LazyTensor, write_tensors
 from jaxllm.weights.formats import DTYPES
 

@@ -89,7 +89,7 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["jaxllm.errors", "jaxllm.exported", "jaxllm.textfiles"]
+    assert done.stdout.split() == ["jaxllm.errors", "jaxllm.exported", "jaxllm.files"]
     expected = np.asarray(jaxllm.forward(model, params, None, IDS).logits)
     found = np.load(tmp_path / "logits.npy")
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)

@@ -69,7 +69,7 @@ def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Cor
     What is not to be separate is one document.
     """
     from jaxllm.evaluate.data import read_documents
-    from jaxllm.textfiles import read_text
+    from jaxllm.files import read_text
 
     if (text is None) == (documents is None):
         raise ConfigError("give --text FILE or --documents FILE, one of them")

@@ -58,7 +58,7 @@ def _texts(text: list[str] | None, file: str | None) -> list[str]:
         raise ConfigError("give --text, once or more, or --file; one of the two")
     if file is None:
         return list(text or [])
-    from jaxllm.textfiles import read_text
+    from jaxllm.files import read_text
 
     lines = (sys.stdin.read() if file == "-" else read_text(Path(file))).split("\n")
     if not lines[-1]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.windows import PROTOCOLS, Span
-from jaxllm.textfiles import read_text
+from jaxllm.files import read_text
 
 State = Mapping[str, Any]
 

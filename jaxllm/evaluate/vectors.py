@@ -22,8 +22,8 @@ from jaxllm.errors import CheckpointError, TokenError
 from jaxllm.evaluate.difference import TOLERANCES, Tolerance, coarser, measure
 from jaxllm.evaluate.equivalence import Report, compare_stages, compare_text
 from jaxllm.evaluate.sides import Case, Ours, Side, padded
+from jaxllm.files import read_json, write_json
 from jaxllm.progress import steps_bar
-from jaxllm.textfiles import read_json, write_json
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 
 FORMAT = "jaxllm-vectors"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.textfiles import read_json, read_text
+from jaxllm.files import read_json, read_text
 
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]

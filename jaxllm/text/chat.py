@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxllm.errors import TemplateError
+from jaxllm.files import read_json, read_text
 from jaxllm.text.formats import read_special_tokens
-from jaxllm.textfiles import read_json, read_text
 
 if TYPE_CHECKING:
     from jaxllm.text.sandbox import Sandbox

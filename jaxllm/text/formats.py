@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
+from jaxllm.files import read_json
 from jaxllm.text.byte_level import read_byte_level
 from jaxllm.text.spm import added_token, read_sentencepiece
-from jaxllm.textfiles import read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.textfiles import read_bytes
+from jaxllm.files import read_bytes
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BPE = 2
