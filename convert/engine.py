@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from convert import gpt2, llama
-from convert.tables import Architecture, Same, Transposed
 from jaxllm.checkpoint import (
     Checkpoint,
     check_names,
@@ -28,6 +26,9 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import read_json, write_json
 from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+
+from . import gpt2, llama
+from .tables import Architecture, Same, Transposed
 
 READERS: dict[str, tuple[Any, Architecture]] = {
     "llama": (llama.read_config, llama.LLAMA),

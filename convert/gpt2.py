@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.tables import (
+from jaxllm.config import GPT2Config
+
+from .tables import (
     COMMON_ALLOWED,
     COMMON_IGNORED,
     REQUIRED,
@@ -16,7 +18,6 @@ from convert.tables import (
     share,
     write_fields,
 )
-from jaxllm.config import GPT2Config
 
 FIELDS = (
     Field("vocab_size", "vocab_size", REQUIRED),

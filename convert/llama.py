@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convert.tables import (
+from jaxllm.config import ROPE_FIELDS, LlamaConfig, Rope
+
+from .tables import (
     COMMON_ALLOWED,
     COMMON_IGNORED,
     REQUIRED,
@@ -16,7 +18,6 @@ from convert.tables import (
     share,
     write_fields,
 )
-from jaxllm.config import ROPE_FIELDS, LlamaConfig, Rope
 
 FIELDS = (
     Field("vocab_size", "vocab_size", REQUIRED),

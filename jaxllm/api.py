@@ -362,7 +362,9 @@ def load(
 
 def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
     """Open a checkpoint in either form, and check all but its numbers; `path` as for `load`."""
-    from convert.engine import open_hf  # the one reach upwards: convert builds on this package
+    from jaxllm.convert.engine import (
+        open_hf,  # the one reach upwards: convert builds on this package
+    )
 
     directory = resolve(path)
     if checkpoint.is_native(directory):

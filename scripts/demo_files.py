@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from demo_data import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID
+from jaxllm.convert.engine import write_hf
 from tokenizers import Tokenizer
 
-from convert.engine import write_hf
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.weights.files import LazyTensor

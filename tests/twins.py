@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from jaxllm.convert.engine import open_hf, read_config
 
-from convert.engine import open_hf, read_config
 from jaxllm import models
 from jaxllm.checkpoint import load_params
 from jaxllm.config import ModelConfig

@@ -40,10 +40,10 @@ def convert(
     """
     from rich.console import Console
 
-    from convert.engine import write_hf
     from jaxllm.api import open_checkpoint
     from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
     from jaxllm.cli.options import read_precision
+    from jaxllm.convert.engine import write_hf
     from jaxllm.errors import ConfigError
     from jaxllm.text.tokenizer import TOKENIZER_FILES
     from jaxllm.weights.formats import DTYPES

@@ -129,9 +129,9 @@ def transformers_directory(model: str, lm: "LM", dtype: str) -> Iterator[Path]:
     lm: the model that was loaded from it; where its weights are in other formats than `dtype`,
     they are written as they are dequantized.
     """
-    from convert.engine import write_hf
     from jaxllm.api import open_checkpoint
     from jaxllm.checkpoint import is_native
+    from jaxllm.convert.engine import write_hf
     from jaxllm.weights.formats import format_of
     from jaxllm.weights.paths import flatten
 

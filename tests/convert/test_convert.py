@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from jaxllm.convert.engine import open_hf, write_hf
 from safetensors.torch import load_file, save_file
 
 import jaxllm
-from convert.engine import open_hf, write_hf
 from jaxllm.checkpoint import load_params, open_native, save
 from jaxllm.cli.convert import convert, recast
 from jaxllm.cli.quantize import quantize
@@ -373,3 +373,14 @@ def test_native_weights_are_used_as_they_lie_in_the_file(tmp_path: Path) -> None
         assert leaf.unsafe_buffer_pointer() == array.ctypes.data, path
     reread = load_file(tmp_path / "native" / "model.safetensors")  # any reader can read it
     assert {name for name in reread if not name.startswith("__align")} == set(native.tensors)
+
+
+def test_a_users_own_convert_module_is_not_ours(tmp_path: Path) -> None:
+    """Installed, the package is jaxllm.convert: nothing in a working directory shadows it."""
+    (tmp_path / "convert.py").write_text("raise SystemExit('the wrong convert')")
+    code = "from jaxllm.api import open_checkpoint; print(open_checkpoint('demo:llama').config)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "LlamaConfig" in ran.stdout
