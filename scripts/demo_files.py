@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import numpy as np
 from demo_data import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID
-from jaxllm.convert.engine import write_hf
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
+from jaxllm.convert.engine import write_hf
 from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from jaxllm.convert.engine import open_hf, read_config
 
 from jaxllm import models
 from jaxllm.checkpoint import load_params
 from jaxllm.config import ModelConfig
+from jaxllm.convert.engine import open_hf, read_config
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from jaxllm.convert.engine import open_hf, write_hf
 from safetensors.torch import load_file, save_file
 
 import jaxllm
 from jaxllm.checkpoint import load_params, open_native, save
 from jaxllm.cli.convert import convert, recast
 from jaxllm.cli.quantize import quantize
+from jaxllm.convert.engine import open_hf, write_hf
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from jaxllm.convert.engine import open_hf
 from safetensors import safe_open
 from safetensors.numpy import load_file
+
+from jaxllm.convert.engine import open_hf
 
 SCRIPT = Path(make_checkpoint.__file__)
 SMALL: dict[str, dict[str, Any]] = {
