@@ -21,9 +21,10 @@ from jaxllm.checkpoint import (
     read_generation,
     read_model_json,
 )
-from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import read_json, write_json
+from jaxllm.models import family
 from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 
@@ -35,6 +36,9 @@ READERS: dict[str, tuple[Any, Architecture]] = {
     "mistral": (llama.read_config, llama.MISTRAL),
     "gpt2": (gpt2.read_config, gpt2.GPT2),
 }
+
+# By our model_type: a configuration as config.json's fields, and the table of its tensors.
+WRITERS: dict[str, Any] = {"llama": llama.write_config, "gpt2": gpt2.write_config}
 
 # What generation_config.json says, where older checkpoints have it in config.json instead.
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -91,12 +95,9 @@ def write_hf(
     """
     claim(directory)
     config = checkpoint.config
-    if isinstance(config, LlamaConfig):
-        data, table = llama.write_config(config), llama.table_of(config)
-    elif isinstance(config, GPT2Config):
-        data, table = gpt2.write_config(config), gpt2.GPT2
-    else:
-        raise ConfigError(f"{config.model_type} has no Hugging Face form")
+    if config.model_type not in WRITERS or type(config) is not family(config.model_type).config:
+        raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
+    data, table = WRITERS[config.model_type](config)
     rows = {ours: row for row, _, ours in _rows(table, config)}
     names = {ours: theirs for _, theirs, ours in _rows(table, config)}
     # Conv1D's transpose is its own inverse, so the rows that read also write.
@@ -151,13 +152,13 @@ def _rename(
         row, ours = rows.get(name, (None, name))
         renamed[ours] = row.apply(tensor) if row and len(tensor.shape) < 3 else tensor
     if config.tie_word_embeddings and "lm_head.weight" in renamed:
-        _drop_tied_head(renamed, where)
+        _drop_tied_head(renamed, f"{family(config.model_type).tokens}.weight", where)
     return renamed
 
 
-def _drop_tied_head(tensors: dict[str, LazyTensor], where: str) -> None:
+def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> None:
     """A tied checkpoint may repeat the embedding as its head, but nothing else."""
-    table = tensors.get("embed_tokens.weight", tensors.get("wte.weight"))
+    table = tensors.get(tokens)
     head = tensors.pop("lm_head.weight")
     if table is not None and not (
         head.shape == table.shape and np.array_equal(head.read(), table.read())

@@ -92,10 +92,11 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:
     return GPT2Config(num_key_value_heads=heads, head_dim=head_dim, **fields)
 
 
-def write_config(config: GPT2Config) -> dict[str, Any]:
-    """GPT2Config to config.json's fields."""
-    return {
+def write_config(config: GPT2Config) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, and the table."""
+    data = {
         "architectures": list(GPT2.architectures),
         "model_type": "gpt2",
         **write_fields(GPT2, config),
     }
+    return data, GPT2

@@ -84,11 +84,6 @@ MISTRAL = dataclasses.replace(
 )
 
 
-def table_of(config: LlamaConfig) -> Architecture:
-    """The table under which transformers knows this configuration."""
-    return LLAMA if config.sliding_window is None else MISTRAL
-
-
 def read_config(table: Architecture, data: Mapping[str, Any]) -> LlamaConfig:
     """config.json to LlamaConfig. Raises ConfigError with everything that is wrong."""
     fields, complaints = read_fields(table, data)
@@ -102,20 +97,20 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(rope=rope, **fields)
 
 
-def write_config(config: LlamaConfig) -> dict[str, Any]:
-    """LlamaConfig to config.json's fields, in the spelling that every transformers reads."""
+def write_config(config: LlamaConfig) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, in the spelling that every transformers reads, and the table."""
     settings = {k: v for k, v in dataclasses.asdict(config.rope).items() if v is not None}
     theta = settings.pop("rope_theta")
     scaling = None if config.rope.rope_type == "default" else settings
-    table = table_of(config)
-    model_type = "llama" if table is LLAMA else "mistral"
-    return {
+    model_type, table = ("llama", LLAMA) if config.sliding_window is None else ("mistral", MISTRAL)
+    data = {
         "architectures": list(table.architectures),
         "model_type": model_type,
         **write_fields(table, config),
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
+    return data, table
 
 
 def _read_rope(data: Mapping[str, Any], context: Any, complaints: list[str]) -> Rope | None:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from jaxllm.models import build, param_shapes
     from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
+    from jaxllm.weights.leaves.integers import QTensor
+    from jaxllm.weights.leaves.packed import Packed
     from jaxllm.weights.precision import Override, Precision, cast
-    from jaxllm.weights.qtensor import Packed, QTensor
     from jaxllm.weights.quantize import dequantize, quantize
 
 _HOMES = {
@@ -54,8 +55,9 @@ _HOMES = {
     "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.repair": ("insert", "recompute"),
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
+    "jaxllm.weights.leaves.integers": ("QTensor",),
+    "jaxllm.weights.leaves.packed": ("Packed",),
     "jaxllm.weights.precision": ("Override", "Precision", "cast"),
-    "jaxllm.weights.qtensor": ("Packed", "QTensor"),
     "jaxllm.weights.quantize": ("dequantize", "quantize"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -41,10 +41,10 @@ from jaxllm.settings import UNSUPPORTED, Settings, read_settings, row_options
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.reader import Reader
 from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
+from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
-from jaxllm.weights.stored import count as weights_in
 
 # What a request to `serve` cannot ask for.
 UNSERVED = (
@@ -256,7 +256,7 @@ class LM:
         return self.tokenizer.encode(text, parse_special=True)
 
     def __repr__(self) -> str:
-        total = sum(weights_in(leaf) for _, leaf in flatten(self.params))
+        total = sum(as_leaf(leaf).size for _, leaf in flatten(self.params))
         precision = self.model.precision
         named = precision.quantize if isinstance(precision.quantize, str) else "quantized"
         return (

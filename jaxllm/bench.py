@@ -22,6 +22,7 @@ import numpy as np
 from jaxllm.api import LM
 from jaxllm.cache.kv import KVCache, extend, init_cache
 from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.models import family
 from jaxllm.ops import native
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
@@ -178,7 +179,8 @@ def bandwidth(probe: jax.Array) -> float:
 
 def weight_bytes(lm: LM) -> int:
     """Bytes of weights that a decoded token reads: all but a table of which it takes one row."""
-    tables = ("wpe",) if lm.config.tie_word_embeddings else ("wpe", "embed_tokens", "wte")
+    row = family(lm.config.model_type)
+    tables = {row.positions} if lm.config.tie_word_embeddings else set(row.tables)
     rest = {name: node for name, node in lm.params.items() if name not in tables}
     return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(rest))
 

@@ -20,10 +20,10 @@ from jaxllm.errors import CheckpointError
 from jaxllm.files import read_json, write_json
 from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
-from jaxllm.weights.formats import DTYPES, PACKED, Leaf, dense, format_of
+from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
+from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.stored import assemble, expected_pieces, pieces_of
 
 FORMAT = "jaxllm"
 VERSION = 1
@@ -37,7 +37,7 @@ class Checkpoint:
     tensors: by our paths, in the shapes that the configuration demands. generation: the contents
     of generation_config.json, or what an older config.json said in its place. precision: as the
     checkpoint keeps its weights, unless it says otherwise. formats: of the quantized ones, by path;
-    their tensors are the leaf's pieces (see `weights.stored`).
+    their tensors are the leaf's pieces (see `weights.leaves`).
     """
 
     directory: Path
@@ -134,7 +134,7 @@ def load_params(
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
 
-        def read(path: str, shape: jax.ShapeDtypeStruct) -> Leaf:
+        def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
             if path in checkpoint.formats:
                 leaf = precision.keep(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)
@@ -158,11 +158,11 @@ def load_params(
 def in_memory(checkpoint: Checkpoint, params: Params, precision: Precision) -> Checkpoint:
     """The checkpoint with other parameters, which `save` then writes."""
     leaves = dict(flatten(params))
-    formats = {path: format_of(x) for path, x in leaves.items() if "" not in pieces_of(x)}
+    formats = {path: format_of(x) for path, x in leaves.items() if "" not in as_leaf(x).pieces()}
     tensors = {
         f"{path}{name}": LazyTensor.of(np.asarray(piece))
         for path, leaf in leaves.items()
-        for name, piece in pieces_of(leaf).items()
+        for name, piece in as_leaf(leaf).pieces().items()
     }
     return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats=formats)
 
@@ -176,7 +176,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 
     def as_array(path: str) -> LazyTensor:
         shape = shapes[path].shape
-        dtype = "bfloat16" if checkpoint.formats[path] == PACKED else "float32"
+        dtype = parse(checkpoint.formats[path]).exact_in
 
         def read() -> np.ndarray:
             return np.asarray(dense(_assembled(checkpoint, path, shape)))
@@ -191,12 +191,11 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats={})
 
 
-def _assembled(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Leaf:
-    name = checkpoint.formats[path]
-    pieces = {
-        key: checkpoint.tensors[f"{path}{key}"].read() for key in expected_pieces(name, shape)
-    }
-    return assemble(path, name, shape, pieces)
+def _assembled(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Weight:
+    format = parse(checkpoint.formats[path])
+    pieces = {key: checkpoint.tensors[f"{path}{key}"].read() for key in format.expected(shape)}
+    weight: Weight = format.assemble(path, shape, pieces)
+    return weight
 
 
 def _to_device(path: str, tensor: LazyTensor, dtype: np.dtype, complaints: list[str]) -> jax.Array:
@@ -243,10 +242,10 @@ def check_names(
     for path, leaf in leaves.items():
         if path not in formats:
             expected[path] = (leaf.shape, None)
-        elif len(leaf.shape) != 2:
+        elif len(leaf.shape) < 2:
             complaints.append(f"{path} is no matrix, and quantized")
         else:
-            pieces = expected_pieces(formats[path], leaf.shape)
+            pieces = parse(formats[path]).expected(leaf.shape)
             expected |= {f"{path}{name}": piece for name, piece in pieces.items()}
     complaints += [f"{path} is missing" for path in expected if path not in tensors]
     for path, tensor in tensors.items():

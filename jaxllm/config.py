@@ -149,6 +149,20 @@ class ModelConfig:
         """The first position that the model cannot represent at all."""
         return 1 << 24  # rotary angles: float32 counts no further
 
+    @property
+    def rotary(self) -> Rope | None:
+        """How keys are turned by their positions; None where they are not."""
+        return None
+
+    @property
+    def angles_follow_length(self) -> bool:
+        """Whether the rotary angles of all tokens change as the text grows (dynamic scaling)."""
+        return self.rotary is not None and self.rotary.rope_type == "dynamic"
+
+    def window(self, layer: int) -> int | None:
+        """How many of the last positions a query of this layer sees, itself included."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `config_from_dict` reads back to an equal configuration."""
         return {"model_type": self.model_type, **dataclasses.asdict(self)}
@@ -170,6 +184,13 @@ class LlamaConfig(ModelConfig):
         if not complaints and self.head_dim % 2:
             complaints.append(f"head_dim must be even for rotary positions, got {self.head_dim}")
         return complaints
+
+    @property
+    def rotary(self) -> Rope:
+        return self.rope
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
 
     @property
     def context_length(self) -> int:

@@ -22,6 +22,7 @@ from jaxllm.files import write_json
 from jaxllm.fixed import FixedShapeRunner, Form, input_shapes
 from jaxllm.fixed.runner import check_lengths
 from jaxllm.fixed.step import check_form, feeds, run_step
+from jaxllm.models import family
 from jaxllm.ops.native import disabled
 from jaxllm.progress import bytes_bar, steps_bar
 from jaxllm.steps import forward
@@ -150,7 +151,7 @@ def _embedded(model: nn.Module, params: Params, ids: np.ndarray) -> np.ndarray:
     """The embedding table's rows, as a step of embeddings takes them."""
     from jaxllm.weights.linear import embed
 
-    table = params["wte" if "wte" in params else "embed_tokens"]["weight"]
+    table = params[family(model.config.model_type).tokens]["weight"]
     return np.asarray(embed(table, jax.numpy.asarray(ids)), np.float32)
 
 

@@ -37,7 +37,7 @@ from jaxllm.cli import run_command
 from jaxllm.cli.console import note, write
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.progress import steps_bar
-from jaxllm.weights.formats import DTYPES
+from jaxllm.weights.leaves.arrays import DTYPES
 
 EXAMPLE = (
     "Example: python scripts/compare_peers.py ~/models/TinyLlama-1.1B --formats bfloat16,int8"

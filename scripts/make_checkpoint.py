@@ -24,7 +24,7 @@ from jaxllm.files import write_json
 from jaxllm.progress import bytes_bar
 from jaxllm.text.formats import TOKENIZER_FILES
 from jaxllm.weights.files import LazyTensor, write_tensors
-from jaxllm.weights.formats import DTYPES
+from jaxllm.weights.leaves.arrays import DTYPES
 
 DEVIATION = 0.02
 BLOCK = 1 << 20  # numbers drawn at a time

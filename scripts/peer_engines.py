@@ -23,7 +23,10 @@ from jaxllm import bench
 from jaxllm.bench import Test
 from jaxllm.checkpoint import read_model_json
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.weights.formats import DTYPES, PACKED, Integer, parse
+from jaxllm.weights.formats import parse
+from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.weights.leaves.integers import Integer
+from jaxllm.weights.leaves.packed import NAME as PACKED
 
 Measure = Callable[[Test], float]
 
@@ -39,7 +42,7 @@ def precision_of(fmt: str) -> str:
         raise ConfigError(f"+int8_inputs may follow a format of integers, got {fmt!r}")
     if isinstance(parsed, Integer):
         return f"int{parsed.bits}"
-    return "bfloat16" if parsed == PACKED else parsed
+    return "bfloat16" if parsed.name == PACKED else parsed.name
 
 
 class Contender:

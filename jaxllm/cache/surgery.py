@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, Delta, KVCache, Segment, as_kept, check_usable, culled
-from jaxllm.config import LlamaConfig, ModelConfig, Rope
+from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, dense, keep_as, turn
 
@@ -262,14 +262,14 @@ def _turned(
 
 
 def _rope_of(config: ModelConfig) -> Rope:
-    if not isinstance(config, LlamaConfig):
+    if config.rotary is None:
         raise ConfigError(
             f"{config.model_type} learns a vector for every position, which is mixed into its keys:"
             " they cannot be moved. Run the tokens again where they are to stand"
         )
-    if config.rope.rope_type == "dynamic":
+    if config.angles_follow_length:
         raise ConfigError("dynamic rotary scaling turns keys by the text's length: not movable")
-    return config.rope
+    return config.rotary
 
 
 def _check_moved(before: KVCache, after: KVCache) -> None:

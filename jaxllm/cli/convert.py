@@ -46,7 +46,7 @@ def convert(
     from jaxllm.convert.engine import write_hf
     from jaxllm.errors import ConfigError
     from jaxllm.text.tokenizer import TOKENIZER_FILES
-    from jaxllm.weights.formats import DTYPES
+    from jaxllm.weights.leaves.arrays import DTYPES
 
     if to_hf and precision is not None:
         raise ConfigError(
@@ -84,7 +84,7 @@ def recast(opened: Any, dtype: str) -> Any:
 
     from jaxllm.errors import CheckpointError
     from jaxllm.weights.files import LazyTensor, first_non_finite
-    from jaxllm.weights.formats import DTYPES
+    from jaxllm.weights.leaves.arrays import DTYPES
     from jaxllm.weights.precision import Precision
 
     precision = Precision.uniform(dtype)

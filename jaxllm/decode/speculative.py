@@ -23,7 +23,7 @@ from flax import struct
 
 from jaxllm.cache.kv import Delta, KVCache, as_kept, init_cache
 from jaxllm.cache.surgery import rewind
-from jaxllm.config import LlamaConfig, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.decode.generate import Finish, bucket, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, process, row_keys
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
@@ -204,8 +204,7 @@ def _check(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
                 f"{T} tokens and {longest} new ones do not fit into the {config.position_limit}"
                 f" positions of the {name}. Shorten the prompt or max_new_tokens"
             )
-        dynamic = isinstance(config, LlamaConfig) and config.rope.rope_type == "dynamic"
-        if dynamic and T + longest - 1 > config.max_position_embeddings:
+        if config.angles_follow_length and T + longest - 1 > config.max_position_embeddings:
             raise ConfigError(
                 f"the {name}'s dynamic rotary angles change with every token past position"
                 f" {config.max_position_embeddings}: several at once are not scored as one by one"

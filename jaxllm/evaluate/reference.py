@@ -17,13 +17,14 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.sides import Case, Decoded, by_position, held
-from jaxllm.evaluate.stages import NAMES, stage_names
-from jaxllm.weights.precision import DTYPES
+from jaxllm.evaluate.stages import stage_names
+from jaxllm.models import family
+from jaxllm.weights.leaves.arrays import DTYPES
 
 TAPS = "jaxllm_taps"
 
 # By transformers' model_type: ours, and the module that holds the layers.
-FAMILIES = {
+BODIES = {
     "llama": ("llama", "model"),
     "mistral": ("llama", "model"),
     "gpt2": ("gpt2", "transformer"),
@@ -99,7 +100,7 @@ class Transformers:
     @property
     def _family(self) -> str:
         """The model_type as our configurations have it."""
-        return FAMILIES[self.model.config.model_type][0]
+        return BODIES[self.model.config.model_type][0]
 
     @property
     def _stage_names(self) -> list[str]:
@@ -125,12 +126,18 @@ class Transformers:
     @contextmanager
     def _tapped(self, outputs: dict[str, Any]) -> Iterator[None]:
         """While this lasts, a pass of the model leaves its stages in `outputs`."""
-        layers = NAMES[self._family].layers
-        body = getattr(self.model, FAMILIES[self.model.config.model_type][1])
+        layers = family(self._family).layers
+        body = self.model.get_submodule(BODIES[self.model.config.model_type][1])
 
         def keep(name: str) -> Callable[..., None]:
             def hook(_: Any, __: Any, output: Any) -> None:
                 outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
+
+            return hook
+
+        def keep_input(name: str) -> Callable[..., None]:
+            def hook(_: Any, inputs: tuple[Any, ...]) -> None:
+                outputs[name] = inputs[0].clone()
 
             return hook
 
@@ -150,6 +157,10 @@ class Transformers:
             for name in self._stage_names:
                 path, _, last = name.rpartition(".")
                 if last in ("q", "k", "v", "heads", "logits"):
+                    continue
+                if last == "input":
+                    linear = body.get_submodule(path)
+                    stack.callback(linear.register_forward_pre_hook(keep_input(name)).remove)
                     continue
                 module = body.get_submodule(".".join(filter(None, [path, MODULES.get(last, last)])))
                 stack.callback(module.register_forward_hook(keep(name)).remove)

@@ -2,12 +2,13 @@
 
 A stage is a dotted path, in the order of computation: `embed_tokens`, then for each layer
 `layers.0.input_layernorm`, `.q`, `.k`, `.v`, `.heads`, `.attention`, `.post_attention_layernorm`,
-`.mlp` and the layer's own output `layers.0`, then `norm` and `logits`. GPT-2 has its own names.
+`.mlp.down_proj.input`, `.mlp` and the layer's own output `layers.0`, then `norm` and `logits`.
+GPT-2 has its own names (`models.FAMILIES`). The input of every linear is among them.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,45 +17,22 @@ import numpy as np
 from jaxllm.cache.kv import KVCache, Segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
+from jaxllm.models import family
 from jaxllm.models.layers import Trace
 from jaxllm.ops.entries import dense
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params
 
 
-class Names(NamedTuple):
-    """What a family calls its stages; those within a layer follow the layer's own path."""
-
-    embeddings: str
-    layers: str
-    attention_norm: str
-    attention: str
-    mlp_norm: str
-    norm: str
-
-
-# By model_type. `embeddings` is the sum of GPT-2's wte and wpe.
-NAMES = {
-    "llama": Names(
-        "embed_tokens",
-        "layers",
-        "input_layernorm",
-        "attention",
-        "post_attention_layernorm",
-        "norm",
-    ),
-    "gpt2": Names("embeddings", "h", "ln_1", "attn", "ln_2", "ln_f"),
-}
-
-
 def stage_names(model_type: str, layers: int) -> list[str]:
-    """Every stage's name, in the order of computation."""
-    names = NAMES[model_type]
-    parts = (names.attention_norm, "q", "k", "v", "heads", names.attention, names.mlp_norm, "mlp")
-    found = [names.embeddings]
-    for path in (f"{names.layers}.{i}" for i in range(layers)):
-        found += [*(f"{path}.{part}" for part in parts), path]
-    return [*found, names.norm, "logits"]
+    """Every stage's name, in the order of computation. Raises ConfigError for no such family."""
+    f = family(model_type)
+    within = [f.attention_norm, "q", "k", "v", "heads", f.attention]
+    within += [f.mlp_norm, f"{f.mlp_down}.input", "mlp"]
+    found = [f.embeddings]
+    for path in (f"{f.layers}.{i}" for i in range(layers)):
+        found += [*(f"{path}.{part}" for part in within), path]
+    return [*found, f.norm, "logits"]
 
 
 def stages(
@@ -124,5 +102,5 @@ def _arrays(trace: Trace) -> Iterator[jax.Array]:
     for layer in trace.layers:
         q, k, v, heads, x, _ = layer.attention
         yield from (layer.attention_norm, q, dense(k), dense(v), heads, x)
-        yield from (layer.mlp_norm, layer.mlp, layer.x)
+        yield from (layer.mlp_norm, layer.mlp_hidden, layer.mlp, layer.x)
     yield from (trace.norm, trace.logits)

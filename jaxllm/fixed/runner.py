@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxllm import ops
-from jaxllm.config import LlamaConfig
+from jaxllm.config import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.fixed.given import Given, read_given
 from jaxllm.fixed.slots import Past, empty, fitted, kept, place
@@ -161,7 +161,7 @@ class FixedShapeRunner:
         if self.rotary:
             cos_BTF, sin_BTF = _angles(config, position_BT, length_B)
             inputs["cos"], inputs["sin"] = cos_BTF[:, None], sin_BTF[:, None]
-        elif isinstance(config, LlamaConfig) and config.rope.rope_type == "dynamic":
+        elif config.angles_follow_length:
             inputs["length"] = length_B
         if self.mask == "positions":
             inputs["past_position_ids"] = past.position_BS
@@ -179,8 +179,7 @@ class FixedShapeRunner:
         """The combined mask, bool `[B, T, S + T]`: the past's slots, then the new tokens."""
         all_BS: Any = np.concatenate([past_BS, position_BT], axis=1)
         queries: Any = position_BT
-        window = getattr(self.model.config, "sliding_window", None)
-        return np.asarray(ops.visible(queries, all_BS, window=window))
+        return np.asarray(ops.visible(queries, all_BS, window=self.model.config.window(0)))
 
     def _check_room(self, past: Past, position_BL: np.ndarray) -> None:
         """Raise CapacityError where the last piece finds more before it than there are slots."""
@@ -223,9 +222,9 @@ def _positions(past: Past, mask_BL: np.ndarray) -> np.ndarray:
     return np.where(mask_BL, next_B[:, None] + count_BL - 1, -1).astype(np.int32)
 
 
-def _angles(config: LlamaConfig, position_BT: np.ndarray, length_B: np.ndarray) -> Any:
+def _angles(config: ModelConfig, position_BT: np.ndarray, length_B: np.ndarray) -> Any:
     return _ROPE(
-        config.rope,
+        config.rotary,
         position_BT,
         length_B,
         head_dim=config.head_dim,

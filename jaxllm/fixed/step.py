@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache.kv import Segment
-from jaxllm.config import LlamaConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.weights.paths import Params
@@ -59,10 +58,13 @@ def fixed_step(model: nn.Module, form: Form) -> Callable[[Params, Arrays], dict[
 
 def check_form(model: nn.Module, form: Form) -> None:
     """Raise ConfigError for a form that the model does not have."""
-    if form.rotary and not isinstance(model.config, LlamaConfig):
+    if form.rotary and model.config.rotary is None:
         raise ConfigError(
             f"{model.config.model_type} has no rotary positions: leave out rotary (cos and sin)"
         )
+    windows = {model.config.window(i) for i in range(model.config.num_hidden_layers)}
+    if form.mask != "positions" and len(windows) > 1:
+        raise ConfigError("layers of different windows cannot share one mask: leave mask out")
     if model.precision.cache == "int8":
         raise ConfigError(
             "a step in fixed shapes takes keys and values as plain arrays, not int8 with scales:"
@@ -98,7 +100,7 @@ def input_shapes(
         inputs["position_ids"] = array(jnp.int32, B, T)
     if form.rotary:
         inputs["cos"] = inputs["sin"] = array(jnp.float32, B, 1, T, c.head_dim // 2)
-    elif isinstance(c, LlamaConfig) and c.rope.rope_type == "dynamic":
+    elif c.angles_follow_length:
         inputs["length"] = array(jnp.int32, B)
     if form.mask == "positions":
         inputs["past_position_ids"] = array(jnp.int32, B, S)

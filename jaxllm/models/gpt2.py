@@ -17,15 +17,18 @@ from jaxllm.models.layers import (
     Layer,
     LayerNorm,
     Linear,
+    Scope,
     Trace,
+    attend,
     pick,
     unembed,
 )
-from jaxllm.ops.masked import attend_masked
 from jaxllm.weights.precision import Precision
 
 
 class GPT2(nn.Module):
+    """The model: tables of tokens and of positions, blocks, a norm, and logits."""
+
     config: GPT2Config
     precision: Precision
 
@@ -53,11 +56,10 @@ class GPT2(nn.Module):
         )
         x = x if embeddings_BTD is None else embeddings_BTD
         x = x.astype(p.activations) + places.astype(p.activations)
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
-            parts = [ops.Part(s.k[i], s.v[i], s.position_BS) for s in segments]
-            block = Block(c, p, i, attention_mass, name=f"h.{i}")
-            layers.append(block(x, position_BT, parts, mask_BTS))
+            layers.append(Block(c, p, i, name=f"h.{i}")(x, scope))
             x = layers[-1].x
         norm = LayerNorm(c.norm_eps, name="ln_f")(x)
         logits = unembed(c, p, table, pick(norm, column_B))
@@ -65,69 +67,53 @@ class GPT2(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: attention and an MLP, each after a norm and added to what came in."""
+
     config: GPT2Config
     precision: Precision
     layer: int
-    attention_mass: bool
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        position_BT: jax.Array,
-        parts: list[ops.Part],
-        mask_BTS: jax.Array | None = None,
-    ) -> Layer:
+    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
         c, p = self.config, self.precision
         normed = LayerNorm(c.norm_eps, name="ln_1")(x)
-        attention = Attention(c, p, self.layer, self.attention_mass, name="attn")
-        attended = attention(normed, position_BT, parts, mask_BTS)
+        attended = Attention(c, p, self.layer, name="attn")(normed, scope)
         x = x + attended.x
         mlp_normed = LayerNorm(c.norm_eps, name="ln_2")(x)
-        y = MLP(c, p, name="mlp")(mlp_normed)
-        return Layer(normed, attended, mlp_normed, y, x + y)
+        hidden, y = MLP(c, p, name="mlp")(mlp_normed)
+        return Layer(normed, attended, mlp_normed, hidden, y, x + y)
 
 
 class Attention(nn.Module):
+    """Attention without rotation: positions were added to the embeddings."""
+
     config: GPT2Config
     precision: Precision
     layer: int
-    attention_mass: bool
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        position_BT: jax.Array,
-        parts: list[ops.Part],
-        mask_BTS: jax.Array | None = None,
-    ) -> Attended:
+    def __call__(self, x: jax.Array, scope: Scope) -> Attended:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv = Linear(3 * D, True, p, name="c_attn")(x)
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, 3, c.num_attention_heads, c.head_dim), 2, 0)
-        kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(p.cache)  # as in llama.py
-        k, v = ops.keep_as(k, kept), ops.keep_as(v, kept)
         scale = c.head_dim**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
             scale /= self.layer + 1
-        parts = [*parts, ops.Part(k, v, position_BT)]
-        if mask_BTS is not None:
-            out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
-        else:
-            out, mass = ops.attend(
-                q, position_BT, parts, scale=scale, window=None, mass=self.attention_mass
-            )
-        y = Linear(D, True, p, name="c_proj")(out.reshape(B, T, D))
-        return Attended(q, k, v, out, y, mass)
+        project_out = Linear(D, True, p, name="c_proj")
+        return attend(
+            scope, self.layer, q, k, v, project_out, kept_as=p.cache, scale=scale, window=None
+        )
 
 
 class MLP(nn.Module):
+    """Two linears: the input of the second, and its output."""
+
     config: GPT2Config
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         c, p = self.config, self.precision
-        inner = ops.ACTIVATIONS[c.hidden_act](Linear(c.intermediate_size, True, p, name="c_fc")(x))
-        return Linear(x.shape[-1], True, p, name="c_proj")(inner)
+        hidden = ops.ACTIVATIONS[c.hidden_act](Linear(c.intermediate_size, True, p, name="c_fc")(x))
+        return hidden, Linear(x.shape[-1], True, p, name="c_proj")(hidden)

@@ -1,9 +1,11 @@
-"""The modules that both architectures share. Flax names parameters here and does nothing else.
+"""The modules that architectures share. Flax names parameters here and does nothing else.
 
 A module takes leaves as they are (array, quantized tensor, adapter): what a leaf is, `weights`
-knows. It finds its number format by its own path in `Precision`.
+knows. It finds its number format by its own path in `Precision`. Another kind of attention plugs in
+beside `attend`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,10 +14,27 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxllm import ops
+from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
+from jaxllm.ops.masked import attend_masked
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
+
+
+class Scope(NamedTuple):
+    """What new tokens may attend to: the same for every layer.
+
+    position_BT: int32, of the new tokens, -1 for padding. segments: of the cache, oldest first.
+    mask_BTS: what each query sees of all slots and then the new tokens, as `attend_masked` takes
+    it, in place of what positions and windows say. mass: whether to say what every slot received;
+    not under a mask.
+    """
+
+    position_BT: jax.Array
+    segments: tuple[Segment, ...] = ()
+    mask_BTS: jax.Array | None = None
+    mass: bool = False
 
 
 class Attended(NamedTuple):
@@ -35,11 +54,16 @@ class Attended(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a block computes, in order, each `[B, T, D]`; x: its output, with both parts added."""
+    """What a block computes, in order, each `[B, T, D]`; x: its output, with both parts added.
+
+    mlp_hidden: the input of the MLP's last linear, `[B, T, F]`: with `attention_norm`, `mlp_norm`
+    and `attention.heads` the inputs of all linears are here, as calibration needs them.
+    """
 
     attention_norm: jax.Array
     attention: Attended
     mlp_norm: jax.Array
+    mlp_hidden: jax.Array
     mlp: jax.Array
     x: jax.Array
 
@@ -76,6 +100,40 @@ class Trace(struct.PyTreeNode):
         """What every slot and new token received in each layer; None unless asked for."""
         mass = [layer.attention.mass for layer in self.layers]
         return tuple(m for m in mass if m is not None) or None
+
+
+def attend(
+    scope: Scope,
+    layer: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    project_out: Callable[[jax.Array], jax.Array],
+    *,
+    kept_as: str,
+    scale: float,
+    window: int | None,
+) -> Attended:
+    """Softmax attention of one layer over what the cache holds of it, and the new tokens.
+
+    q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
+    heads, `[B, T, N * H]` to `[B, T, D]`. kept_as: the cache's format where there is no cache.
+    window: how many of the last positions a query sees, itself included; None for all.
+    """
+    parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
+    # New keys and values are rounded as the cache will round them, so that a token attends to the
+    # same numbers whether they come from the cache or from the same chunk.
+    kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(kept_as)
+    new = ops.Part(ops.keep_as(k, kept), ops.keep_as(v, kept), scope.position_BT)
+    parts.append(new)
+    if scope.mask_BTS is not None:
+        out, mass = attend_masked(q, parts, scope.mask_BTS, scale=scale), None
+    else:
+        out, mass = ops.attend(
+            q, scope.position_BT, parts, scale=scale, window=window, mass=scope.mass
+        )
+    x = project_out(out.reshape(*out.shape[:2], -1))
+    return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
 
 
 def leaf(module: nn.Module, name: str, *shape: int) -> Any:

@@ -2,7 +2,6 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
@@ -13,18 +12,21 @@ from jaxllm.models.layers import (
     Layer,
     Linear,
     RMSNorm,
+    Scope,
     Trace,
+    attend,
     pick,
     project,
     unembed,
 )
-from jaxllm.ops.masked import attend_masked
 from jaxllm.weights.precision import Precision
 
 Angles = tuple[jax.Array, jax.Array]
 
 
 class Llama(nn.Module):
+    """The model: a table of tokens, blocks, a norm, and logits."""
+
     config: LlamaConfig
     precision: Precision
 
@@ -62,11 +64,10 @@ class Llama(nn.Module):
             head_dim=c.head_dim,
             max_position_embeddings=c.max_position_embeddings,
         )
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
-            parts = [ops.Part(s.k[i], s.v[i], s.position_BS) for s in segments]
-            block = Block(c, p, attention_mass, name=f"layers.{i}")
-            layers.append(block(x, position_BT, angles, parts, mask_BTS))
+            layers.append(Block(c, p, i, name=f"layers.{i}")(x, angles, scope))
             x = layers[-1].x
         norm = RMSNorm(c.norm_eps, name="norm")(x)
         logits = unembed(c, p, table, pick(norm, column_B))
@@ -74,43 +75,32 @@ class Llama(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: attention and a gated MLP, each after a norm and added to what came in."""
+
     config: LlamaConfig
     precision: Precision
-    attention_mass: bool
+    layer: int
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        position_BT: jax.Array,
-        angles: Angles,
-        parts: list[ops.Part],
-        mask_BTS: jax.Array | None = None,
-    ) -> Layer:
+    def __call__(self, x: jax.Array, angles: Angles, scope: Scope) -> Layer:
         c, p = self.config, self.precision
         normed = RMSNorm(c.norm_eps, name="input_layernorm")(x)
-        attention = Attention(c, p, self.attention_mass, name="self_attn")
-        attended = attention(normed, position_BT, angles, parts, mask_BTS)
+        attended = Attention(c, p, self.layer, name="self_attn")(normed, angles, scope)
         x = x + attended.x
         mlp_normed = RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
-        y = MLP(c, p, name="mlp")(mlp_normed)
-        return Layer(normed, attended, mlp_normed, y, x + y)
+        hidden, y = MLP(c, p, name="mlp")(mlp_normed)
+        return Layer(normed, attended, mlp_normed, hidden, y, x + y)
 
 
 class Attention(nn.Module):
+    """Rotary attention whose query heads share key heads in groups."""
+
     config: LlamaConfig
     precision: Precision
-    attention_mass: bool
+    layer: int
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        position_BT: jax.Array,
-        angles: Angles,
-        parts: list[ops.Part],
-        mask_BTS: jax.Array | None = None,
-    ) -> Attended:
+    def __call__(self, x: jax.Array, angles: Angles, scope: Scope) -> Attended:
         c, p = self.config, self.precision
         B, T, D = x.shape
 
@@ -123,38 +113,32 @@ class Attention(nn.Module):
             y.reshape(B, T, -1, c.head_dim)
             for y in project(x, *(linear(*item) for item in heads.items()))
         )
-        # New keys and values are rounded as the cache will round them, so that a token attends to
-        # the same numbers whether they come from the cache or from the same chunk.
-        kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(p.cache)
-        q = ops.rotate(q, *angles)
-        new = ops.Part(ops.keep_as(ops.rotate(k, *angles), kept), ops.keep_as(v, kept), position_BT)
-        parts, scale = [*parts, new], c.head_dim**-0.5
-        if mask_BTS is not None:
-            out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
-        else:
-            out, mass = ops.attend(
-                q,
-                position_BT,
-                parts,
-                scale=scale,
-                window=c.sliding_window,
-                mass=self.attention_mass,
-            )
-        y = Linear(D, c.attention_bias, p, name="o_proj")(out.reshape(B, T, -1))
-        return Attended(q, new.k_BSKH, new.v_BSKH, out, y, mass)
+        return attend(
+            scope,
+            self.layer,
+            ops.rotate(q, *angles),
+            ops.rotate(k, *angles),
+            v,
+            Linear(D, c.attention_bias, p, name="o_proj"),
+            kept_as=p.cache,
+            scale=c.head_dim**-0.5,
+            window=c.window(self.layer),
+        )
 
 
 class MLP(nn.Module):
+    """Two linears side by side, one of them a gate, and a third: its input and its output."""
+
     config: LlamaConfig
     precision: Precision
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         c, p = self.config, self.precision
         gate, up = project(
             x,
             Linear(c.intermediate_size, c.mlp_bias, p, name="gate_proj"),
             Linear(c.intermediate_size, c.mlp_bias, p, name="up_proj"),
         )
-        gated = ops.ACTIVATIONS[c.hidden_act](gate) * up
-        return Linear(x.shape[-1], c.mlp_bias, p, name="down_proj")(gated)
+        hidden = ops.ACTIVATIONS[c.hidden_act](gate) * up
+        return hidden, Linear(x.shape[-1], c.mlp_bias, p, name="down_proj")(hidden)

@@ -1,4 +1,4 @@
-"""Products with a weight leaf; the leaf's kind decides how, and only here is that decided.
+"""Products with weights, whatever kinds of leaves they are: by the kernels or in plain JAX.
 
 Weights are `[out, in]`: a row is one dot product. Accumulation is float32. On a CPU a few rows go
 through the kernels of `ops.native`, which read the weights as they are stored; everywhere else XLA
@@ -14,23 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops import native
-from jaxllm.weights.formats import Leaf
-from jaxllm.weights.qtensor import HALF, Packed, QTensor, or_nan
+from jaxllm.weights.formats import Weight, as_leaf
+from jaxllm.weights.leaves.arrays import product
+from jaxllm.weights.leaves.leaf import Leaf
 
 ROUNDED = 512  # columns of x that share a scale where inputs are rounded
 
-Leaves = tuple[Leaf, ...]
+Weights = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
-
-_KINDS = {
-    jnp.dtype(jnp.float32): native.Kind.FLOAT32,
-    jnp.dtype(jnp.bfloat16): native.Kind.BFLOAT16,
-    jnp.dtype(jnp.float16): native.Kind.FLOAT16,
-}
 
 
 def linear(
-    x: jax.Array, weight_OI: Leaf, bias_O: jax.Array | None = None, *, int8_inputs: bool = False
+    x: jax.Array, weight_OI: Weight, bias_O: jax.Array | None = None, *, int8_inputs: bool = False
 ) -> jax.Array:
     """`x @ weight.T + bias` over the last axis of x: `[..., I]` to `[..., O]`, float32.
 
@@ -46,7 +41,7 @@ def linear(
 
 
 def linears(
-    x: jax.Array, terms: Sequence[tuple[Leaf, jax.Array | None]], *, int8_inputs: bool = False
+    x: jax.Array, terms: Sequence[tuple[Weight, jax.Array | None]], *, int8_inputs: bool = False
 ) -> list[jax.Array]:
     """`linear` of one x with each weight and bias, which the kernels do in one call."""
     x_RI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -54,7 +49,7 @@ def linears(
     for weight in weights:
         if weight.shape[1] != x.shape[-1]:
             raise ValueError(f"a weight of shape {weight.shape} does not fit x of shape {x.shape}")
-    rounded = [int8_inputs and isinstance(weight, QTensor) for weight in weights]
+    rounded = [int8_inputs and as_leaf(weight).rounds_inputs for weight in weights]
     if len(set(rounded)) > 1:
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
     multiply = _traced_once[_multiply_int8 if all(rounded) else _multiply]
@@ -67,44 +62,13 @@ def linears(
     ]
 
 
-def embed(weight_VD: Leaf, token_BT: jax.Array) -> jax.Array:
-    """Rows of an embedding table: `[B, T]` ids to `[B, T, D]`; NaN for an id outside the table.
-
-    An id that only the device sees cannot be refused: NaN makes it show instead of another row.
-    """
-    if isinstance(weight_VD, QTensor | Packed):
-        return weight_VD.take(token_BT)
-    return _rows(weight_VD, token_BT)
+def embed(weight_VD: Weight, token_BT: jax.Array) -> jax.Array:
+    """Rows of an embedding table: `[B, T]` ids to `[B, T, D]`; NaN for an id outside the table."""
+    return as_leaf(weight_VD).take(token_BT)
 
 
 @jax.custom_jvp
-def _rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-    """By the kernels on a CPU, for XLA widens a whole table of 16-bit floats that a loop reads."""
-    if not native.enabled():
-        return _plain_rows(weight_VD, token_BT)
-
-    def kernel(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-        taken = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
-        return or_nan(taken, token_BT, weight_VD.shape[0])
-
-    rows: jax.Array = jax.lax.platform_dependent(
-        weight_VD, token_BT, cpu=kernel, default=_plain_rows
-    )
-    return rows
-
-
-@_rows.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    slope = tangents[0].at[primals[1]]
-    return _rows(*primals), slope.get(mode="fill", wrap_negative_indices=False)
-
-
-def _plain_rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-    return weight_VD.at[token_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-
-
-@jax.custom_jvp
-def _multiply(x_RI: jax.Array, weights: Leaves) -> Products:
+def _multiply(x_RI: jax.Array, weights: Weights) -> Products:
     return _on_each_platform(x_RI, weights, 3)
 
 
@@ -115,7 +79,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 @jax.custom_jvp
-def _multiply_int8(x_RI: jax.Array, weights: Leaves) -> Products:
+def _multiply_int8(x_RI: jax.Array, weights: Weights) -> Products:
     return _on_each_platform(x_RI, weights, 1)
 
 
@@ -129,7 +93,7 @@ def _(primals: Any, tangents: Any) -> Any:
 _traced_once = {function: jax.jit(function) for function in (_multiply, _multiply_int8)}
 
 
-def _on_each_platform(x_RI: jax.Array, weights: Leaves, digits: int) -> Products:
+def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Products:
     ways = [_way(x_RI, weight, digits) for weight in weights]
     if len(set(ways)) > 1:
         return tuple(_on_each_platform(x_RI, (weight,), digits)[0] for weight in weights)
@@ -142,9 +106,9 @@ def _on_each_platform(x_RI: jax.Array, weights: Leaves, digits: int) -> Products
     return y
 
 
-def _way(x_RI: jax.Array, weight: Leaf, digits: int) -> Callable[..., Products]:
+def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
     """How a CPU multiplies these."""
-    packed = isinstance(weight, QTensor | Packed)
+    packed = isinstance(weight, Leaf)
     few = 0 < x_RI.shape[0] <= native.MAX_ROWS
     half = x_RI.dtype == jnp.bfloat16 and (packed or weight.dtype == jnp.bfloat16)
     every = x_RI.shape[0] > 0 and (half or digits == 1) and native.isa() in native.FAST_PRODUCTS
@@ -153,18 +117,18 @@ def _way(x_RI: jax.Array, weight: Leaf, digits: int) -> Callable[..., Products]:
     return _kernel if few or every else _widened
 
 
-def _kernel(digits: int, x_RI: jax.Array, weights: Leaves) -> Products:
+def _kernel(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
     """Rows by the native kernel; batched over x alone, they are more rows of the same product."""
 
     @jax.custom_batching.custom_vmap
-    def call(x_RI: jax.Array, weights: Leaves) -> Products:
+    def call(x_RI: jax.Array, weights: Weights) -> Products:
         x_RI = x_RI if x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
-        matrices = [_matrix(weight) for weight in weights]
+        matrices = [as_leaf(weight).matrix() for weight in weights]
         columns = weights[0].shape[1]
         return tuple(native.linear(x_RI, matrices, columns=columns, digits=digits))
 
     @call.def_vmap
-    def _(size: int, batched: Any, x: jax.Array, weights: Leaves) -> tuple[Products, Any]:
+    def _(size: int, batched: Any, x: jax.Array, weights: Weights) -> tuple[Products, Any]:
         if any(jax.tree.leaves(batched[1])):
             axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
             products = jax.vmap(partial(_plain, digits), in_axes=axes)(x, weights)
@@ -177,83 +141,22 @@ def _kernel(digits: int, x_RI: jax.Array, weights: Leaves) -> Products:
     return y
 
 
-def _widened(digits: int, x_RI: jax.Array, weights: Sequence[QTensor | Packed]) -> Products:
+def _widened(digits: int, x_RI: jax.Array, weights: Sequence[Leaf]) -> Products:
     """Many rows: the weights are expanded natively, for XLA's own product."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
     dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
     products = []
     for weight in weights:
-        matrix, scale_O = _matrix(weight), None
-        if isinstance(weight, QTensor) and weight.group is None:  # integers are exact in bfloat16
-            scale_O = weight.scale[:, 0].astype(jnp.float32)
-            matrix = matrix._replace(pieces=[weight.data, jnp.ones_like(weight.scale)])
-        y_RO = _product(x_RI, native.widen(matrix, dtype, columns=weight.shape[1]))
+        matrix, scale_O = weight.widened()
+        y_RO = product(x_RI, native.widen(matrix, dtype, columns=weight.shape[1]))
         products.append(y_RO if scale_O is None else y_RO * scale_O[None])
     return tuple(products)
 
 
-def _matrix(weight: Leaf) -> native.Matrix:
-    """A leaf as the kernels take it."""
-    if isinstance(weight, QTensor):
-        kind = native.Kind.INT8 if weight.bits == 8 else native.Kind.INT4
-        return native.Matrix(kind, jax.tree.leaves(weight), weight.group)
-    if isinstance(weight, Packed):
-        return native.Matrix(native.Kind.PACKED, jax.tree.leaves(weight))
-    return native.Matrix(_KINDS[jnp.dtype(weight.dtype)], [weight])
-
-
-def _plain(digits: int, x_RI: jax.Array, weights: Leaves) -> Products:
+def _plain(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
     """The products in plain JAX: for every platform, and the meaning of all the others."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
-    return tuple(_plain_product(x_RI, weight) for weight in weights)
-
-
-def _plain_product(x_RI: jax.Array, weight: Leaf) -> jax.Array:
-    rows = x_RI.shape[0]
-    if isinstance(weight, QTensor):
-        if rows == 1:
-            return _summed(x_RI, weight)
-        many = x_RI.dtype == jnp.bfloat16 and rows > native.MAX_ROWS
-        weight = weight.dense(jnp.bfloat16 if many else jnp.float32)
-    elif isinstance(weight, Packed):
-        weight = weight.dense()
-    if rows == 1 and weight.dtype == jnp.bfloat16:
-        y: jax.Array = jax.lax.platform_dependent(x_RI, weight, cpu=_row_sum, default=_product)
-        return y
-    return _product(x_RI, weight)
-
-
-def _product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
-    if x_RI.dtype != weight_OI.dtype:
-        x_RI, weight_OI = x_RI.astype(jnp.float32), weight_OI.astype(jnp.float32)
-    return jax.lax.dot_general(
-        x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-
-
-def _row_sum(x_1I: jax.Array, weight_OI: jax.Array) -> jax.Array:
-    """One row: XLA:CPU fuses widening with multiplying and adding, but not with a product."""
-    return (weight_OI.astype(jnp.float32) * x_1I.astype(jnp.float32)).sum(axis=1)[None]
-
-
-def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
-    """One row times integers, as `_row_sum` does it, a group at a time."""
-    data, scale_OG = weight.data, weight.scale.astype(jnp.float32)
-    width = data.shape[1] * 8 // weight.bits
-    x_1I = jnp.pad(x_1I.astype(jnp.float32), ((0, 0), (0, width - x_1I.shape[1])))
-    if weight.bits == 8:
-        product = data.astype(jnp.float32) * x_1I
-    else:
-        low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
-        middle = 8.0 if weight.zero is None else 0.0
-        product = ((data & 15).astype(jnp.float32) - middle) * low
-        product += ((data >> 4).astype(jnp.float32) - middle) * high
-    rows, groups = scale_OG.shape
-    part_OG = product.reshape(rows, groups, product.shape[1] // groups).sum(axis=2)
-    if weight.zero is not None:
-        whole_1G = x_1I.reshape(1, groups, width // groups).sum(axis=2)
-        part_OG -= weight.zero.astype(jnp.float32) * whole_1G
-    return (part_OG * scale_OG).sum(axis=1)[None]
+    return tuple(as_leaf(weight).product(x_RI) for weight in weights)
 
 
 def round_to_int8(x_RI: jax.Array) -> jax.Array:

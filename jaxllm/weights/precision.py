@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.formats import DTYPES, PACKED, Leaf, as_format, parse
+from jaxllm.weights.formats import Weight, as_format, parse
+from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, first_match, map_leaves
 from jaxllm.weights.quantize import Rules, format_at, rules_of
 
@@ -116,16 +117,16 @@ class Precision:
         """The format in which the parameter at `path` is kept."""
         override = self._override(path.rpartition(".")[0], "weights")
         if override is not None:
-            return override if override in DTYPES or ndim == 2 else self.weights
+            return override if override in DTYPES or ndim >= 2 else self.weights
         quantized = None if self.quantize is None else format_at(self.quantize, path, ndim)
         return quantized or self.weights
 
-    def keep(self, path: str, leaf: Leaf) -> Leaf:
+    def keep(self, path: str, weight: Weight) -> Weight:
         """The parameter at `path` in the format that it is kept in."""
-        name = self.format_at(path, leaf.ndim)
-        if name == PACKED and self.weights == "bfloat16":
-            leaf = as_format(leaf, "bfloat16")
-        return as_format(leaf, name)
+        name = self.format_at(path, weight.ndim)
+        if parse(name).exact_in == self.weights == "bfloat16":
+            weight = as_format(weight, "bfloat16")
+        return as_format(weight, name)
 
     def activations_at(self, module: str) -> jnp.dtype:
         """The format in which `module` (a dotted path) takes its input."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.formats import Leaf, as_format, dense, parse
+from jaxllm.weights.formats import Weight, as_format, dense, parse
 from jaxllm.weights.paths import Params, first_match, map_leaves
 
 Rules = str | Sequence[tuple[str, str | None]]
@@ -46,7 +46,7 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
 def format_at(rules: Rules, path: str, ndim: int) -> str | None:
     """The format that `rules` gives the leaf at `path`; None to leave it, as every vector is."""
     name = first_match([(r, (f,)) for r, f in rules_of(rules)], path)
-    return name[0] if name is not None and ndim == 2 else None
+    return name[0] if name is not None and ndim >= 2 else None
 
 
 def quantize(params: Params, rules: Rules) -> Params:
@@ -61,7 +61,7 @@ def quantize(params: Params, rules: Rules) -> Params:
     Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """
 
-    def change(path: str, leaf: Leaf) -> Leaf:
+    def change(path: str, leaf: Weight) -> Weight:
         name = format_at(rules, path, leaf.ndim)
         return leaf if name is None else as_format(leaf, name)
 

@@ -95,7 +95,7 @@ def _path() -> str | None:
 
 
 class Matrix(NamedTuple):
-    """A weight as the kernels take it: arrays `[O, ...]` of a kind (see `weights.qtensor`), whose
+    """A weight as the kernels take it: arrays `[O, ...]` of a kind (see `weights.leaves`), whose
     columns share a scale in groups of `group`; None where a row has one, or none."""
 
     kind: Kind

@@ -1,0 +1,130 @@
+"""Plain arrays as weights: float32, bfloat16, float16."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.ops import native
+from jaxllm.weights.leaves.leaf import Leaf, Shape, on_device, or_nan
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+_KINDS = {
+    jnp.dtype(jnp.float32): native.Kind.FLOAT32,
+    jnp.dtype(jnp.bfloat16): native.Kind.BFLOAT16,
+    jnp.dtype(jnp.float16): native.Kind.FLOAT16,
+}
+
+
+class Dense(Leaf):
+    """An array as a leaf: never a parameter itself, only what `as_leaf` sees in one."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+    @property
+    def format(self) -> str:
+        return str(jnp.dtype(self.dtype))
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        return self.array if dtype is None else self.array.astype(dtype)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return _rows(self.array, index)
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        if x_RI.shape[0] == 1 and self.dtype == jnp.bfloat16:
+            y: jax.Array = jax.lax.platform_dependent(
+                x_RI, self.array, cpu=_row_sum, default=product
+            )
+            return y
+        return product(x_RI, self.array)
+
+    def matrix(self) -> native.Matrix:
+        return native.Matrix(_KINDS[jnp.dtype(self.dtype)], [self.array])
+
+    def pieces(self) -> dict[str, jax.Array]:
+        return {"": self.array}
+
+
+@dataclasses.dataclass(frozen=True)
+class Float:
+    """A floating-point format, by its name."""
+
+    name: str
+
+    @property
+    def exact_in(self) -> str:
+        return self.name
+
+    def make(self, array: jax.Array) -> jax.Array:
+        return array.astype(DTYPES[self.name])
+
+    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        return {"": (shape, DTYPES[self.name])}
+
+    def assemble(
+        self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
+    ) -> jax.Array:
+        return on_device(pieces)[""]
+
+
+def parse(name: str) -> Float | None:
+    """`float32`, `bfloat16`, `float16`; None for other names."""
+    return Float(name) if name in DTYPES else None
+
+
+def product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """`x @ weight.T`, float32 `[R, O]`; formats that differ are both widened to float32."""
+    if x_RI.dtype != weight_OI.dtype:
+        x_RI, weight_OI = x_RI.astype(jnp.float32), weight_OI.astype(jnp.float32)
+    return jax.lax.dot_general(
+        x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def _row_sum(x_1I: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """One row: XLA:CPU fuses widening with multiplying and adding, but not with a product."""
+    return (weight_OI.astype(jnp.float32) * x_1I.astype(jnp.float32)).sum(axis=1)[None]
+
+
+@jax.custom_jvp
+def _rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+    """By the kernels on a CPU, for XLA widens a whole table of 16-bit floats that a loop reads."""
+    if not native.enabled():
+        return _plain_rows(weight_VD, token_BT)
+
+    def kernel(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+        taken = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
+        return or_nan(taken, token_BT, weight_VD.shape[0])
+
+    rows: jax.Array = jax.lax.platform_dependent(
+        weight_VD, token_BT, cpu=kernel, default=_plain_rows
+    )
+    return rows
+
+
+@_rows.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    slope = tangents[0].at[primals[1]]
+    return _rows(*primals), slope.get(mode="fill", wrap_negative_indices=False)
+
+
+def _plain_rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+    return weight_VD.at[token_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -1,0 +1,128 @@
+"""What a leaf of the parameters is, whatever kind of weight it holds, and what its format is.
+
+A leaf stands for an array `[..., O, I]`: a matrix, or a stack of them. Products are with one
+matrix; `jax.vmap` takes a stack apart.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.ops.native import Matrix
+
+Shape = tuple[int | None, ...]  # None: of any size
+Pieces = Mapping[str, Any]  # a leaf's arrays by what follows its own name; "" is the leaf itself
+
+
+class Leaf:
+    """A weight stored in a form of its own: a frozen pytree whose arrays are its pieces.
+
+    rounds_inputs: whether `Precision.int8_inputs` applies to products with it.
+    """
+
+    rounds_inputs = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., O, I]`."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> Any:
+        """The format that `dense` gives by default."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many weights it stands for."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """What they take."""
+        return sum(int(x.nbytes) for x in jax.tree.leaves(self))
+
+    @property
+    def format(self) -> str:
+        """The name of its format, in full."""
+        raise NotImplementedError
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        """The numbers themselves, an array of `shape`."""
+        raise NotImplementedError
+
+    def take(self, index: jax.Array) -> jax.Array:
+        """Rows of a matrix by number, `[..., I]`; NaN for a number outside it."""
+        raise NotImplementedError
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        """`x @ weight.T` in plain JAX, float32 `[R, O]`: what every other way of it means."""
+        raise NotImplementedError
+
+    def matrix(self) -> Matrix:
+        """The pieces as the native kernels take them."""
+        raise NotImplementedError
+
+    def widened(self) -> tuple[Matrix, jax.Array | None]:
+        """A matrix for the kernels to expand, and the scales `[O]` that its product is to have."""
+        return self.matrix(), None
+
+    def pieces(self) -> dict[str, jax.Array]:
+        """Its arrays, as a file holds them."""
+        raise NotImplementedError
+
+
+class Format(Protocol):
+    """A format that a weight can have: how leaves of it are made, from numbers or from a file.
+
+    exact_in: the dtype whose numbers it is known to hold, for whoever takes quantization back.
+    """
+
+    @property
+    def name(self) -> str:
+        """In full."""
+        ...
+
+    @property
+    def exact_in(self) -> str: ...
+
+    def make(self, array: jax.Array) -> Any:
+        """A leaf of `array`'s numbers `[..., O, I]`. Raises ConfigError where it cannot."""
+        ...
+
+    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        """The shape and dtype of each piece of a leaf of `shape`."""
+        ...
+
+    def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Any:
+        """The leaf at `path` from its pieces, whose shapes have been checked.
+
+        Raises CheckpointError for numbers that no leaf has: kernels trust them.
+        """
+        ...
+
+
+def or_nan(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
+    """Rows `[N, D]` taken by `index`, as `[..., D]`; NaN where it names none of `count`.
+
+    An id that only the device sees cannot be refused: NaN makes it show instead of another row.
+    """
+    inside = ((index >= 0) & (index < count)).reshape(-1, 1)
+    return jnp.where(inside, rows, jnp.nan).reshape(*index.shape, rows.shape[1])
+
+
+def on_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A leaf's pieces on the device, where they lie if that is possible."""
+    return {key: jax.device_put(piece, may_alias=True) for key, piece in pieces.items()}
+
+
+def up(n: int, to: int) -> int:
+    """`n` rounded up to a multiple of `to`."""
+    return -(-n // to) * to

@@ -1,0 +1,195 @@
+"""bfloat16 weights stored losslessly in 12 bits."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.ops import native
+from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.leaves.leaf import Leaf, Shape, on_device, or_nan, up
+
+NAME = "bf16-packed"
+_ESCAPES = ("escape_begin", "escape_column", "escape_value")
+_PIECES = ("sign_mantissa", "nibbles", "base", *_ESCAPES)
+
+
+class Packed(Leaf, struct.PyTreeNode):
+    """bfloat16 in 12 bits, losslessly: sign and mantissa in a byte, the exponent in four bits.
+
+    Four bits name one of 16 consecutive exponents, `base` to `base + 15`, chosen to hold as many of
+    the weights as can be; the rare others are exact on the side, `escape_*`. Rows are stored in
+    whole blocks of 64 columns. Within a block, byte `8 (2 j + h) + i` is of column `32 h + 8 j + i`
+    (j < 4, h < 2, i < 8), the order in which the kernel's byte interleaving puts it right. The
+    exponent of byte p of blocks 2 b and 2 b + 1 is in the low and high bits of byte p of nibble
+    block b.
+
+    sign_mantissa: uint8 `[..., O, I']`. nibbles: uint8 `[..., O, I'' / 2]`, I'' = I' in whole 128.
+    base: int32 scalar. escape_begin: int32 `[R + 1]`, where the escapes of each of all R rows
+    begin. escape_column: int32 `[E]`, ascending in a row; escape_value: bfloat16 `[E]`. columns: I.
+    widest: the most escapes in a row.
+    """
+
+    sign_mantissa: jax.Array
+    nibbles: jax.Array
+    base: jax.Array
+    escape_begin: jax.Array
+    escape_column: jax.Array
+    escape_value: jax.Array
+    columns: int = struct.field(pytree_node=False)
+    widest: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.sign_mantissa.shape[:-1], self.columns)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.bfloat16)
+
+    @property
+    def format(self) -> str:
+        return NAME
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        """The weights themselves, every bit of them in bfloat16."""
+        rows = jnp.arange(self.size // self.columns)
+        return self._rows(rows).reshape(self.shape).astype(dtype or jnp.bfloat16)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        rows = self.sign_mantissa.shape[0]
+        return or_nan(self._rows(jnp.clip(index.reshape(-1), 0, rows - 1)), index, rows)
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        return Dense(self.dense()).product(x_RI)
+
+    def matrix(self) -> native.Matrix:
+        return native.Matrix(native.Kind.PACKED, jax.tree.leaves(self))
+
+    def pieces(self) -> dict[str, jax.Array]:
+        return {f".{name}": getattr(self, name) for name in _PIECES}
+
+    def _rows(self, index: jax.Array) -> jax.Array:
+        byte = _matrix(self.sign_mantissa)[index].astype(jnp.uint16)
+        nibble = _matrix(self.nibbles)[index].reshape(index.shape[0], -1, 64)
+        nibble = jnp.stack([nibble & 15, nibble >> 4], axis=2).reshape(index.shape[0], -1)
+        exponent = nibble[:, : byte.shape[1]].astype(jnp.uint16) + self.base.astype(jnp.uint16)
+        bits = ((byte & 128) << 8) | (exponent << 7) | (byte & 127)
+        block = bits.reshape(index.shape[0], -1, 4, 2, 8).swapaxes(2, 3)
+        dense = jax.lax.bitcast_convert_type(block, jnp.bfloat16).reshape(index.shape[0], -1)
+        dense = dense[:, : self.columns]
+        if not self.widest:
+            return dense
+        begin, end = self.escape_begin[index], self.escape_begin[index + 1]
+        at = begin[:, None] + jnp.arange(self.widest)[None]
+        last = self.escape_column.shape[0] - 1
+        column = jnp.where(at < end[:, None], self.escape_column[jnp.minimum(at, last)], -1)
+        column = jnp.where(column < 0, self.columns, column)  # out of range: dropped
+        row = jnp.arange(index.shape[0])[:, None]
+        return dense.at[row, column].set(self.escape_value[jnp.minimum(at, last)], mode="drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bfloat16Packed:
+    """The format of `Packed`."""
+
+    name: str = NAME
+    exact_in: str = "bfloat16"
+
+    def make(self, array: jax.Array) -> Packed:
+        return pack(array)
+
+    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        *rows, columns = shape
+        return {
+            ".sign_mantissa": ((*rows, up(columns, 64)), np.uint8),
+            ".nibbles": ((*rows, up(columns, 128) // 2), np.uint8),
+            ".base": ((), np.int32),
+            ".escape_begin": ((int(np.prod(rows)) + 1,), np.int32),
+            ".escape_column": ((None,), np.int32),
+            ".escape_value": ((None,), DTYPES["bfloat16"]),
+        }
+
+    def assemble(
+        self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
+    ) -> Packed:
+        _check_packed(path, shape[-1], pieces)
+        widest = int(np.diff(pieces[".escape_begin"]).max(initial=0))
+        fields = {key.removeprefix("."): value for key, value in on_device(pieces).items()}
+        return Packed(**fields, columns=shape[-1], widest=widest)
+
+
+def parse(name: str) -> Bfloat16Packed | None:
+    """`bf16-packed`; None for other names."""
+    return Bfloat16Packed() if name == NAME else None
+
+
+def pack(array: jax.Array) -> Packed:
+    """bfloat16 weights `[..., O, I]` in 12 bits each.
+
+    Raises ConfigError for another dtype, and where more than 1 in 50 exponents would escape, so
+    that nothing is gained.
+    """
+    if array.dtype != jnp.bfloat16:
+        raise ConfigError(f"{NAME} stores bfloat16 weights losslessly, got {array.dtype}")
+    values = np.asarray(array).reshape(-1, array.shape[-1])
+    bits = values.view(np.uint16)
+    rows, columns = bits.shape
+    exponent = ((bits >> 7) & 255).astype(np.uint8)
+    held = np.convolve(np.bincount(exponent.reshape(-1), minlength=256), np.ones(16, int))
+    base = int(np.argmax(held[15:256]))  # held[15 + b] counts exponents b to b + 15
+    row, column = np.nonzero((exponent < base) | (exponent > base + 15))
+    if len(row) * 50 > max(bits.size, 1000):
+        raise ConfigError(
+            f"{NAME}: {len(row)} of {bits.size} exponents lie outside any 16 consecutive ones"
+        )
+    padded = np.zeros((rows, -(-columns // 64) * 64), np.uint16)
+    padded[:, :columns] = bits
+    block = padded.reshape(rows, -1, 2, 4, 8).swapaxes(2, 3).reshape(rows, -1)
+    index = np.clip(((block >> 7) & 255).astype(np.int16) - base, 0, 15).astype(np.uint8)
+    whole = np.zeros((rows, -(-columns // 128) * 128), np.uint8)
+    whole[:, : index.shape[1]] = index
+    pair = whole.reshape(rows, -1, 2, 64)
+    count = np.bincount(row, minlength=rows)
+
+    def stacked(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(x.reshape(*array.shape[:-1], x.shape[-1]))
+
+    return Packed(
+        sign_mantissa=stacked((((block >> 8) & 128) | (block & 127)).astype(np.uint8)),
+        nibbles=stacked((pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(rows, -1)),
+        base=jnp.int32(base),
+        escape_begin=jnp.asarray(np.concatenate([[0], np.cumsum(count)]).astype(np.int32)),
+        escape_column=jnp.asarray(column.astype(np.int32)),
+        escape_value=jnp.asarray(values[row, column]),
+        columns=columns,
+        widest=int(count.max(initial=0)),
+    )
+
+
+def _matrix(x: jax.Array) -> jax.Array:
+    """All rows of a stack of matrices."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _check_packed(path: str, columns: int, pieces: Mapping[str, np.ndarray]) -> None:
+    begin, column, value = (pieces[f".{name}"] for name in _ESCAPES)
+    ordered = np.diff(column) > 0
+    ordered[np.unique(begin[(begin > 0) & (begin < len(column))]) - 1] = True  # a row's first
+    sound = (
+        len(column) == len(value)
+        and begin[0] == 0
+        and begin[-1] == len(column)
+        and (np.diff(begin) >= 0).all()
+        and column.min(initial=0) >= 0
+        and column.max(initial=0) < columns
+        and ordered.all()
+        and 0 <= int(pieces[".base"]) <= 240
+    )
+    if not sound:
+        raise CheckpointError(f"{path}: the packed exponents' escapes do not fit the matrix")
