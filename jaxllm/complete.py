@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
+from jaxllm.cache.prefix import reuse
 from jaxllm.decode.beam import beam_search
 from jaxllm.decode.contrastive import contrastive_search
 from jaxllm.decode.generate import Finish, Generated, generate
 from jaxllm.decode.guidance import guided_generate
-from jaxllm.decode.reuse import reuse
 from jaxllm.decode.sampling import row_keys
 from jaxllm.decode.speculative import PromptLookup, speculative_generate
 from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError

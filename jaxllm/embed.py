@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
 from jaxllm.ops.pooling import COUNTED, normalized, pool
 from jaxllm.progress import steps_bar
+from jaxllm.shapes import power_of_two
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params
 
@@ -66,7 +67,7 @@ def embeddings(
     groups = list(_groups([len(text) for text in ids], batch))
     with steps_bar("embedding", len(groups), show_progress) as advance:
         for members, width in groups:
-            rows = min(batch, 1 << (len(members) - 1).bit_length())
+            rows = min(batch, power_of_two(len(members)))
             token_BT = np.zeros((rows, width), np.int32)
             position_BT = np.full((rows, width), -1, np.int32)
             for row, member in enumerate(members):
@@ -95,7 +96,7 @@ def _groups(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
     for start in range(0, len(order), batch):
         members = order[start : start + batch]
         longest = lengths[members[-1]]
-        yield members, max(8, 1 << (longest - 1).bit_length())
+        yield members, power_of_two(longest, 8)
 
 
 def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> int:

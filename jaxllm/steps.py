@@ -18,6 +18,7 @@ from jaxllm.cache.kv import Delta, KVCache, Segment, check_fits, check_usable, e
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
 from jaxllm.models.layers import Trace
+from jaxllm.shapes import power_of_two
 from jaxllm.weights.paths import Params
 
 Array = Any  # a jax or numpy array, or a tracer of one
@@ -176,7 +177,7 @@ def prefill(
     if _is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
         raise TokenError("prefill: a row without a single real token has no last logits")
     T = tokens_BT.shape[1]
-    width = chunk if chunk <= T else min(chunk, max(8, 1 << (T - 1).bit_length()))
+    width = chunk if chunk <= T else min(chunk, power_of_two(T, 8))
     padding = ((0, 0), (0, -T % width))
     tokens_BT = _numpy(tokens_BT).pad(tokens_BT, padding)
     positions_BT = _numpy(positions_BT).pad(positions_BT, padding, constant_values=-1)

@@ -10,7 +10,7 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import drop_range, fork
-from jaxllm.decode.reuse import reuse
+from jaxllm.cache.prefix import reuse
 from jaxllm.errors import (
     CacheMismatchError,
     CapacityError,

@@ -12,9 +12,9 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.show import marked_text
+from jaxllm.cache.write import at_cursor, window_at_cursor
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
-from jaxllm.ops import native
 from jaxllm.ops.entries import Entries, Int8Entries, keep_as
 from jaxllm.weights.precision import CACHE_DTYPES
 
@@ -221,7 +221,7 @@ def extend(cache: KVCache, delta: Delta) -> KVCache:
     """`commit` without its checks, for use inside compiled programs."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    written = _write_all(cache.cursor, cache.tail, as_kept(delta, cache.tail))
+    written = at_cursor(cache.cursor, cache.tail, as_kept(delta, cache.tail))
     return cache.replace(
         tail=written,
         cursor=cache.cursor + columns,
@@ -249,70 +249,12 @@ def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
     if mass_XBS.ndim > 2:
         return jax.vmap(lambda mass: settle(mass, tail, new))(mass_XBS)
     mass_BS, new_BT = mass_XBS[:, :-new], mass_XBS[:, -new:]
-    own_BS = _write(jnp.zeros_like(mass_BS[:, -tail.capacity :]), new_BT, tail.cursor)
+    own_BS = window_at_cursor(jnp.zeros_like(mass_BS[:, -tail.capacity :]), new_BT, tail.cursor)
     return mass_BS.at[:, -tail.capacity :].add(own_BS)
 
 
 _commit = jax.jit(extend)
 _commit_in_place = jax.jit(extend, donate_argnums=0)
-
-
-@jax.custom_jvp
-def _write_all(cursor: jax.Array, tail: Segment, new: Segment) -> Segment:
-    """The tail with new entries from slot `cursor` on; on a CPU in place where it was donated.
-
-    XLA:CPU rewrites a whole bfloat16 array to change one slot of it.
-    """
-    if not native.enabled():
-        return _write_each(cursor, tail, new)
-
-    @jax.custom_batching.custom_vmap
-    def kernel(cursor: jax.Array, tail: Segment, new: Segment) -> Segment:
-        new = jax.tree.map(lambda old, x: x.astype(old.dtype), tail, new)
-        leaves, structure = jax.tree.flatten(tail)
-        written = native.write(cursor, leaves, jax.tree.leaves(new))
-        segment: Segment = jax.tree.unflatten(structure, written)
-        return segment
-
-    @kernel.def_vmap
-    def _(size: int, batched: Any, *args: Any) -> tuple[Segment, Any]:
-        axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
-        out = jax.vmap(_write_each, in_axes=axes)(*args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    segment: Segment = jax.lax.platform_dependent(
-        cursor, tail, new, cpu=kernel, default=_write_each
-    )
-    return segment
-
-
-@_write_all.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return _write_all(*primals), jax.jvp(_write_each, primals, tangents)[1]
-
-
-def _write_each(cursor: jax.Array, tail: Segment, new: Segment) -> Segment:
-    segment: Segment = jax.tree.map(lambda old, x: _write(old, x, cursor), tail, new)
-    return segment
-
-
-def _write(old_BSX: jax.Array, new_BTX: jax.Array, cursor: jax.Array) -> jax.Array:
-    """`old` with `new` at slots `cursor ...`; what would run past the end is dropped.
-
-    `dynamic_update_slice` shifts such a write back over older slots, so the window that it does
-    write is filled with the old contents wherever no new token belongs.
-    """
-    slots = old_BSX.shape[1]
-    new_BTX = new_BTX[:, :slots].astype(old_BSX.dtype)
-    width = new_BTX.shape[1]
-    start = jnp.clip(cursor, 0, slots - width)
-    source = jnp.arange(width, dtype=jnp.int32) + start - cursor
-    inside = ((source >= 0) & (source < width)).reshape((1, width) + (1,) * (old_BSX.ndim - 2))
-    window = jax.lax.dynamic_slice_in_dim(old_BSX, start, width, axis=1)
-    moved = jnp.take(new_BTX, jnp.clip(source, 0, width - 1), axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(
-        old_BSX, jnp.where(inside, moved, window), start, axis=1
-    )
 
 
 def check_usable(cache: KVCache) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, Delta, KVCache, Segment, as_kept, check_usable, culled
+from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, dense, keep_as, turn
@@ -98,7 +99,7 @@ def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
     length_B = cache.length_B
     if _concrete(length_B) and int(length_B.max()) > capacity:
         raise CapacityError(f"{int(length_B.max())} tokens do not fit into {capacity} slots")
-    tail = _gather(cache.segments, slot_order(cache)[:, :capacity], capacity)
+    tail = gather_slots(cache.segments, slot_order(cache)[:, :capacity], capacity)
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < length_B[:, None]
     return cache.replace(
         frozen=(),
@@ -197,19 +198,12 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
 
 @jax.jit
 def _patched(segment: Segment, index_BT: jax.Array, delta: Delta) -> Segment:
-    rows_B1 = jnp.arange(index_BT.shape[0])[:, None]
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        own = jnp.broadcast_to(old, (new.shape[0], *old.shape[1:]))
-        return own.at[rows_B1, index_BT].set(new, mode="drop")
-
     new = as_kept(delta, segment).replace(patched_BS=jnp.ones_like(delta.patched_BS))
-    patched: Segment = jax.tree.map(put, segment, new)
-    return patched
+    return at_slots(segment, new, index_BT)
 
 
 @partial(jax.jit, static_argnums=2)
-def _gather(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int) -> Segment:
+def gather_slots(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int) -> Segment:
     """The slots in this order as one segment, with empty room after them."""
     room = max(slots - order_BS.shape[1], 0)
 
@@ -237,7 +231,7 @@ def _moved(
             most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
             by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
         if not _concrete(by_BS) or bool((by_BS != 0).any()):
-            k = _turned(segment.k, by_BS, _rope_of(cache.config), cache.config.head_dim)
+            k = turn_keys(segment.k, by_BS, movable_rope(cache.config), cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
     moved = cache.replace(frozen=tuple(segments[:-1]), tail=segments[-1], next_position_B=next_B)
@@ -246,7 +240,7 @@ def _moved(
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _turned(
+def turn_keys(
     keys: tuple[Entries, ...], by_BS: jax.Array, rope: Rope, head_dim: int
 ) -> tuple[Entries, ...]:
     def one(k: Entries) -> Entries:
@@ -261,7 +255,7 @@ def _turned(
     return tuple(one(k) for k in keys)
 
 
-def _rope_of(config: ModelConfig) -> Rope:
+def movable_rope(config: ModelConfig) -> Rope:
     if config.rotary is None:
         raise ConfigError(
             f"{config.model_type} learns a vector for every position, which is mixed into its keys:"

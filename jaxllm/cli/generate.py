@@ -129,7 +129,7 @@ def generate(
 def _read_cache(lm: "LM", text: str, file: Path) -> "KVCache | None":
     """The cache in a file, if there is one; it must have the beginning of the text in common."""
     from jaxllm.cache import load_cache
-    from jaxllm.decode.reuse import shared_prefix
+    from jaxllm.cache.prefix import shared_prefix
 
     if not file.exists():
         return None

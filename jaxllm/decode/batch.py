@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
+from jaxllm.cache.sequences import Positions, positions_of, with_positions
 from jaxllm.decode.places import (
     Line,
     advance,
@@ -25,7 +26,6 @@ from jaxllm.decode.places import (
     micro_batches,
 )
 from jaxllm.decode.plan import TokenBatch, as_array, plan
-from jaxllm.decode.sequences import Positions, positions_of, with_positions
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops.pooling import normalized, pool
 from jaxllm.weights.paths import Params

@@ -19,9 +19,10 @@ from flax import struct
 
 from jaxllm.cache.kv import KVCache, extend, init_cache
 from jaxllm.cache.rows import select
-from jaxllm.decode.generate import NO_TOKEN, Finish, bucket, padded_eos
+from jaxllm.decode.generate import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Processor, Sampler, process
 from jaxllm.errors import CapacityError, SamplingError, TokenError
+from jaxllm.shapes import bucket
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
 

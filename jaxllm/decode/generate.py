@@ -18,6 +18,7 @@ from jaxllm.cache.kv import KVCache, Segment, extend, init_cache, settle
 from jaxllm.decode.overflow import Overflow
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.errors import CapacityError, SamplingError, TokenError
+from jaxllm.shapes import bucket
 from jaxllm.steps import Mass, prefill, run
 from jaxllm.weights.paths import Params
 
@@ -152,11 +153,6 @@ def stream(
     for now, step in _steps(model, params, plan, cache, state, options):
         yield _generated(step, now, options, before_B, width=1)
         before_B = np.asarray(step.context.length_B)
-
-
-def bucket(tokens: int) -> int:
-    """The capacity made for this many tokens: powers of two, so that few programs are compiled."""
-    return max(128, 1 << (tokens - 1).bit_length())
 
 
 def padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.decode import constraints, penalties, truncation
 from jaxllm.decode.sampling import Processor, Sampler
 from jaxllm.errors import SamplingError
+from jaxllm.shapes import power_of_two
 
 
 class Facts(NamedTuple):
@@ -215,8 +216,8 @@ def _pack(
 ) -> tuple[jax.Array, jax.Array]:
     """Sequences, their last tokens first and padded with -1, `[N, S]` or `[B, N, S]`; biases."""
     rows = [entries(row if row is not None else ()) for row in (value if per_row else [value])]
-    N = max(8, _power(max(map(len, rows))))
-    S = _power(max((len(ids) for row in rows for ids, _ in row), default=1))
+    N = max(8, power_of_two(max(map(len, rows))))
+    S = power_of_two(max((len(ids) for row in rows for ids, _ in row), default=1))
     token_BNS = np.full((len(rows), N, S), -1, np.int32)
     bias_BN = np.zeros((len(rows), N), np.float32)
     for b, row in enumerate(rows):
@@ -226,10 +227,6 @@ def _pack(
     if per_row:
         return jnp.asarray(token_BNS), jnp.asarray(bias_BN)
     return jnp.asarray(token_BNS[0]), jnp.asarray(bias_BN[0])
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _share(x: np.ndarray) -> np.ndarray:

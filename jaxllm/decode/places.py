@@ -16,12 +16,13 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, as_kept
+from jaxllm.cache.write import NOWHERE, at_slots
+from jaxllm.shapes import power_of_two
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params
 
 Array = Any  # a jax or numpy array
 Wanted = Literal["logits", "hidden"]
-NOWHERE = np.iinfo(np.int32).max  # a slot that no cache has: such a write is dropped
 
 
 class Line(NamedTuple):
@@ -90,7 +91,7 @@ def _bounded(pieces: list[Line], limit: int) -> Iterator[list[Line]]:
 
 def _width(tokens: int) -> int:
     """Columns for this many tokens: few widths, few programs."""
-    return 1 if tokens == 1 else max(8, 1 << (tokens - 1).bit_length())
+    return 1 if tokens == 1 else power_of_two(tokens, 8)
 
 
 def lay_out(lines: Sequence[Line], rows: int) -> tuple[Places, np.ndarray]:
@@ -100,7 +101,7 @@ def lay_out(lines: Sequence[Line], rows: int) -> tuple[Places, np.ndarray]:
     of them. Wider ones run in as many rows as they need.
     """
     width = _width(max(line.index_T.size for line in lines))
-    few = 1 << (len(lines) - 1).bit_length()
+    few = power_of_two(len(lines))
     whole = width == 1 or few >= rows
     R = rows if whole else few
     at = np.array([line.rows[0] for line in lines]) if whole else np.arange(len(lines))
@@ -164,13 +165,7 @@ def run_own(
     wanted: Wanted,
 ) -> tuple[jax.Array, Segment]:
     out, delta = _computed(model, params, (*pool, tail), places, vectors_PD, wanted)
-    rows = jnp.arange(tail.position_BS.shape[0]) if places.row_R is None else places.row_R
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[rows[:, None], places.slot_RT].set(new, mode="drop")
-
-    written: Segment = jax.tree.map(put, tail, as_kept(delta, tail))
-    return out, written
+    return out, at_slots(tail, as_kept(delta, tail), places.slot_RT, places.row_R)
 
 
 def _shared(
@@ -185,20 +180,16 @@ def _shared(
     out, delta = _computed(model, params, (pool, tail), places, vectors_PD, wanted)
     assert places.member_RB is not None
     slot_P = places.slot_RT.reshape(-1)
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[0, slot_P].set(new.reshape(-1, *new.shape[2:]), mode="drop")
-
     new = as_kept(delta, pool)
     position_RTB = jnp.where(
         places.member_RB[:, None, :], places.position_RT[:, :, None], jnp.int32(EMPTY)
     )
     position_BP = position_RTB.reshape(slot_P.shape[0], -1).T
-    written: Segment = jax.tree.map(
-        put, pool.replace(position_BS=None), new.replace(position_BS=None)
-    )
-    position_BN = pool.position_BS.at[:, slot_P].set(position_BP, mode="drop")
-    return out, written.replace(position_BS=position_BN)
+    one_row = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), new.replace(position_BS=None))
+    written = at_slots(pool.replace(position_BS=None), one_row, slot_P[None])
+    rows = pool.position_BS.shape[0]
+    slot_BP = jnp.broadcast_to(slot_P, (rows, slot_P.shape[0]))
+    return out, written.replace(position_BS=at_slots(pool.position_BS, position_BP, slot_BP))
 
 
 def _computed(

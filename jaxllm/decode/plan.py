@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxllm.cache.sequences import Positions
 from jaxllm.config import ModelConfig
 from jaxllm.decode.places import Line
-from jaxllm.decode.sequences import Positions
 from jaxllm.errors import CapacityError, TokenError
 
 

@@ -23,10 +23,12 @@ from flax import struct
 
 from jaxllm.cache.kv import Delta, KVCache, as_kept, init_cache
 from jaxllm.cache.surgery import rewind
+from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig
-from jaxllm.decode.generate import Finish, bucket, padded_eos
+from jaxllm.decode.generate import Finish, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, process, row_keys
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.shapes import bucket
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
 
@@ -421,12 +423,7 @@ def _sound(draft_BK: jax.Array, room_B: jax.Array, eos_E: jax.Array) -> jax.Arra
 def _place(cache: KVCache, delta: Delta) -> KVCache:
     """The cache with each token of the delta in the slot that is its position."""
     slot_BT = jnp.where(delta.position_BS >= 0, delta.position_BS, cache.capacity)
-    rows_B1 = jnp.arange(slot_BT.shape[0])[:, None]
-    tail = jax.tree.map(
-        lambda old, new: old.at[rows_B1, slot_BT].set(new, mode="drop"),
-        cache.tail,
-        as_kept(delta, cache.tail),
-    )
+    tail = at_slots(cache.tail, as_kept(delta, cache.tail), slot_BT)
     next_B = jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1)
     return cache.replace(tail=tail, cursor=next_B.max(), next_position_B=next_B)
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.windows import PROTOCOLS, Span
 from jaxllm.files import read_text
+from jaxllm.shapes import power_of_two
 
 State = Mapping[str, Any]
 
@@ -121,7 +122,7 @@ class Loader:
         width = self.width
         if self.bucketed:
             inputs = max(self.spans[row].end - self.spans[row].start for row in rows) - 1
-            width = min(width, max(8, 1 << (inputs - 1).bit_length()) + 1)
+            width = min(width, power_of_two(inputs, 8) + 1)
         token_BT = np.zeros((self.batch, width), np.int32)
         length_B, span_B = np.zeros(self.batch, np.int32), np.full(self.batch, -1, np.int32)
         scored_BT = np.zeros((self.batch, width), bool)

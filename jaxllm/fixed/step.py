@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache.kv import Segment
+from jaxllm.cache.write import at_slots
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.weights.paths import Params
@@ -147,18 +148,12 @@ def run_step(model: nn.Module, form: Form, params: Params, inputs: Arrays) -> di
         **optional,
     )
     assert isinstance(trace, Trace)
-    row_B1 = jnp.arange(B)[:, None]
-
-    def written(old_BSX: jax.Array, new_BTX: Any) -> jax.Array:
-        grown: jax.Array = old_BSX.at[row_B1, slot_BT].set(new_BTX, mode="drop")
-        return grown
-
     outputs = {"logits": trace.logits}
     for i in layers:
-        outputs[f"present.{i}.key"] = written(past_k[i], trace.k[i])
-        outputs[f"present.{i}.value"] = written(past_v[i], trace.v[i])
+        outputs[f"present.{i}.key"] = at_slots(past_k[i], trace.k[i], slot_BT)
+        outputs[f"present.{i}.value"] = at_slots(past_v[i], trace.v[i], slot_BT)
     if form.mask == "positions":
-        outputs["present_position_ids"] = written(past_position_BS, position_BT)
+        outputs["present_position_ids"] = at_slots(past_position_BS, position_BT, slot_BT)
     return outputs
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import jaxllm
 from jaxllm.cache import KVCache, drop_range
-from jaxllm.decode.batch import Code, TokenBatch, decode
-from jaxllm.decode.sequences import (
+from jaxllm.cache.sequences import (
     add_positions,
     copy_sequence,
     defragment,
@@ -22,6 +21,7 @@ from jaxllm.decode.sequences import (
     positions_of,
     remove_range,
 )
+from jaxllm.decode.batch import Code, TokenBatch, decode
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.weights.precision import Precision
 from tests.twins import BOTH, assert_close, random_model, tokens

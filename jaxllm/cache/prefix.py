@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.surgery import compact, rewind
-from jaxllm.decode.generate import bucket
 from jaxllm.errors import CacheMismatchError
+from jaxllm.shapes import bucket
 
 
 def shared_prefix(cache: KVCache, tokens: Sequence[int]) -> int:

@@ -17,9 +17,11 @@ import jax
 import numpy as np
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, check_usable, init_cache
-from jaxllm.cache.surgery import _gather, _rope_of, _turned
+from jaxllm.cache.surgery import gather_slots, movable_rope, turn_keys
+from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
+from jaxllm.shapes import power_of_two
 
 
 class Positions(NamedTuple):
@@ -206,13 +208,13 @@ def defragment(state: KVCache) -> KVCache:
     last = np.iinfo(np.int32).max
     order_BS = np.argsort(np.where(now.own_BS < 0, last, now.own_BS), axis=1, kind="stable")
     own_BS = np.take_along_axis(now.own_BS, order_BS, axis=1)
-    tail = _gather((state.tail,), order_BS.astype(np.int32), state.capacity)
+    tail = gather_slots((state.tail,), order_BS.astype(np.int32), state.capacity)
     frozen, shared_BN = state.frozen, now.shared_BN
     if state.frozen:
         first_N = np.where(now.holders_N == 0, last, shared_BN.max(axis=0))
         order_N = np.argsort(first_N, kind="stable")
         pool = state.frozen[0].replace(position_BS=jax.device_put(shared_BN[:1]))
-        frozen = (_gather((pool,), order_N[None].astype(np.int32), order_N.size),)
+        frozen = (gather_slots((pool,), order_N[None].astype(np.int32), order_N.size),)
         shared_BN = shared_BN[:, order_N]
     return with_positions(state.replace(tail=tail, frozen=frozen), Positions(own_BS, shared_BN))
 
@@ -224,7 +226,7 @@ def _renumbered(
     stop: int | None,
     move: Callable[[np.ndarray], np.ndarray],
 ) -> KVCache:
-    rope, limit = _rope_of(state.config), state.config.position_limit
+    rope, limit = movable_rope(state.config), state.config.position_limit
     now = positions_of(state)
     _check(state, row)
     lent = np.flatnonzero(_inside(now.shared_BN[row], start, stop) & (now.holders_N > 1))
@@ -243,7 +245,7 @@ def _renumbered(
     def turned(segment: Segment, by_BS: np.ndarray) -> Segment:
         if not by_BS.any():
             return segment
-        k = _turned(segment.k, jax.device_put(by_BS), rope, state.config.head_dim)
+        k = turn_keys(segment.k, jax.device_put(by_BS), rope, state.config.head_dim)
         return segment.replace(k=k)
 
     state = state.replace(
@@ -282,16 +284,15 @@ def _poured(
     donate: bool,
 ) -> Segment:
     """`into` with some slots of `source` in it; positions are the caller's business."""
-    width = 1 << (slots.size - 1).bit_length()
+    width = power_of_two(slots.size)
     padding = (0, width - slots.size)
-    outside = np.iinfo(np.int32).max  # padding is written nowhere
     step = _POUR_IN_PLACE if donate else _POUR
     position_BS, kept = into.position_BS, into.replace(position_BS=None)
     poured: Segment = step(
         kept,
         source.replace(position_BS=None),
         np.int32(into_row),
-        np.pad(into_slots, padding, constant_values=outside).astype(np.int32),
+        np.pad(into_slots, padding, constant_values=NOWHERE).astype(np.int32),
         np.int32(row),
         np.pad(slots, padding).astype(np.int32),
     )
@@ -301,11 +302,8 @@ def _poured(
 def _pour(
     into: Segment, source: Segment, into_row: Any, into_P: Any, row: Any, slot_P: Any
 ) -> Segment:
-    def one(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[into_row, into_P].set(new[row, slot_P], mode="drop")
-
-    poured: Segment = jax.tree.map(one, into, source)
-    return poured
+    taken = jax.tree.map(lambda x: x[row, slot_P][None], source)
+    return at_slots(into, taken, into_P[None], into_row[None])
 
 
 _POUR = jax.jit(_pour)

@@ -1,0 +1,29 @@
+"""Shapes are compiled for: lengths are rounded up to few of them, and ragged rows are padded."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `n` and `least`."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+def bucket(tokens: int) -> int:
+    """The capacity made for this many tokens: few of them, so that few programs are compiled."""
+    return power_of_two(tokens, 128)
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], *, width: int | None = None, fill: int = 0, left: bool = False
+) -> np.ndarray:
+    """Rows of any lengths as one array, int32 `[B, T]`, padded on the right or on the left.
+
+    width: T; by default the longest row.
+    """
+    width = max(map(len, rows), default=0) if width is None else width
+    padded = np.full((len(rows), width), fill, np.int32)
+    for row, values in zip(padded, rows, strict=True):
+        row[width - len(values) if left else 0 :][: len(values)] = values
+    return padded
