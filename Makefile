@@ -6,6 +6,10 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/ops/n
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
+# What is imported is compiled once and kept in $(VENV): an environment that forbids it has every
+# process that a test starts compile all of JAX again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-full lint format clean
 
 demo: $(VENV)/.installed

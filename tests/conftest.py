@@ -12,7 +12,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_platforms", "cpu")
 
-os.environ.setdefault("JAXLLM_COMPILE_CACHE", "0")  # nothing is left in anybody's home
+os.environ["JAXLLM_COMPILE_CACHE"] = "0"  # nothing is left in anybody's home
 
 # Compiling takes what it takes; and what CI runs today it runs tomorrow.
 hypothesis.settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
