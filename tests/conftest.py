@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -30,11 +31,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+# Thousands of compiled programs in one process exhaust its memory maps.
+MOST_PROGRAMS = 800
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[list[str]]:
+    """A list that grows by one with every program that XLA compiles."""
+    events: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    """Compiled programs go with their module: thousands in one process exhaust its memory maps."""
+def _forgotten(programs: list[str]) -> Iterator[None]:
+    """What a module has compiled serves the next ones, until there is too much of it."""
     yield
-    jax.clear_caches()
+    if len(programs) > MOST_PROGRAMS:
+        jax.clear_caches()
+        programs.clear()
 
 
 @pytest.fixture(scope="session")
