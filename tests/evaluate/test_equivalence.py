@@ -113,7 +113,7 @@ def test_both_models_hold_at_every_stage(pair: Pair, report: Report) -> None:
     assert report.greedy.agreed == report.greedy.compared == 2 * NEW
     assert max(d.relative_max for d in report.differences) < 1e-5
     layers = pair.twin.config.num_hidden_layers
-    assert len(report.stages) == 3 + 9 * layers
+    assert len(report.stages) == 3 + 10 * layers
     assert len(report.decoding) == 2 * layers + 1
     # All positions of the prompts and of what was fed after them: one token less than was made.
     entries = pair.twin.config.num_key_value_heads * pair.twin.config.head_dim
