@@ -231,7 +231,8 @@ BROKEN = {
         "layers.1.self_attn.v_proj.weight": "layers.1.v",
         "layers.2.self_attn.o_proj.weight": "layers.2.attention",
         "layers.0.post_attention_layernorm.weight": "layers.0.post_attention_layernorm",
-        "layers.2.mlp.up_proj.weight": "layers.2.mlp",
+        "layers.2.mlp.up_proj.weight": "layers.2.mlp.down_proj.input",
+        "layers.0.mlp.down_proj.weight": "layers.0.mlp",
         "norm.weight": "norm",
         "lm_head.weight": "logits",
     },
@@ -239,7 +240,7 @@ BROKEN = {
         "h.1.ln_1.bias": "h.1.ln_1",
         "h.2.attn.c_proj.bias": "h.2.attn",
         "h.0.ln_2.weight": "h.0.ln_2",
-        "h.1.mlp.c_fc.bias": "h.1.mlp",
+        "h.1.mlp.c_fc.bias": "h.1.mlp.c_proj.input",
         "ln_f.bias": "ln_f",
     },
 }
