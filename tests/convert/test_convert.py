@@ -364,7 +364,7 @@ def test_a_damaged_native_checkpoint_is_refused(tmp_path: Path) -> None:
         jaxllm.load(tmp_path / "native")
     for formats in ([], {"h.0.mlp.c_fc.weight": 8}):
         edit_config(tmp_path / "native", version=1, formats=formats)
-        with pytest.raises(CheckpointError, match="formats.* must be (an object|a text)"):
+        with pytest.raises(CheckpointError, match=r"formats.* must be (an object|a text)"):
             jaxllm.load(tmp_path / "native")
     edit_config(tmp_path / "native", formats={}, model={"model_type": "gpt2"})
     with pytest.raises(ConfigError, match="missing"):
