@@ -4,6 +4,7 @@ Whether a file is there is the caller's business; everything else that is wrong 
 `CheckpointError` that names the file.
 """
 
+import collections
 import io
 import json
 import math
@@ -151,8 +152,7 @@ def _reason(error: Exception) -> str:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = (name for name, _ in pairs)
-        twice = next(name for name, kept in zip(names, result, strict=False) if name != kept)
+        ((twice, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the name {twice!r:.80} stands twice")
     return result
 

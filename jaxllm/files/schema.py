@@ -30,10 +30,7 @@ def as_schema(
     try:
         fitting = msgspec.convert(value, schema, strict=True)
     except msgspec.ValidationError as problem:
-        message, path = _parted(problem)
-        raise error(
-            f"{where}: {path + ': ' if path else ''}{_said(message, value, path)}"
-        ) from None
+        raise error(f"{where}: {_said(problem, value)}") from None
     if unknown := _unknown(value, fitting):
         raise error(f"{where}: unknown {', '.join(unknown)}")
     return fitting
@@ -49,10 +46,11 @@ def complaints_of(instance: Any) -> list[str]:
         try:
             msgspec.convert(value, hint, strict=True)
         except msgspec.ValidationError as problem:
-            expected = _said(_parted(problem)[0], value)
             if get_origin(hint) is Literal:
-                expected = f"one of {', '.join(map(str, get_args(hint)))}, got {value!r:.60}"
-            found.append(f"{name} must be {expected}")
+                known = ", ".join(map(str, get_args(hint)))
+                found.append(f"{name} must be one of {known}, got {value!r:.60}")
+            else:
+                found.append(_said(problem, value, name))
     return found
 
 
@@ -61,25 +59,26 @@ def _hints(kind: type) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
-def _parted(problem: msgspec.ValidationError) -> tuple[str, str]:
-    """msgspec's message without its path, and the path: `rope.factor`, `cases[3]`."""
-    message, _, path = str(problem).partition(" - at ")
-    return message, path.strip("`").removeprefix("$").removeprefix(".")
+def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
+    """msgspec's message in the words of whoever wrote the file: "rope.factor must be ..., got 0".
 
-
-def _said(message: str, value: Any, path: str = "") -> str:
-    """What was expected and what was got, in the words of whoever wrote the file."""
-    found = re.fullmatch(r"Expected (.*?)(?:, got .*)?", message)
-    if found is None:
-        return message.replace("`", "").removeprefix("Object ")
-    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-        try:
+    value: what was checked; name: what it is called, before the path within it.
+    """
+    message, _, within = str(problem).partition(" - at ")
+    is_key, _, path = within.strip("`").rpartition("` in `")
+    path = path.removeprefix("$")
+    where = f"{'a name in ' if is_key else ''}{f'{name}{path}'.removeprefix('.')}"
+    expected = re.fullmatch(r"Expected `(.*?)`(.*?)(?:, got .*)?", message)
+    if expected is None:
+        message = message.replace("`", "").removeprefix("Object ")
+        return f"{where}: {message}" if where else message
+    kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ")]
+    got = ""
+    if not is_key and "[...]" not in path:  # a name in an object, which msgspec leaves out
+        for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
             value = value[int(index)] if index else value[key]
-        except (LookupError, TypeError):  # a key that msgspec does not name
-            return re.sub(r"`(\w+)`", lambda m: _WORDS.get(m[1], m[1]), message)
-    expected = re.sub(r"\w+", lambda m: _WORDS.get(m[0], m[0]), found[1].split("`")[1])
-    rest = found[1].rpartition("`")[2]
-    return f"{expected.replace(' | ', ' or ')}{rest}, got {value!r:.60}"
+        got = f", got {value!r:.60}"
+    return f"{where} must be {' or '.join(kinds)}{expected[2]}{got}".lstrip()
 
 
 def _unknown(value: Any, fitting: Any) -> list[str]:

@@ -158,7 +158,10 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_header_is_believed_no_more_than_its_tensors(tmp_path: Path) -> None:
+def test_a_header_is_believed_no_more_than_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxllm.files.memory.machine_memory", lambda: 1 << 30)
     model, params = lm = random_model("llama")
     file = tmp_path / "c"
     save_cache(file, filled(lm, tokens(1, 9)), model, params)

@@ -41,8 +41,6 @@ SIZES = {
 ROPE = jaxllm.Rope(
     rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=32
 )
-    rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=32
-)
 CONFIGS: dict[str, ModelConfig] = {
     "llama": jaxllm.LlamaConfig(**SIZES, hidden_act="silu", rope=ROPE),
     "gpt2": jaxllm.GPT2Config(**SIZES, hidden_act="gelu_new"),
