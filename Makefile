@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/ops/n
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
-.PHONY: demo test test-full lint format clean
+.PHONY: demo test test-full fuzz lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -18,6 +18,10 @@ test: lint
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
+
+# Changed files of every kind, in processes of their own: loaded or refused, and nothing else.
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz.run --cases 10000
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

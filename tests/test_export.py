@@ -1,6 +1,7 @@
 """Exported steps: run without the model's code, the numbers of `forward`, or refused by name."""
 
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -200,6 +201,16 @@ def not_stablehlo(directory: Path) -> None:
     change(directory, lambda m: m["steps"]["decode"].update(sha256=exported.digest(path)))
 
 
+def broken_code(directory: Path) -> None:
+    """Bits of the code flipped, and its hash put in: MLIR's reader does not survive them all."""
+    path = directory / "decode.stablehlo"
+    content, rng = bytearray(path.read_bytes()), random.Random(158)
+    for _ in range(64):
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    change(directory, lambda m: m["steps"]["decode"].update(sha256=exported.digest(path)))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda d: (d / "manifest.json").unlink(), "has no manifest.json"),
     "no JSON": (lambda d: (d / "manifest.json").write_text("{"), "is not valid JSON"),
@@ -220,6 +231,32 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (foreign_weights, "not the tensors that manifest.json lists"),
     "step": (foreign_step, "prefill.stablehlo: not a step that can run"),
     "nonsense": (not_stablehlo, "decode.stablehlo: not a step that can run"),
+    "code": (broken_code, "decode.stablehlo: not a step that can run"),
+    "shape": (
+        lambda d: change(d, lambda m: m["steps"]["decode"]["inputs"][0].update(shape=[-1])),
+        r"steps\.\.\.\.\]\.inputs\[0\]\.shape\[0\] must be a whole number >= 0",
+    ),
+    "dtype": (
+        lambda d: change(d, lambda m: m["weights"]["tensors"][0].update(dtype="float1")),
+        "Invalid enum value 'float1'",
+    ),
+    "memory": (
+        lambda d: change(
+            d, lambda m: m["steps"]["decode"]["inputs"][0].update(shape=[1 << 39] * 3)
+        ),
+        "this machine has",
+    ),
+    "feeds": (
+        lambda d: change(d, lambda m: m["steps"]["decode"]["feeds"].update(nothing="slots")),
+        "feeds has nothing to slots, and no such arrays",
+    ),
+    "link": (
+        lambda d: (
+            (d / "manifest.json").rename(d.parent / "m"),
+            (d / "manifest.json").symlink_to(d.parent / "m"),
+        ),
+        "manifest.json is a link that leaves the directory",
+    ),
     "convention": (
         lambda d: change(d, lambda m: m.update(calling_convention_version=2)),
         "version 2 of JAX's calling convention",
@@ -274,10 +311,21 @@ def test_nothing_is_written_over_and_half_an_export_is_none(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "write_tensors", stop)
         with pytest.raises(KeyboardInterrupt):
             exporting.export(model, params, tmp_path / "half", **again)
+    assert not (tmp_path / "half").exists()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "mine").write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "write_tensors", full)
+        with pytest.raises(CheckpointError, match=r"cannot write .*: No space left"):
+            exporting.export(model, params, tmp_path / "half", **again)
+    assert [f.name for f in (tmp_path / "half").iterdir()] == ["mine"]
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: not an export"):
         exported.load(tmp_path / "half")
     exporting.export(model, params, tmp_path / "half", **again)

@@ -12,7 +12,7 @@ import numpy as np
 import jaxllm
 from jaxllm import batchfile, exported
 from jaxllm.api import LM, open_checkpoint
-from jaxllm.cache import load_cache, save_cache
+from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoint import in_memory, save
 from jaxllm.cli.options import read_precision
 from jaxllm.cli.quantize import _rules
@@ -175,7 +175,7 @@ def _make_cache(directory: Path) -> None:
     model, params = _random("llama")
     cache = jaxllm.init_cache(model.config, 1, 8)
     cache = jaxllm.prefill(model, params, cache, np.arange(5)[None])[1]
-    save_cache(_cache(directory), jaxllm.fork(cache, 2, capacity=6), model, params)
+    save_cache(_cache(directory), fork(cache, 2, capacity=6), model, params)
 
 
 def _use_cache(directory: Path) -> None:
