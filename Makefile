@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-full lint format clean
+.PHONY: demo test test-full lint format clean fuzz
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -24,6 +24,10 @@ test: lint
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
+
+# Changed files of every kind, in processes of their own: loaded or refused, and nothing else.
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz.run --cases 10000
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

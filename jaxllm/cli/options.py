@@ -95,17 +95,15 @@ def read_precision(file: Path, base: "Precision") -> "Precision":
     Overrides are rows `[regex over module paths, {"weights": ..., "activations": ..., "output":
     ...}]`, the first that matches wins. Raises ConfigError for what is neither.
     """
+    from jaxllm.files import parse_json, read_text
     from jaxllm.weights.precision import Precision
 
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--precision {file}: {error}") from None
+    data = parse_json(read_text(file), f"--precision {file}", ConfigError)
     if isinstance(data, list):
         data = {"overrides": data}
     if not isinstance(data, dict):
         raise ConfigError(f"--precision {file}: an object or a list of rows, got {data!r:.40}")
-    return Precision.from_dict({**dataclasses.asdict(base), **data})
+    return Precision.from_dict({**dataclasses.asdict(base), **data}, f"--precision {file}")
 
 
 def read_options(more: list[str] | None, **named: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`jaxllm quantize`: a checkpoint with smaller weights."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,8 +70,7 @@ def _name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> 
 
 
 def _rules(file: Path) -> Any:
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-        return [(str(regex), name) for regex, name in rows]
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--rules {file}: {error}") from None
+    from jaxllm.files import as_schema, parse_json, read_text
+
+    rows = parse_json(read_text(file), f"--rules {file}", ConfigError)
+    return as_schema(rows, list[tuple[str, str | None]], f"--rules {file}", ConfigError)
