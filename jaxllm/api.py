@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxllm import checkpoint, models
-from jaxllm.cache.kv import KVCache
+from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
     Completion,
     Parts,
@@ -26,7 +26,7 @@ from jaxllm.complete import (
 )
 from jaxllm.config import ModelConfig
 from jaxllm.decode.generate import Finish, stream
-from jaxllm.embed import embeddings
+from jaxllm.embed import embeddings, log_probs
 from jaxllm.errors import (
     CheckpointError,
     JaxllmError,
@@ -248,6 +248,37 @@ class LM:
             raise TokenError(f"{self.path} has no tokenizer: give token ids to generate")
         text = ChatTemplate.from_directory(self.path).render(messages, **variables)
         return self.tokenizer.encode(text, parse_special=True)
+
+    def init_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
+        """An empty cache in this model's format; by default of one row with room for its context.
+
+        Raises what `jaxllm.init_cache` raises.
+        """
+        return init_cache(self.model, batch, capacity or self.config.context_length)
+
+    def log_probs(self, text: Prompt) -> np.ndarray:
+        """The log-probability of each token of `encode(text)` but the first, which nothing
+        predicts: float32 `[T - 1]`, given the tokens before it.
+
+        Raises TokenError for what is no prompt, CapacityError for one longer than the context,
+        NonFiniteError when the model returns NaN.
+        """
+        return log_probs(self.model, self.params, self.encode(text))
+
+    def save(self, directory: str | Path, *, show_progress: bool | None = None) -> None:
+        """Write the model in jaxllm's own form, tokenizer and all; `load` reads it.
+
+        What changed is written as it is: `dataclasses.replace(lm, params=trained).save(path)`.
+        Raises CheckpointError where `directory` already holds a checkpoint.
+        """
+        precision = self.model.precision
+        opened = checkpoint.Checkpoint(self.path, self.config, {}, self.generation, precision)
+        checkpoint.save(
+            Path(directory),
+            checkpoint.in_memory(opened, self.params, precision),
+            files=[file for name in TOKENIZER_FILES if (file := self.path / name).is_file()],
+            show_progress=show_progress,
+        )
 
     def __repr__(self) -> str:
         total = sum(weights_in(leaf) for _, leaf in flatten(self.params))

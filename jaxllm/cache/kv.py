@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.show import marked_text
+from jaxllm.cache.show import Shown, marked_text
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
@@ -112,15 +112,29 @@ class KVCache(struct.PyTreeNode):
         order = np.argsort(position_S, kind="stable")
         return np.asarray(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
 
-    def show(self, tokenizer: Any) -> None:
-        """Print each row's text, what was culled as [-...-], what was patched as {+...+}.
+    def show(self, tokenizer: Any) -> Shown:
+        """Each row's text, what was culled as [-...-], what was patched as {+...+}.
 
-        tokenizer: anything with `decode(ids) -> str`.
+        tokenizer: anything with `decode(ids) -> str`. A tuple of texts, which prints as lines.
         """
         check_usable(self)
         arrays = (self.position_BS, self.token_BS, self.patched_BS)
-        for position_S, token_S, patched_S in zip(*map(np.asarray, arrays), strict=True):
-            print(marked_text(position_S, token_S, patched_S, tokenizer))
+        return Shown(
+            marked_text(position_S, token_S, patched_S, tokenizer)
+            for position_S, token_S, patched_S in zip(*map(np.asarray, arrays), strict=True)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same tokens at the same positions in the same slots, with the same
+        bits of keys and values, for models of one configuration. What empty slots hold is nothing.
+
+        Raises CacheMismatchError where one of them was donated.
+        """
+        if not isinstance(other, KVCache):
+            return NotImplemented
+        check_usable(self)
+        check_usable(other)
+        return same(self, other)
 
     @property
     def length_B(self) -> jax.Array:
@@ -270,6 +284,30 @@ def as_kept(delta: Delta, like: Segment) -> Segment:
     )
 
 
+def same(one: KVCache, two: KVCache) -> bool:
+    """`KVCache.__eq__` for two caches that exist."""
+
+    def form(cache: KVCache) -> Any:
+        return jax.tree.map(lambda x: (x.shape, x.dtype), cache), jax.tree.structure(cache)
+
+    if form(one) != form(two) or not np.array_equal(one.next_position_B, two.next_position_B):
+        return False
+    return all(map(_same_segment, one.segments, two.segments))
+
+
+def _same_segment(one: Segment, two: Segment) -> bool:
+    there_BS = np.asarray(one.position_BS) >= 0
+
+    def alike(x: jax.Array, y: jax.Array) -> bool:
+        shared = x.shape[: there_BS.ndim] != there_BS.shape  # by rows with positions of their own
+        there = there_BS.any(axis=0, keepdims=True) if shared else there_BS
+        return np.asarray(x)[there].tobytes() == np.asarray(y)[there].tobytes()
+
+    if not np.array_equal(one.position_BS, two.position_BS):
+        return False
+    return all(map(alike, jax.tree.leaves(one), jax.tree.leaves(two)))
+
+
 def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
     """Attention mass over all slots and `new` tokens, `[..., B, S + T]`, by slots: `[..., B, S]`.
 
@@ -346,7 +384,9 @@ def _write(old_BSX: jax.Array, new_BTX: jax.Array, cursor: jax.Array) -> jax.Arr
 
 
 def check_usable(cache: KVCache) -> None:
-    """Raise, by name, for a cache that was donated, or that overflowed in a compiled loop."""
+    """Raise, by name, for what is no cache, was donated, or overflowed in a compiled loop."""
+    if not isinstance(cache, KVCache):
+        raise CacheMismatchError(f"a cache must be a KVCache (init_cache), got {cache!r:.60}")
     leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
     if any(x.is_deleted() for x in leaves):
         raise CacheMismatchError(

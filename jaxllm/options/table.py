@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
+from jaxllm.decode.generate import MOST_TOKENS
 from jaxllm.decode.options import PROCESSORS, check_sampling
 from jaxllm.decode.overflow import OVERFLOWS
 from jaxllm.decode.sampling import Sampler
 from jaxllm.options.typed import Assistant
 from jaxllm.options.values import (
-    MOST_TOKENS,
     criteria,
     early,
     flag,

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.decode.generate import MOST_TOKENS
 from jaxllm.decode.overflow import OVERFLOWS, Overflow
 from jaxllm.decode.sampling import Processor
 from jaxllm.options.typed import Ends
 from jaxllm.whole import is_number, is_whole
 
-MOST_TOKENS = 1 << 30  # positions are int32
 MOST_SEED = (1 << 64) - 1
 
 
