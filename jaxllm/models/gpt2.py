@@ -17,7 +17,9 @@ from jaxllm.models.layers import (
     Layer,
     LayerNorm,
     Linear,
+    Mass,
     Trace,
+    attended,
     pick,
     unembed,
 )
@@ -37,7 +39,7 @@ class GPT2(nn.Module):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
-        attention_mass: bool = False,
+        attention_mass: Mass = False,
         *,
         embeddings_BTD: jax.Array | None = None,
         mask_BTS: jax.Array | None = None,
@@ -68,7 +70,7 @@ class Block(nn.Module):
     config: GPT2Config
     precision: Precision
     layer: int
-    attention_mass: bool
+    attention_mass: Mass
 
     @nn.compact
     def __call__(
@@ -92,7 +94,7 @@ class Attention(nn.Module):
     config: GPT2Config
     precision: Precision
     layer: int
-    attention_mass: bool
+    attention_mass: Mass
 
     @nn.compact
     def __call__(
@@ -115,9 +117,7 @@ class Attention(nn.Module):
         if mask_BTS is not None:
             out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
         else:
-            out, mass = ops.attend(
-                q, position_BT, parts, scale=scale, window=None, mass=self.attention_mass
-            )
+            out, mass = attended(q, position_BT, parts, scale, None, self.attention_mass)
         y = Linear(D, True, p, name="c_proj")(out.reshape(B, T, D))
         return Attended(q, k, v, out, y, mass)
 

@@ -4,7 +4,7 @@ A module takes leaves as they are (array, quantized tensor, adapter): what a lea
 knows. It finds its number format by its own path in `Precision`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,8 +14,11 @@ from flax import struct
 from jaxllm import ops
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
+from jaxllm.ops.masked import attention_weights
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
+
+Mass = bool | Literal["heads"]  # none, summed over queries and heads, or each one's weights
 
 
 class Attended(NamedTuple):
@@ -23,7 +26,8 @@ class Attended(NamedTuple):
 
     q: `[B, T, N, H]`, after rotation. k, v: `[B, T, K, H]`, as the cache keeps them. heads: the
     weighted sums of values, `[B, T, N, H]`. x: the same after the output projection, `[B, T, D]`.
-    mass: what every slot and new token received, float32 `[B, S + T]`; None unless asked for.
+    mass: what every slot and new token received, float32 `[B, S + T]`, or what each head of each
+    query gave them, `[B, N, T, S + T]`; None unless asked for.
     """
 
     q: jax.Array
@@ -76,6 +80,21 @@ class Trace(struct.PyTreeNode):
         """What every slot and new token received in each layer; None unless asked for."""
         mass = [layer.attention.mass for layer in self.layers]
         return tuple(m for m in mass if m is not None) or None
+
+
+def attended(
+    q: jax.Array,
+    position_BT: jax.Array,
+    parts: list[ops.Part],
+    scale: float,
+    window: int | None,
+    asked: Mass,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The weighted sums of values, and of the weights what was asked for."""
+    out, mass = ops.attend(q, position_BT, parts, scale=scale, window=window, mass=asked is True)
+    if asked == "heads":
+        mass = attention_weights(q, position_BT, parts, scale=scale, window=window)
+    return out, mass
 
 
 def leaf(module: nn.Module, name: str, *shape: int) -> Any:

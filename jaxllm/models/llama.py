@@ -12,8 +12,10 @@ from jaxllm.models.layers import (
     Embedding,
     Layer,
     Linear,
+    Mass,
     RMSNorm,
     Trace,
+    attended,
     pick,
     project,
     unembed,
@@ -36,7 +38,7 @@ class Llama(nn.Module):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
-        attention_mass: bool = False,
+        attention_mass: Mass = False,
         *,
         embeddings_BTD: jax.Array | None = None,
         angles: Angles | None = None,
@@ -76,7 +78,7 @@ class Llama(nn.Module):
 class Block(nn.Module):
     config: LlamaConfig
     precision: Precision
-    attention_mass: bool
+    attention_mass: Mass
 
     @nn.compact
     def __call__(
@@ -100,7 +102,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     config: LlamaConfig
     precision: Precision
-    attention_mass: bool
+    attention_mass: Mass
 
     @nn.compact
     def __call__(
@@ -132,13 +134,8 @@ class Attention(nn.Module):
         if mask_BTS is not None:
             out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
         else:
-            out, mass = ops.attend(
-                q,
-                position_BT,
-                parts,
-                scale=scale,
-                window=c.sliding_window,
-                mass=self.attention_mass,
+            out, mass = attended(
+                q, position_BT, parts, scale, c.sliding_window, self.attention_mass
             )
         y = Linear(D, c.attention_bias, p, name="o_proj")(out.reshape(B, T, -1))
         return Attended(q, new.k_BSKH, new.v_BSKH, out, y, mass)
