@@ -139,7 +139,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         import io
 
         monkeypatch.setattr(sys, "argv", ["jaxllm", "embed", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as caught:
             cli.main()
         out, err = capsys.readouterr()

@@ -35,7 +35,9 @@ def test_the_python_example_runs() -> None:
 
 
 def test_the_commands_run_in_order(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 18
+    assert {"generate", "chat", "quantize", "export"} <= {
+        word for c in COMMANDS for word in c.split()
+    }
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in COMMANDS:

@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import numpy as np
 
+from jaxllm import process
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.data import Batch, Loader
@@ -29,12 +30,14 @@ def over(
     models: Models,
     journal: Path | None = None,
     description: str = "evaluating",
+    summary: Callable[[Columns], str] = lambda _: "",
     show_progress: bool | None = None,
 ) -> Columns:
     """`each(batch)` for every batch of an epoch, joined in the loader's order.
 
     models: by the part they play; with the data they say whose a journal is. journal: what it has
-    is not run again; it is made where there is none.
+    is not run again; it is made where there is none. summary: of what there is so far, for whoever
+    interrupts a command.
 
     Raises ConfigError for a journal of other models, other data or another order.
     """
@@ -43,7 +46,16 @@ def over(
     if journal is not None:
         owner = _owner(loader, models)
         parts, state = _read(journal, owner, state)
-    with steps_bar(description, len(loader), show_progress) as done:
+
+    def so_far() -> str:
+        known = summary(_joined(parts[:])) if parts else ""
+        on = f"the same command goes on from {journal}" if journal else "--journal FILE keeps them"
+        return f"{len(parts)} of {len(loader)} batches done{known and f', {known}'}; {on}"
+
+    with (
+        process.saying(so_far),
+        steps_bar(description, len(loader), show_progress) as done,
+    ):
         for _ in parts:
             done()
         for batch, after in loader.batches(state):
@@ -51,6 +63,10 @@ def over(
             if journal is not None:
                 _append(journal, {"state": after, "columns": _lists(parts[-1])})
             done()
+    return _joined(parts)
+
+
+def _joined(parts: list[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
