@@ -6,6 +6,7 @@ gaps need no further bookkeeping. Keys are stored already rotated.
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +15,14 @@ from flax import struct
 from jaxllm.cache.show import marked_text
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.files import check_memory
 from jaxllm.ops import native
 from jaxllm.ops.entries import Entries, Int8Entries, keep_as
 from jaxllm.weights.precision import CACHE_DTYPES
+from jaxllm.whole import whole
 
 EMPTY = -1
+MOST_SLOTS = (1 << 31) - 1  # rows and slots are counted in int32
 
 
 class Segment(struct.PyTreeNode):
@@ -154,22 +158,25 @@ class KVCache(struct.PyTreeNode):
 
 
 def init_cache(
-    config: ModelConfig, batch: int, capacity: int, *, dtype: str | None = None
+    model: nn.Module | ModelConfig, batch: int, capacity: int, *, dtype: str | None = None
 ) -> KVCache:
     """An empty cache with room for `capacity` tokens in each of `batch` rows.
 
-    dtype: "float32" (the default), "bfloat16", "float16", or "int8" with a float32 scale for each
-    token and head. Takes `2 * layers * batch * capacity * kv heads * head_dim` numbers.
+    model: whose cache this is to be, or its configuration alone. dtype: "float32", "bfloat16",
+    "float16", or "int8" with a float32 scale for each token and head; by default as the model's
+    `Precision` says, float32 for a configuration. Takes `2 * layers * batch * capacity * kv heads *
+    head_dim` numbers.
 
-    Raises ConfigError for an unknown dtype, CapacityError for sizes below one.
+    Raises ConfigError for an unknown dtype, CapacityError for sizes that are no whole numbers from
+    1 up, or exceed the machine's memory.
     """
-    dtype = dtype or "float32"
-    if dtype not in CACHE_DTYPES:
-        raise ConfigError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype!r}")
-    if batch < 1 or capacity < 1:
-        raise CapacityError(
-            f"a cache needs at least one row and one slot, got batch {batch}, capacity {capacity}"
-        )
+    config, dtype = _form_of(model, dtype)
+    batch = whole("a cache's batch", batch, 1, MOST_SLOTS, CapacityError)
+    capacity = whole("a cache's capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    check_memory(
+        cache_nbytes(config, batch, capacity, dtype),
+        f"a cache of {batch:,} rows of {capacity:,} tokens in {dtype}",
+    )
     shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
     layers = range(config.num_hidden_layers)
 
@@ -191,6 +198,29 @@ def init_cache(
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
     )
+
+
+def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> int:
+    """The bytes that `init_cache` takes for this."""
+    dtype = dtype or "float32"
+    each = np.dtype(CACHE_DTYPES[dtype]).itemsize * config.head_dim + (4 if dtype == "int8" else 0)
+    marks = 9  # a position, a token and whether it was patched
+    layers = 2 * config.num_hidden_layers * config.num_key_value_heads * each
+    return batch * capacity * (layers + marks)
+
+
+def _form_of(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
+    """The configuration, and the format of keys and values."""
+    if isinstance(model, nn.Module):
+        config, dtype = model.config, dtype or model.precision.cache
+    elif isinstance(model, ModelConfig):
+        config = model
+    else:
+        raise ConfigError(f"a cache is made for a model or its configuration, not {model!r:.60}")
+    dtype = dtype or "float32"
+    if not isinstance(dtype, str) or dtype not in CACHE_DTYPES:
+        raise ConfigError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype!r}")
+    return config, dtype
 
 
 def culled(position: Any) -> Any:

@@ -83,6 +83,7 @@ def generate(
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     options = read_options(
         more,
+        kind="generate" if batch is None else "serve",
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -158,9 +159,9 @@ def _keep_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
 
 def _streams(options: dict[str, Any]) -> bool:
     """Whether these options give one text that grows, and not the outcome of something else."""
-    whole = {"assistant_model", "prompt_lookup_num_tokens", "penalty_alpha", "guidance_scale"}
-    several = any(options.get(name, 1) != 1 for name in ("num_beams", "num_return_sequences"))
-    return not several and not whole & options.keys()
+    from jaxllm.options import PLAIN, way_of
+
+    return way_of(options) == PLAIN and options.get("num_return_sequences", 1) == 1
 
 
 def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> None:

@@ -14,6 +14,7 @@ from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+    from jaxllm.options import Kind
     from jaxllm.weights.precision import Precision
 
 # What people call the formats of numbers.
@@ -166,7 +167,7 @@ def check_writable(option: str, path: Path | None) -> None:
         raise CheckpointError(f"{option} {path}: may not be written to")
 
 
-def read_options(more: list[str] | None, kind: str = "generate", **named: Any) -> dict[str, Any]:
+def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any) -> dict[str, Any]:
     """Options of `LM.generate`: those given, checked. Whoever names a top-k wants to sample.
 
     kind: what they are for. Raises SamplingError for what no model would take.
@@ -179,6 +180,9 @@ def read_options(more: list[str] | None, kind: str = "generate", **named: Any) -
         options[name.replace("-", "_")] = _value(name, value)
     if options.keys() & {"top_k", "top_p"}:
         options.setdefault("do_sample", True)
+    with waiting("starting"):  # JAX is imported
+        from jaxllm.options import check_options
+    check_options(options, kind)
     return options
 
 

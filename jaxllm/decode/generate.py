@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, Segment, extend, init_cache, settle
+from jaxllm.cache.kv import MOST_SLOTS, KVCache, Segment, extend, init_cache, settle
 from jaxllm.decode.overflow import Overflow
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.errors import CapacityError, SamplingError, TokenError
 from jaxllm.steps import Mass, prefill, run
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
 
 _EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
 NO_TOKEN = -1
@@ -36,6 +37,7 @@ class Finish(IntEnum):
     LENGTH = 2
     NON_FINITE = 3
     STOP = 4
+    CANCELLED = 5
 
 
 class Generated(struct.PyTreeNode):
@@ -160,9 +162,15 @@ def bucket(tokens: int) -> int:
 
 
 def padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
-    """End-of-text ids, int32 `[E]`, padded with -1 so that their number is seldom a new shape."""
-    slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
-    return np.array([*eos_token_ids, *[NO_TOKEN] * (slots - len(eos_token_ids))], np.int32)
+    """End-of-text ids, int32 `[E]`, padded with -1 so that their number is seldom a new shape.
+
+    Raises SamplingError for what is no list of ids.
+    """
+    if not isinstance(eos_token_ids, list | tuple | range | np.ndarray | jax.Array):
+        raise SamplingError(f"eos_token_ids must be a list of token ids, got {eos_token_ids!r:.60}")
+    ids = [whole("an end-of-text id", x, 0, MOST_SLOTS) for x in eos_token_ids]
+    slots = _EOS_SLOTS * max(1, -(-len(ids) // _EOS_SLOTS))
+    return np.array([*ids, *[NO_TOKEN] * (slots - len(ids))], np.int32)
 
 
 def _begin(

@@ -7,6 +7,7 @@ beside the scores is the `Context`; what it remembers it keeps in its own fields
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -86,6 +87,22 @@ class Sampler(struct.PyTreeNode):
 
 
 GREEDY = Sampler(greedy=True)
+
+
+class Function(Processor):
+    """A pure function of scores and context in JAX, as a processor; another function, another
+    program: give the same one each time."""
+
+    function: Callable[[jax.Array, Context], Any] = struct.field(pytree_node=False)
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        found_BV = jnp.asarray(self.function(scores_BV, context))
+        if found_BV.shape != scores_BV.shape or not jnp.issubdtype(found_BV.dtype, jnp.floating):
+            raise SamplingError(
+                f"a logits_processor must give float scores {scores_BV.shape} back, got"
+                f" {found_BV.dtype} {found_BV.shape}"
+            )
+        return found_BV.astype(jnp.float32)
 
 
 @jax.jit
