@@ -1,4 +1,4 @@
-"""`python -m convert SRC DST [--dtype bfloat16] [--to-hf]`: the same as `jaxllm convert`."""
+"""`python -m convert SRC DST`, installed `python -m jaxllm.convert SRC DST`: `jaxllm convert`."""
 
 from jaxllm import process
 

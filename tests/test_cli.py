@@ -270,6 +270,8 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
         ("verify", "none", "--plot", away): nowhere,
         ("convert", "none", story): "is not a directory",
         ("quantize", "none", story / "x"): "is not a directory",
+        ("export", "none", story): "is not a directory",
+        ("vectors", "make", "none", story): "is not a directory",
     }.items():
         status, out, err = run(*arguments)
         assert (status, out) == (1, ""), arguments

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import note
+from jaxllm.cli.console import note, waiting
 from jaxllm.cli.options import PrecisionFile, dtype_named, precision_over, read_json_option
+from jaxllm.errors import CheckpointError, ConfigError
 
 EXAMPLES = """
 Examples:
@@ -42,17 +43,17 @@ def convert(
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
     (bf16-packed to bfloat16) unless --dtype says otherwise.
     """
-    from jaxllm.api import open_checkpoint
-    from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
-    from jaxllm.convert.engine import write_hf
-    from jaxllm.errors import ConfigError
-    from jaxllm.text.tokenizer import TOKENIZER_FILES
-    from jaxllm.weights.formats import DTYPES
-
     if to_hf and precision is not None:
         raise ConfigError(
             "--to-hf: Hugging Face's form has no place for --precision; leave one out"
         )
+    with waiting("starting"):  # JAX is imported
+        from jaxllm.api import open_checkpoint
+        from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
+        from jaxllm.convert.engine import write_hf
+        from jaxllm.text.tokenizer import TOKENIZER_FILES
+        from jaxllm.weights.formats import DTYPES
+
     table = None if precision is None else read_json_option("--precision", precision)
     claim(target)  # before the work, not after it
     opened = open_checkpoint(source)
@@ -83,7 +84,6 @@ def recast(opened: Any, dtype: str) -> Any:
     """
     import numpy as np
 
-    from jaxllm.errors import CheckpointError
     from jaxllm.weights.files import LazyTensor, first_non_finite
     from jaxllm.weights.formats import DTYPES
     from jaxllm.weights.precision import Precision

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note
+from jaxllm.cli.console import note, waiting
 from jaxllm.cli.options import Dtype, read_json_option
 from jaxllm.errors import ConfigError
 
@@ -43,10 +43,11 @@ def quantize(
     dtype: Dtype = None,
 ) -> None:
     """Write a checkpoint in jaxllm's own form with quantized matrices; norms and biases stay."""
-    from jaxllm.api import load, open_checkpoint
-    from jaxllm.checkpoint import claim, in_memory, save
-    from jaxllm.text.tokenizer import TOKENIZER_FILES
-    from jaxllm.weights.quantize import rules_of
+    with waiting("starting"):  # JAX is imported
+        from jaxllm.api import load, open_checkpoint
+        from jaxllm.checkpoint import claim, in_memory, save
+        from jaxllm.text.tokenizer import TOKENIZER_FILES
+        from jaxllm.weights.quantize import rules_of
 
     wanted = _rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
     rules_of(wanted)

@@ -60,6 +60,10 @@ def vectors(
     """
     if source not in ("jaxllm", "transformers"):
         raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")
+    if action is Action.make:
+        from jaxllm.files import check_vacant
+
+        check_vacant(directory, "vectors.json", "vectors")
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
     from jaxllm.evaluate.sides import Ours
 
