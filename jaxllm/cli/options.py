@@ -147,7 +147,7 @@ def precision_over(base: "Precision", data: Any, where: str) -> "Precision":
         data = {"overrides": data}
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: an object or a list of rows, got {data!r:.40}")
-    return Precision.from_dict({**dataclasses.asdict(base), **data})
+    return Precision.from_dict({**dataclasses.asdict(base), **data}, where)
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -1,15 +1,14 @@
 """An equivalence report as a table, as JSON, as a picture."""
 
 import dataclasses
-import io
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.evaluate.difference import MAX_DRIFT, Difference, bucket_names
 from jaxllm.evaluate.equivalence import Report
+from jaxllm.files import writing
 
 _FIGURES = ("max", "rel max", "rms", "rel rms", "1 - cos")
 
@@ -75,16 +74,8 @@ def to_png(report: Report, path: Path) -> None:
     axes.grid(axis="x", lw=0.3)
     axes.legend(fontsize=8)
     axes.set_title(f"{report.ours} against {report.reference}", fontsize=9)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(picture.getvalue())
-        partial.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def _line(d: Difference, width: int) -> str:

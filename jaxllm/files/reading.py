@@ -4,12 +4,13 @@ Whether a file is there is the caller's business; everything else that is wrong 
 `CheckpointError` that names the file.
 """
 
+import io
 import json
 import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxllm.errors import CheckpointError, JaxllmError
 
@@ -36,7 +37,7 @@ def regular_size(path: Path) -> int:
     return found.st_size
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises CheckpointError as `regular_size` does."""
     regular_size(path)
     try:

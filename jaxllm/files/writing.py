@@ -124,14 +124,15 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
         file.write(json.dumps(data, indent=2) + "\n")
 
 
-def copy_files(source: Path, names: Iterable[str], directory: Path) -> None:
-    """Copy files of one directory into another.
+def copy_files(files: Iterable[Path], directory: Path) -> None:
+    """Copy files into a directory.
 
     Raises:
-      CheckpointError: as `inside` for one of `source`, or it cannot be written.
+      CheckpointError: one is a link that leaves its own directory (`inside`), or cannot be written.
     """
-    for name in names:
-        with open_regular(inside(source, name)) as file, writing(directory / name) as copy:
+    for path in files:
+        source = inside(path.parent, path.name)
+        with open_regular(source) as file, writing(directory / path.name) as copy:
             shutil.copyfileobj(file, copy)
 
 

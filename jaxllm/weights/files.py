@@ -7,6 +7,7 @@ memory and used as it lies.
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import mmap
@@ -14,7 +15,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import ml_dtypes
 import msgspec
@@ -253,12 +254,12 @@ def _reader(
     return read
 
 
-def _fill(raw: np.ndarray, file: BinaryIO, begin: int, path: Path) -> None:
+def _fill(raw: np.ndarray, file: io.BufferedReader, begin: int, path: Path) -> None:
     try:
         file.seek(begin)
         done = 0
         while done < raw.size:
-            count = file.readinto(raw[done:].data)  # type: ignore[attr-defined]
+            count = file.readinto(raw[done:].data)
             if not count:
                 raise CheckpointError(f"{path}: ends in the middle of a tensor")
             done += count
