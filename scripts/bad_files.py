@@ -93,8 +93,8 @@ class Answer:
         return self.status in (1, 2) and len(self.lines) == 1
 
     def row(self) -> str:
-        mark = "" if self.well else f"WRONG (status {self.status}, {len(self.lines)} lines) "
-        return f"{self.kind:9} {self.command}\n          {mark}{(self.lines or [''])[-1]}"
+        mark = "" if self.well else f"WRONG (status {self.status}) "
+        return f"{self.kind:9} {self.command}\n          {mark}{' / '.join(self.lines)}"
 
 
 def read_badly(folder: Path) -> Iterator[Answer]:
@@ -117,7 +117,7 @@ def write_badly(folder: Path) -> Iterator[Answer]:
         (name / "config.json").write_text("mine", encoding="utf-8")
     for command in WRITES:
         yield answered("no folder", command, folder / "file" / "below", folder)
-        if not command.startswith("vectors"):
+        if not command.startswith(("vectors", "export")):  # they take one that has neither
             yield answered("directory", command, folder / "taken", folder)
 
 
@@ -125,12 +125,14 @@ def write_to_full_disk(folder: Path) -> Iterator[Answer]:
     """Every command that writes, where there is no room; nothing where nothing can be mounted."""
     disk = folder / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         note("full disk: left out, this user cannot mount a tmpfs")
         return
     try:
-        (disk / "filler").write_bytes(b"x" * 4096)
+        with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+            while filler.write(b"x" * 4096):
+                pass
         for number, command in enumerate(WRITES):
             before = sorted(path.name for path in disk.iterdir())
             answer = answered("full disk", command, disk / f"x{number}", folder)
@@ -174,7 +176,7 @@ def answered(kind: str, command: str, bad: Path, folder: Path) -> Answer:
         shutil.rmtree(folder / "dst")
         err.write("left DST\n")
     shown = [line.replace(f"{folder}{os.sep}", "") for line in err.getvalue().splitlines()]
-    return Answer(kind, command, status, shown)
+    return Answer(kind, command, status, [line for line in shown if line])
 
 
 def bad_files(

@@ -24,7 +24,7 @@ from jaxllm.files.reading import inside, is_there, open_regular
 # Where there is no such module there are no locks, and no sweeping either.
 fcntl: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
 
-_PARTIAL = re.compile(r"\..+\.\d+(\.\d+)?\.partial")
+_PARTIAL = re.compile(r"\.(.+?)\.\d+(\.\d+)?\.partial")
 _STARTED = time.time()
 _numbers = itertools.count()  # threads of one process may write to one place
 
@@ -180,7 +180,8 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        meant = Path(*(_PARTIAL.sub(r"\1", part) for part in path.parts))
+        raise CheckpointError(f"cannot write {meant}: {error.strerror or error}") from error
 
 
 def _beside(path: Path) -> Path:
