@@ -6,6 +6,7 @@ pipe, it removes what is unfinished, says one line and exits. The main thread is
 Only the standard library's lighter half is imported: this comes before everything else.
 """
 
+import atexit
 import contextlib
 import io
 import os
@@ -42,6 +43,7 @@ def begin() -> None:
     for number in _WORDS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # the pipe has it; nothing is raised
+    atexit.register(_complete)
 
 
 @contextlib.contextmanager
@@ -96,6 +98,12 @@ def fresh_line() -> str:
         inside = False
     _LINE[0] = _LINE[0] and not inside
     return "\n" if inside else ""
+
+
+def _complete() -> None:
+    """The work is done, and the interpreter goes: a signal would only change the status."""
+    for number in _WORDS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _open_streams() -> None:

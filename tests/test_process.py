@@ -78,6 +78,15 @@ def test_a_process_is_terminated_alike_and_ignores_what_it_was_told_to(tmp_path:
     assert (done.returncode, done.stdout) == (0, b"on\n")
 
 
+def test_what_is_done_is_done_when_a_signal_comes_at_the_very_end() -> None:
+    code = (
+        "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT);"
+        " from jaxllm import process; process.begin(); print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
+
+
 def test_a_deferred_interrupt_is_asked_for_and_the_second_ends(tmp_path: Path) -> None:
     code = """
 import time
