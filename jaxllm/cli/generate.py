@@ -81,6 +81,7 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
+    start = time.perf_counter()
     options = read_options(
         more,
         kind="generate" if batch is None else "serve",
@@ -101,8 +102,9 @@ def generate(
     if out is not None or resume:
         raise ConfigError("--out and --resume go with --batch; a text goes to stdout")
     check_writable("--prompt-cache", prompt_cache)
+    asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if prompt == "-" else prompt
-    start = time.perf_counter()
+    start += time.perf_counter() - asked  # loading does not take longer where somebody types
     lm = opened()
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
