@@ -358,8 +358,11 @@ def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
 def resolve(path: str | Path) -> Path:
     """The directory that a path or a name of `load` stands for; downloads only for "hf:..."."""
     text = str(path)
-    if text.startswith("demo:") and (DEMOS / text[5:] / "config.json").is_file():
-        return DEMOS / text[5:]
+    if text.startswith("demo:"):
+        demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
+        if text not in demos:
+            raise CheckpointError(f"no demo {text!r:.60}: there are {', '.join(sorted(demos))}")
+        return demos[text]
     if text.startswith("hf:"):
         return _download(text[3:])
     directory = Path(path)

@@ -132,7 +132,7 @@ def _budget(
             raise CapacityError(
                 f"a prompt of {len(prompt)} tokens and {max(n, 1)} new ones exceed the model's"
                 f" context of {config.context_length}. Shorten the prompt or max_new_tokens, or"
-                " let the text overflow (overflow='slide')"
+                " let the text overflow (overflow='slide'; --overflow slide)"
             )
         new.append(n)
     return new if isinstance(asked, list) else min(new)

@@ -16,6 +16,7 @@ import flax.linen as nn
 import msgspec
 import numpy as np
 
+from jaxllm import process
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.evaluate.data import Batch, Loader
@@ -56,18 +57,27 @@ def over(
     models: Models,
     journal: Path | None = None,
     description: str = "evaluating",
+    summary: Callable[[Columns], str] = lambda _: "",
     show_progress: bool | None = None,
 ) -> Columns:
     """`each(batch)` for every batch of an epoch, joined in the loader's order.
 
     models: by the part they play; with the data they say whose a journal is. journal: what it has
-    is not run again; it is made where there is none.
+    is not run again; it is made where there is none. summary: of what there is so far, for whoever
+    interrupts a command.
 
     Raises ConfigError for a journal of other models, other data or another order, CheckpointError
     for one that is damaged, or in use by another process, or cannot be written.
     """
     parts: list[Columns] = []
+
+    def so_far() -> str:
+        known = summary(_joined(parts[:])) if parts else ""
+        on = f"the same command goes on from {journal}" if journal else "--journal FILE keeps them"
+        return f"{len(parts)} of {len(loader)} batches done{known and f', {known}'}; {on}"
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(process.saying(so_far))
         kept: Iterator[Columns] = iter(())
         if journal is not None:
             stack.enter_context(locked(journal))
@@ -82,6 +92,10 @@ def over(
                     written.append({"state": after, "columns": _lists(found)})
             parts.append(found)
             done()
+    return _joined(parts)
+
+
+def _joined(parts: list[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -70,7 +70,8 @@ def to_png(report: Report, path: Path) -> None:
     # A layer's own output ends it: that is where its name stands.
     ends = [i for i, d in enumerate(report.stages) if d.name.rpartition(".")[2].isdigit()]
     axes.set_xticks(ends, [report.stages[i].name for i in ends], rotation=90, fontsize=7)
-    axes.set_yscale("log")
+    if any(d.relative_max > 0 for d in report.stages):  # two that agree have nothing to scale
+        axes.set_yscale("log")
     axes.grid(axis="x", lw=0.3)
     axes.legend(fontsize=8)
     axes.set_title(f"{report.ours} against {report.reference}", fontsize=9)

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from jaxllm import process
 from jaxllm.errors import CheckpointError
 from jaxllm.files.reading import inside, is_there, open_regular
 
 # Where there is no such module there are no locks, and no sweeping either.
 fcntl: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
 
-_PARTIAL = re.compile(r"\..+\.\d+(\.\d+)?\.partial")
+_PARTIAL = re.compile(r"\.(.+?)\.\d+(\.\d+)?\.partial")
 _STARTED = time.time()
 _numbers = itertools.count()  # threads of one process may write to one place
 
@@ -48,13 +49,14 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
             return
         sweep(target.parent)
         partial = _beside(target)
-        try:
-            with open(partial, mode, encoding=encoding) as file:
-                _lock(file.fileno())
-                yield file
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with process.removing(partial, path):
+            try:
+                with open(partial, mode, encoding=encoding) as file:
+                    _lock(file.fileno())
+                    yield file
+                os.replace(partial, target)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -74,19 +76,26 @@ def writing_directory(directory: Path, last: str = "config.json") -> Iterator[Pa
         # Within a directory that is there: beside it may be another file system.
         partial = _beside(target / target.name if there else target)
         sweep(partial.parent)
-        partial.mkdir()
-        descriptor = os.open(partial, os.O_RDONLY)
-        try:
-            _lock(descriptor)
+        with process.removing(partial, directory), _filled(partial):
             yield partial
             if not there:
                 os.replace(partial, target)
                 return
             for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
                 os.replace(file, target / file.name)
-        finally:
-            os.close(descriptor)
-            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _filled(partial: Path) -> Iterator[None]:
+    """A locked directory while the block runs, of which nothing is left."""
+    partial.mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        _lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_vacant(directory: Path, last: str, what: str) -> None:
@@ -171,7 +180,8 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        meant = Path(*(_PARTIAL.sub(r"\1", part) for part in path.parts))
+        raise CheckpointError(f"cannot write {meant}: {error.strerror or error}") from error
 
 
 def _beside(path: Path) -> Path:
