@@ -184,9 +184,13 @@ def _widened(digits: int, x_RI: jax.Array, weights: Sequence[QTensor | Packed]) 
     products = []
     for weight in weights:
         matrix, scale_O = _matrix(weight), None
-        if isinstance(weight, QTensor) and weight.group is None:  # integers are exact in bfloat16
-            scale_O = weight.scale[:, 0].astype(jnp.float32)
-            matrix = matrix._replace(pieces=[weight.data, jnp.ones_like(weight.scale)])
+        if isinstance(weight, QTensor) and weight.group is None and dtype == jnp.bfloat16:
+            # Integers are exact in bfloat16, and so are powers of two times them; without those, a
+            # sum could overflow before it is scaled.
+            scale_O, power = jnp.frexp(weight.scale[:, 0].astype(jnp.float32))
+            matrix = matrix._replace(
+                pieces=[weight.data, jnp.ldexp(jnp.float32(1), power)[:, None]]
+            )
         y_RO = _product(x_RI, native.widen(matrix, dtype, columns=weight.shape[1]))
         products.append(y_RO if scale_O is None else y_RO * scale_O[None])
     return tuple(products)
@@ -237,31 +241,29 @@ def _row_sum(x_1I: jax.Array, weight_OI: jax.Array) -> jax.Array:
 
 
 def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
-    """One row times integers, as `_row_sum` does it, a group at a time."""
-    data, scale_OG = weight.data, weight.scale.astype(jnp.float32)
+    """One row times integers, as `_row_sum` does it: their bytes where they lie, scaled first."""
+    data, size = weight.data, weight.data.shape[1] // weight.scale.shape[1]
+    scale = jnp.repeat(weight.scale.astype(jnp.float32), size, axis=1)
     width = data.shape[1] * 8 // weight.bits
     x_1I = jnp.pad(x_1I.astype(jnp.float32), ((0, 0), (0, width - x_1I.shape[1])))
     if weight.bits == 8:
-        product = data.astype(jnp.float32) * x_1I
-    else:
-        low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
-        middle = 8.0 if weight.zero is None else 0.0
-        product = ((data & 15).astype(jnp.float32) - middle) * low
-        product += ((data >> 4).astype(jnp.float32) - middle) * high
-    rows, groups = scale_OG.shape
-    part_OG = product.reshape(rows, groups, product.shape[1] // groups).sum(axis=2)
-    if weight.zero is not None:
-        whole_1G = x_1I.reshape(1, groups, width // groups).sum(axis=2)
-        part_OG -= weight.zero.astype(jnp.float32) * whole_1G
-    return (part_OG * scale_OG).sum(axis=1)[None]
+        return (data.astype(jnp.float32) * scale * x_1I).sum(axis=1)[None]
+    low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
+    zero = 8.0 if weight.zero is None else jnp.repeat(weight.zero.astype(jnp.float32), size, axis=1)
+    product = ((data & 15).astype(jnp.float32) - zero) * scale * low
+    product += ((data >> 4).astype(jnp.float32) - zero) * scale * high
+    return product.sum(axis=1)[None]
 
 
 def round_to_int8(x_RI: jax.Array) -> jax.Array:
-    """x as int8 with a scale for each 512 columns stands for it: float32 of the same shape."""
+    """x as int8 with a scale for each 512 columns stands for it: float32 of the same shape.
+
+    The kernels round to the same integers, bit for bit: by the same operations in the same order.
+    """
     rows, columns = x_RI.shape
     width = -(-columns // ROUNDED) * ROUNDED
     x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
     x_RCG = x_RCG.reshape(rows, -1, ROUNDED)
-    step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) / 127
+    step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) * (1 / 127)
     x_RCG = jnp.round(x_RCG / jnp.where(step == 0, 1.0, step)) * step
     return x_RCG.reshape(rows, width)[:, :columns]
