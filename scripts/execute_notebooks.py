@@ -23,7 +23,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
-CELL_SECONDS = 120
+CELL_SECONDS = 1200  # for what hangs: a busy machine may take its time
 # Stored numbers are the CPU's, and plots go into the notebook, whatever the surroundings say.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -42,7 +42,12 @@ def execute(source: Path) -> Any:
         kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), transport_encryption="auto"
     )
     NotebookClient(
-        notebook, km=manager, timeout=CELL_SECONDS, record_timing=False, coalesce_streams=True
+        notebook,
+        km=manager,
+        timeout=CELL_SECONDS,
+        startup_timeout=CELL_SECONDS,
+        record_timing=False,
+        coalesce_streams=True,
     ).execute(cleanup_kc=True, env={**os.environ, **ENVIRONMENT})
     return stable(notebook)
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -12,7 +13,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_platforms", "cpu")
 
-os.environ.setdefault("JAXLLM_COMPILE_CACHE", "0")  # nothing is left in anybody's home
+os.environ["JAXLLM_COMPILE_CACHE"] = "0"  # nothing is left in anybody's home
 
 # Compiling takes what it takes; and what CI runs today it runs tomorrow.
 hypothesis.settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
@@ -30,11 +31,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+# Thousands of compiled programs in one process exhaust its memory maps.
+MOST_PROGRAMS = 800
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[list[str]]:
+    """A list that grows by one with every program that XLA compiles."""
+    events: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _programs() -> Iterator[None]:
-    """Compiled programs go with their module: thousands in one process exhaust its memory maps."""
+def _forgotten(programs: list[str]) -> Iterator[None]:
+    """What a module has compiled serves the next ones, until there is too much of it."""
     yield
-    jax.clear_caches()
+    if len(programs) > MOST_PROGRAMS:
+        jax.clear_caches()
+        programs.clear()
 
 
 @pytest.fixture(scope="session")

@@ -28,10 +28,10 @@ class ChatTemplate:
 
     * `special_tokens` are variables that it finds beside the messages: `("bos_token", "<s>")`.
     * `max_output` bounds, in characters, its output and every value it makes on the way.
-    * `max_seconds` is a deadline. The clock is read at every turn of a loop, every call and every
-      value that is built, in whichever thread renders. What lies between two readings is one
-      operation on values of at most `max_output` characters and 262,144 items, or the compilation
-      of at most 65,536 characters of source.
+    * `max_seconds` bounds the time on a processor. It is read at every turn of a loop, every call
+      and every value that is built, in whichever thread renders. What lies between two readings is
+      one operation on values of at most `max_output` characters and 262,144 items, or the
+      compilation of at most 65,536 characters of source.
 
     Raises:
       TemplateError: the source is not a template.
