@@ -93,8 +93,7 @@ def _unanswered(lines: list[str], held: bytes) -> tuple[list[str], int]:
     if not all(isinstance(answer, dict) and "id" in answer for answer in answers):
         raise CheckpointError("--resume: the file holds other lines than answers; name another")
     there = {json.dumps(answer["id"]) for answer in answers}
-    asked = [number for number, line in enumerate(lines) if line.strip()]
-    for number, (request, _) in zip(asked, read_lines(lines), strict=True):
+    for number, request, _ in list(read_lines(lines)):
         if json.dumps(request["id"]) in there:
             lines[number] = ""
     return lines, len(there)
