@@ -261,6 +261,7 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
         ("generate", "-m", "none", "--batch", away): f"cannot read {away}",
         ("generate", "-m", "none", "--prompt-cache", away): nowhere,
         ("generate", "-m", "none", "--out", away): "go with --batch",
+        ("generate", "-m", "none", "--batch", prompts, "--json"): "--batch takes no --json",
         ("generate", "-m", "none", "-o", "stop_strings=[1"): "--option stop_strings is not valid",
         ("generate", "-m", "none", "-o", f"seed={'9' * 5000}"): "5,000 digits",
         ("generate", "-m", "none", "--precision", story): "--precision: ",

@@ -98,6 +98,10 @@ def generate(
         return load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
 
     if batch is not None:
+        texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
+        for name, value in (*texts, ("--echo", echo), ("--json", as_json)):
+            if value:
+                raise ConfigError(f"--batch takes no {name}, which is for one text")
         return answer_file(opened, batch, out, options, rows=rows, resume=resume)
     if out is not None or resume:
         raise ConfigError("--out and --resume go with --batch; a text goes to stdout")
