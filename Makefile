@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-full lint format clean
+.PHONY: demo test test-full mutate lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -24,6 +24,10 @@ test: lint
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
+
+# Half an hour; what was found before and has not changed is not tried again.
+mutate: $(VENV)/.installed-test
+	$(BIN)/python scripts/mutate.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
