@@ -4,6 +4,7 @@ A leaf of either kind stands where an array `[out, in]` stood; `dense` gives the
 is done with a leaf is decided in `linear`, how one is made in `quantize`.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,6 +68,11 @@ class QTensor(struct.PyTreeNode):
 
     def dense(self, dtype: Any = jnp.float32) -> jax.Array:
         """The weights themselves, `[O, I]`, computed in float32."""
+        weights: jax.Array = self._dense(dtype)
+        return weights
+
+    @partial(jax.jit, static_argnums=1)  # where nothing around it is compiled, it is, as a whole
+    def _dense(self, dtype: Any) -> jax.Array:
         q = self.integers()
         scale = self.scale.astype(jnp.float32)
         size = q.shape[1] // scale.shape[1]
@@ -133,6 +139,7 @@ class Packed(struct.PyTreeNode):
         rows = self.sign_mantissa.shape[0]
         return or_nan(self._rows(jnp.clip(index.reshape(-1), 0, rows - 1)), index, rows)
 
+    @jax.jit
     def _rows(self, index: jax.Array) -> jax.Array:
         byte = self.sign_mantissa[index].astype(jnp.uint16)
         nibble = self.nibbles[index].reshape(index.shape[0], -1, 64)
