@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-full lint format clean
+.PHONY: demo test test-full lint format clean fuzz sanitize mutate
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -24,6 +24,18 @@ test: lint
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
+
+# Changed files of every kind, in processes of their own: loaded or refused, and nothing else.
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz.run --cases 10000
+
+# The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set there is.
+sanitize: $(VENV)/.installed-test
+	$(BIN)/python scripts/sanitize.py --through-xla
+
+# Half an hour; what was found before and has not changed is not tried again.
+mutate: $(VENV)/.installed-test
+	$(BIN)/python scripts/mutate.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,9 +1,11 @@
-"""`python -m convert SRC DST [--dtype bfloat16] [--to-hf]`."""
+"""`python -m convert SRC DST`, installed `python -m jaxllm.convert SRC DST`: `jaxllm convert`."""
 
-from jaxllm.cli import run_command
-from jaxllm.cli.convert import EXAMPLES, convert
+from jaxllm import process
 
 if __name__ == "__main__":
-    run_command(
-        convert, "python -m convert", EXAMPLES.replace("jaxllm convert", "python -m convert")
-    )
+    process.begin()
+    import sys
+
+    from jaxllm.cli import main
+
+    main(["convert", *sys.argv[1:]])

@@ -5,16 +5,16 @@ complaints come in one error. Nothing outside the directory is opened and nothin
 """
 
 import re
-import shutil
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxllm.checkpoint import (
     Checkpoint,
+    check_ids,
     check_names,
     claim,
     native_precision,
@@ -23,13 +23,35 @@ from jaxllm.checkpoint import (
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import read_json, write_json
+from jaxllm.files import (
+    as_schema,
+    copy_files,
+    inside,
+    is_there,
+    read_json,
+    write_json,
+    writing_directory,
+)
 from jaxllm.models import family
 from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 
 from . import gpt2, llama
 from .tables import Architecture, Same, Transposed
+
+
+class _Index(msgspec.Struct):
+    """model.safetensors.index.json. weight_map: the shard of every tensor."""
+
+    weight_map: dict[str, str]
+
+
+class _Kind(msgspec.Struct):
+    """What a config.json says it is; the rest is for the table of its model_type."""
+
+    model_type: str
+    architectures: list[str] | None = None
+
 
 READERS: dict[str, tuple[Any, Architecture]] = {
     "llama": (llama.read_config, llama.LLAMA),
@@ -53,9 +75,9 @@ def open_hf(directory: Path) -> Checkpoint:
     config, table = read_config(data)
     tensors = _rename(_open_files(directory), config, table, str(directory))
     check_names(tensors, config, str(directory))
-    generation = read_generation(directory)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
-    return Checkpoint(directory, config, tensors, {**ids, **generation}, native_precision(tensors))
+    generation = check_ids({**ids, **read_generation(directory)}, f"{directory / 'config.json'}")
+    return Checkpoint(directory, config, tensors, generation, native_precision(tensors))
 
 
 def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
@@ -63,10 +85,11 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
 
     Raises ConfigError with every field that is missing, unknown, or asks for what is not there.
     """
-    model_type = data.get("model_type")
-    if model_type not in READERS:
+    kind: _Kind = as_schema(data, _Kind, "config.json", ConfigError)
+    if kind.model_type not in READERS:
         raise ConfigError(
-            f"config.json: model_type {model_type!r} is not supported (known: {', '.join(READERS)})"
+            f"config.json: model_type {kind.model_type!r:.40} is not supported"
+            f" (known: {', '.join(READERS)})"
         )
     if "quantization_config" in data:
         raise ConfigError(
@@ -77,7 +100,14 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
         raise ConfigError(
             "config.json: the checkpoint brings code of its own (auto_map), which is never run"
         )
-    read, table = READERS[model_type]
+    read, table = READERS[kind.model_type]
+    for name in kind.architectures or ():
+        if name not in table.architectures:
+            raise ConfigError(
+                f"config.json: architectures names {name!r:.60}, which is no plain causal model"
+                f" (known for {kind.model_type}: {', '.join(table.architectures)}); if its tensors"
+                " are those of one, name that one there"
+            )
     return read(table, data), table
 
 
@@ -88,10 +118,10 @@ def write_hf(
     files: Iterable[Path] = (),
     show_progress: bool | None = None,
 ) -> None:
-    """Write a Hugging Face directory that transformers loads; config.json comes last.
+    """Write a Hugging Face directory that transformers loads: all of it, or nothing.
 
-    files: further files to copy (the tokenizer's). Raises CheckpointError if `directory` already
-    holds a checkpoint.
+    files: further files of the checkpoint's directory to copy (the tokenizer's). Raises
+    CheckpointError if `directory` already holds a checkpoint, or cannot be written.
     """
     claim(directory)
     config = checkpoint.config
@@ -103,21 +133,21 @@ def write_hf(
     # Conv1D's transpose is its own inverse, so the rows that read also write.
     tensors = {names[path]: rows[path].apply(t) for path, t in checkpoint.tensors.items()}
     total = sum(t.nbytes for t in tensors.values())
-    with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
-        write_tensors(
-            directory / "model.safetensors",
-            tensors,
-            aligned=False,
-            metadata={"format": "pt"},
-            progress=advance,
-        )
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
-    for file in files:
-        shutil.copyfile(file, directory / file.name)
-    if checkpoint.generation:
-        write_json(directory / "generation_config.json", checkpoint.generation)
     dtype = native_precision(tensors).weights
-    write_json(directory / "config.json", {**data, **ids, "torch_dtype": dtype})
+    with writing_directory(directory) as made:
+        with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
+            write_tensors(
+                made / "model.safetensors",
+                tensors,
+                aligned=False,
+                metadata={"format": "pt"},
+                progress=advance,
+            )
+        copy_files(files, made)
+        if checkpoint.generation:
+            write_json(made / "generation_config.json", checkpoint.generation)
+        write_json(made / "config.json", {**data, **ids, "torch_dtype": dtype})
 
 
 def _rows(table: Architecture, config: ModelConfig) -> list[tuple[Same | Transposed, str, str]]:
@@ -170,11 +200,13 @@ def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> 
 
 
 def _open_files(directory: Path) -> dict[str, LazyTensor]:
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if single.exists():
-        return open_tensors(_inside(directory, single.name))
-    if index.exists():
-        return _open_shards(directory, read_json(index))
+    index, single = "model.safetensors.index.json", "model.safetensors"
+    if is_there(directory / single):
+        return open_tensors(inside(directory, single))
+    if is_there(directory / index):
+        where = str(directory / index)
+        shards: _Index = as_schema(read_json(inside(directory, index)), _Index, where)
+        return _open_shards(directory, shards.weight_map)
     if pickles := sorted(p.name for p in directory.glob("*.bin")):
         raise CheckpointError(
             f"{directory}: {pickles[0]} is a pickle, which can run code when it is read, and is"
@@ -184,13 +216,8 @@ def _open_files(directory: Path) -> dict[str, LazyTensor]:
     raise CheckpointError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
 
 
-def _open_shards(directory: Path, index: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and isinstance(file, str) for name, file in weight_map.items()
-    ):
-        raise CheckpointError(f"{directory}: the index has no weight_map from names to files")
-    files = {f: open_tensors(_inside(directory, f)) for f in sorted(set(weight_map.values()))}
+def _open_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, LazyTensor]:
+    files = {f: open_tensors(inside(directory, f)) for f in sorted(set(weight_map.values()))}
     complaints = []
     tensors: dict[str, LazyTensor] = {}
     for file, held in files.items():
@@ -206,24 +233,3 @@ def _open_shards(directory: Path, index: Mapping[str, Any]) -> dict[str, LazyTen
     if complaints:
         raise CheckpointError(f"{directory}: {'; '.join(complaints[:50])}")
     return tensors
-
-
-def _inside(directory: Path, name: str) -> Path:
-    """A plain file of the directory, or CheckpointError before anything is opened."""
-    if name != Path(name).name or name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{directory}: shard {name!r} is not a plain file name")
-    path = directory / name
-    try:
-        real = path.resolve(strict=True)
-        regular = stat.S_ISREG(real.stat().st_mode)
-    except (OSError, RuntimeError):
-        raise CheckpointError(f"{directory}: {name} is missing") from None
-    home = directory.resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":  # the hub's cache: links from snapshots/x into blobs
-        homes.append(home.parent.parent / "blobs")
-    if real.parent not in homes:
-        raise CheckpointError(f"{directory}: {name} is a link that leaves the directory")
-    if not regular:
-        raise CheckpointError(f"{directory}: {name} is not a regular file")
-    return path

@@ -54,7 +54,7 @@ TENSORS = (
 )
 
 GPT2 = Architecture(
-    architectures=("GPT2LMHeadModel",),
+    architectures=("GPT2LMHeadModel", "GPT2Model"),
     fields=FIELDS,
     allowed=COMMON_ALLOWED,
     # reorder_and_upcast_attn: attention is in float32 here whatever it says. n_ctx: n_positions,
@@ -95,7 +95,7 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:
 def write_config(config: GPT2Config) -> tuple[dict[str, Any], Architecture]:
     """config.json's fields, and the table."""
     data = {
-        "architectures": list(GPT2.architectures),
+        "architectures": [GPT2.architectures[0]],
         "model_type": "gpt2",
         **write_fields(GPT2, config),
     }

@@ -61,7 +61,7 @@ TENSORS = (
 )
 
 LLAMA = Architecture(
-    architectures=("LlamaForCausalLM",),
+    architectures=("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
     fields=FIELDS,
     allowed={**COMMON_ALLOWED, "pretraining_tp": (1, None)},
     ignored=COMMON_IGNORED | {"attention_dropout", "rope_theta", "rope_scaling", "rope_parameters"},
@@ -75,7 +75,7 @@ LLAMA = Architecture(
 
 MISTRAL = dataclasses.replace(
     LLAMA,
-    architectures=("MistralForCausalLM",),
+    architectures=("MistralForCausalLM", "MistralModel"),
     # Mistral's linears have no biases, and its configuration no words for them.
     fields=(
         *(f for f in FIELDS if f.theirs not in ("attention_bias", "mlp_bias")),
@@ -104,7 +104,7 @@ def write_config(config: LlamaConfig) -> tuple[dict[str, Any], Architecture]:
     scaling = None if config.rope.rope_type == "default" else settings
     model_type, table = ("llama", LLAMA) if config.sliding_window is None else ("mistral", MISTRAL)
     data = {
-        "architectures": list(table.architectures),
+        "architectures": [table.architectures[0]],
         "model_type": model_type,
         **write_fields(table, config),
         "rope_theta": theta,
@@ -137,9 +137,9 @@ def _read_rope(data: Mapping[str, Any], context: Any, complaints: list[str]) -> 
     kind = settings.setdefault("rope_type", "default")
     if settings.pop("partial_rotary_factor", 1.0) != 1.0:
         complaints.append("partial_rotary_factor other than 1 is not supported")
-    if kind not in ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         known = ", ".join(ROPE_FIELDS)
-        complaints.append(f"rope_type {kind!r} is not supported (known: {known})")
+        complaints.append(f"rope_type {kind!r:.40} is not supported (known: {known})")
         return None
     required, optional = ROPE_FIELDS[kind]
     if "original_max_position_embeddings" in required:

@@ -43,6 +43,8 @@ class Transposed(NamedTuple):
 class Architecture:
     """How one architecture's checkpoints are read and written.
 
+    architectures: classes whose checkpoints these are, the one that is written first. Others have
+    another head, or attend to what follows; so may classes that nobody here has heard of.
     fields: the configuration table. allowed: fields that may only have one of these values,
     because others would change the mathematics. ignored: fields without effect on inference.
     tensors: the weight table; `{i}` is the layer. skipped: regexes of tensor names that are

@@ -1,5 +1,15 @@
-"""`python -m jaxllm`: the command `jaxllm`."""
+"""`jaxllm` and `python -m jaxllm`: the process is taken in hand before anything is imported."""
 
-from jaxllm.cli import main
+from jaxllm import process
 
-main()
+
+def main() -> None:
+    """The entry point."""
+    process.begin()
+    from jaxllm.cli import main
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,16 +6,15 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import flax.linen as nn
+import jax
 import numpy as np
 
 from jaxllm import checkpoint, models
-from jaxllm.cache.kv import KVCache
+from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
-    DECODERS,
-    FINISH_REASONS,
     Completion,
     Parts,
     TopLogprobs,
@@ -27,39 +26,24 @@ from jaxllm.complete import (
 )
 from jaxllm.config import ModelConfig
 from jaxllm.decode.generate import Finish, stream
-from jaxllm.decode.sampling import GREEDY
-from jaxllm.decode.serve import Request, serve
-from jaxllm.embed import embeddings
+from jaxllm.embed import embeddings, log_probs
 from jaxllm.errors import (
     CheckpointError,
     JaxllmError,
-    NonFiniteError,
-    SamplingError,
     TokenError,
 )
-from jaxllm.settings import UNSUPPORTED, Settings, read_settings, row_options
+from jaxllm.options import GenerateOptions, Kind, check_options, row_options
+from jaxllm.prompts import Prompt, each_of, encode
+from jaxllm.serving import answers
+from jaxllm.settings import UNSUPPORTED, Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
-from jaxllm.text.reader import Reader
 from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
 
-# What a request to `serve` cannot ask for.
-UNSERVED = (
-    "assistant_model",
-    "cache",
-    "guidance_scale",
-    "num_beams",
-    "num_return_sequences",
-    "overflow",
-    "penalty_alpha",
-    "prompt_lookup_num_tokens",
-    "top_logprobs",
-)
 DEMOS = Path(__file__).parent / "demo"
-Prompt = str | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +62,7 @@ class Piece:
     tokens_per_second: float
     cache: KVCache = dataclasses.field(repr=False)
     top_logprobs: TopLogprobs | None = None
+    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,24 +85,41 @@ class LM:
         return Parts(self.model, self.params, self.tokenizer)
 
     @overload
-    def generate(self, prompt: str, **options: Any) -> Completion: ...
+    def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str], **options: Any) -> list[Completion]: ...
+    def generate(
+        self, prompt: list[str], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]: ...
     @overload
-    def generate(self, prompt: Sequence[int] | Sequence[Sequence[int]], **options: Any) -> Any: ...
+    def generate(
+        self,
+        prompt: Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array,
+        **options: Unpack[GenerateOptions],
+    ) -> Any: ...
 
-    def generate(self, prompt: Any, **options: Any) -> Any:
+    def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Any:
         """Continue a prompt, or each of a list of prompts in one batch.
 
-        prompt: text, token ids, or a list of either. A text is encoded without special tokens;
-        before it goes the begin-of-text token if the checkpoint asks for one (and always before
-        an empty text). Token ids are taken as they are.
+        prompt: text, token ids (a list, or an array of numpy or JAX), or a list of either. A text
+        is encoded without special tokens; before it goes the begin-of-text token if the checkpoint
+        asks for one (and always before an empty text). Token ids are taken as they are. No prompts
+        have no completions.
 
-        options, in Hugging Face's spelling; generation_config.json gives the defaults:
+        options, in Hugging Face's spelling; generation_config.json gives the defaults, None is the
+        default, and `jaxllm.options.OPTIONS` says what each must be:
 
-        max_new_tokens (256, or what fits), eos_token_id (an id or several), stop_strings: the end.
-        do_sample, seed (0), and everything in `decode.options.PROCESSORS`: the choice of tokens.
-        Greedy unless do_sample=True or a temperature is given. Numbers may be one a prompt.
+        max_new_tokens (256, or what fits), eos_token_id (an id or several), stop_strings,
+        stopping_criteria (a function of text and ids so far, or several): the end.
+        do_sample, seed (0, or "random"): the choice of tokens. Greedy unless do_sample=True or a
+        temperature is given. Numbers may be one a prompt.
+        temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma,
+        xtc_probability, xtc_threshold, mirostat_tau, mirostat_eta: from which tokens is drawn.
+        repetition_penalty, presence_penalty, frequency_penalty, dry_multiplier, dry_base,
+        dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers, no_repeat_ngram_size: less of
+        what was said. logit_bias, sequence_bias, bad_words_ids, suppress_tokens,
+        begin_suppress_tokens, min_length, min_new_tokens, forced_bos_token_id, forced_eos_token_id.
+        logits_processor: a list of your own, `Processor`s or functions (scores [B, V], Context) ->
+        scores in JAX. sampler: a `Sampler` in place of all that.
         num_return_sequences (1), num_beams (1), length_penalty (1.0), early_stopping (False).
         assistant_model (an LM) or prompt_lookup_num_tokens: speculative decoding, with
         num_assistant_tokens (4) or max_matching_ngram_size (3).
@@ -127,7 +129,7 @@ class LM:
         overflow: "refuse" a text that exceeds the context; "slide": begin again from the context's
         recent half; "sinks": keep the first tokens and a window.
         cache: a KVCache of one row; what the prompt shares with its text is not run again.
-        chunk (256): tokens of a prompt that are run at once.
+        chunk (256): tokens of a prompt that are run at once. pad_token_id: without effect.
         batch_invariant (False): a row's last bits may depend on how many rows run with it; True
         runs each prompt by itself, which gives up what batching gains. Where a prompt's place in
         the list must not matter either, give each its own seed: seed=[3, 7]; with one seed, equal
@@ -138,10 +140,12 @@ class LM:
         tokens exceed the context, SamplingError for an unknown or impossible option,
         NonFiniteError when the model returns NaN.
         """
-        prompts, single = self._prompts(prompt)
-        if options.get("negative_prompt") is not None:
-            options["negative_prompt"] = self.encode(options["negative_prompt"])
-        settings = read_settings(self.config, self.generation, prompts, options)
+        given, single = each_of(prompt)
+        prompts = [self.encode(p) for p in given]
+        if not prompts:
+            check_options(options)
+            return []
+        settings = self._settings(prompts, options)
         if settings.batch_invariant and len(prompts) > 1:
             return [
                 self.generate(p, **row_options(options, row, len(prompts)))
@@ -153,14 +157,19 @@ class LM:
         groups = [each[i : i + n] for i in range(0, len(each), n)]
         return groups[0] if single else groups
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
-        """As `generate` for one prompt, a `Piece` at a time; equal options give equal tokens."""
-        prompts, single = self._prompts(prompt)
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
+        """As `generate` for one prompt, a `Piece` at a time; equal options give equal tokens.
+
+        Bad input is refused now, the prompt runs when the first piece is asked for.
+        """
+        given, single = each_of(prompt)
         if not single:
             raise TokenError("stream takes one prompt; use generate for a list of them")
-        settings = read_settings(self.config, self.generation, prompts, options)
-        if settings.num_return_sequences > 1 or any(d.asked(settings) for d in DECODERS):
-            raise SamplingError("stream gives one text as it is decoded; use generate")
+        prompts = [self.encode(given[0])]
+        settings = self._settings(prompts, options, "stream")
+        return self._pieces(prompts, settings)
+
+    def _pieces(self, prompts: list[list[int]], settings: Settings) -> Iterator[Piece]:
         tokens_BT, arguments = generation(prompts, settings)
         reader, pieces, start = reader_of(self.parts, prompts[0], settings), [""], 0.0
 
@@ -183,54 +192,39 @@ class LM:
                 rate,
                 step.cache,
                 top_logprobs(step, 0, 1)[0] if settings.top_logprobs else None,
+                settings.seed if isinstance(settings.seed, int) else settings.seed[0],
             )
 
     def serve(
-        self, requests: Iterable[Mapping[str, Any]], *, rows: int = 8, capacity: int | None = None
+        self,
+        requests: Iterable[Mapping[str, Any] | None],
+        *,
+        rows: int = 8,
+        capacity: int | None = None,
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
         """Answer requests by continuous batching: they join and leave while others run.
 
-        requests: each a mapping with `prompt` (text or token ids), `id` (by default its number) and
-        options of `generate`, of which beams, several sequences, overflow, a cache and top_logprobs
-        are not served. rows: how many run at once, in a cache of `capacity` tokens a row (by
-        default the model's context). Asked for the next request whenever a row is free.
+        requests: each a mapping with `prompt` (text or token ids) and options of `generate`, of
+        which beams, several sequences, overflow, a cache and top_logprobs are not served; None for
+        nothing at the moment. Asked for the next one whenever a row is free. `id`: anything; by
+        default the request's number, or the next that no earlier request has taken. Requests with
+        equal ids are answered apart, each under its id. `cancelled`: a function that says whether
+        nobody waits for the answer any more (`threading.Event().is_set`, say); it then ends with
+        what it has, its finish_reason "cancelled".
+
+        rows: how many run at once, in a cache of `capacity` tokens a row (by default the model's
+        context).
 
         Yields `(id, Completion)` as they finish, with the tokens that `generate` gives each alone,
         or `(id, error)` for one that cannot be answered; the others go on.
         """
-        readers: dict[Any, tuple[Reader, int, list[int], list[float]]] = {}
-        refused: list[tuple[Any, JaxllmError]] = []
-
-        def read() -> Iterator[Request | None]:
-            for number, request in enumerate(requests):
-                options = {**request}
-                name, prompt = options.pop("id", number), options.pop("prompt", None)
-                try:
-                    made, reader = self._request(name, prompt, options)
-                except JaxllmError as error:
-                    refused.append((name, error))
-                    yield None  # so that the refusal is told now
-                    continue
-                readers[name] = (reader, len(made.prompt), [], [])
-                yield made
-
         capacity = self.config.context_length if capacity is None else capacity
-        for event in serve(self.model, self.params, read(), rows=rows, capacity=capacity):
-            while refused:
-                yield refused.pop(0)
-            if event.error is not None:
-                yield event.id, event.error
-                continue
-            reader, length, tokens, logprobs = readers[event.id]
-            if event.token is not None and event.logprob is not None:
-                tokens.append(event.token)
-                logprobs.append(event.logprob)
-            if event.finish == Finish.NON_FINITE:
-                yield event.id, NonFiniteError("the model returned NaN or infinite logits")
-            elif event.finish is not None:
-                finish = FINISH_REASONS[event.finish]
-                yield event.id, Completion(reader.whole(tokens), tokens, logprobs, finish, length)
-        yield from refused
+
+        def read(prompt: Any, options: Mapping[str, Any]) -> tuple[list[int], Settings]:
+            ids = self.encode(prompt)
+            return ids, self._settings([ids], options, "serve")
+
+        return answers(self.parts, requests, read, rows=rows, capacity=capacity)
 
     def embed(self, texts: Sequence[Prompt], **options: Any) -> np.ndarray:
         """One vector a text, float32 `[N, D]`: the hidden states of a layer, pooled.
@@ -255,6 +249,37 @@ class LM:
         text = ChatTemplate.from_directory(self.path).render(messages, **variables)
         return self.tokenizer.encode(text, parse_special=True)
 
+    def init_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
+        """An empty cache in this model's format; by default of one row with room for its context.
+
+        Raises what `jaxllm.init_cache` raises.
+        """
+        return init_cache(self.model, batch, capacity or self.config.context_length)
+
+    def log_probs(self, text: Prompt) -> np.ndarray:
+        """The log-probability of each token of `encode(text)` but the first, which nothing
+        predicts: float32 `[T - 1]`, given the tokens before it.
+
+        Raises TokenError for what is no prompt, CapacityError for one longer than the context,
+        NonFiniteError when the model returns NaN.
+        """
+        return log_probs(self.model, self.params, self.encode(text))
+
+    def save(self, directory: str | Path, *, show_progress: bool | None = None) -> None:
+        """Write the model in jaxllm's own form, tokenizer and all; `load` reads it.
+
+        What changed is written as it is: `dataclasses.replace(lm, params=trained).save(path)`.
+        Raises CheckpointError where `directory` already holds a checkpoint.
+        """
+        precision = self.model.precision
+        opened = checkpoint.Checkpoint(self.path, self.config, {}, self.generation, precision)
+        checkpoint.save(
+            Path(directory),
+            checkpoint.in_memory(opened, self.params, precision),
+            files=[file for name in TOKENIZER_FILES if (file := self.path / name).is_file()],
+            show_progress=show_progress,
+        )
+
     def __repr__(self) -> str:
         total = sum(as_leaf(leaf).size for _, leaf in flatten(self.params))
         precision = self.model.precision
@@ -265,60 +290,18 @@ class LM:
             f" context {self.config.context_length})"
         )
 
-    def _prompts(self, prompt: Any) -> tuple[list[list[int]], bool]:
-        """Token ids of each prompt, and whether there was just one."""
-        single = isinstance(prompt, str) or (len(prompt) > 0 and _is_id(prompt[0]))
-        each = [prompt] if single or len(prompt) == 0 else list(prompt)
-        prompts = [self.encode(p) for p in each]
-        return prompts, single
-
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that `generate` runs for a prompt; raises TokenError for what is none."""
         bos = self.generation.get("bos_token_id")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                if prompt:
-                    raise TokenError(f"{self.path} has no tokenizer: give token ids, not text")
-                ids = []
-            else:
-                ids = self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)
-                bos = self.tokenizer.bos_id if bos is None else bos
-        elif isinstance(prompt, Sequence | np.ndarray) and all(map(_is_id, prompt)):
-            ids = [int(token) for token in prompt]
-        else:
-            raise TokenError(f"a prompt is text or token ids, got {prompt!r:.60}")
-        if not ids:
-            if bos is None:
-                raise TokenError("the prompt is empty and the checkpoint names no bos token")
-            ids = [int(bos)]
-        return ids
+        return encode(prompt, self.config.vocab_size, self.tokenizer, bos)
 
-    def _request(
-        self, name: Any, prompt: Any, options: Mapping[str, Any]
-    ) -> tuple[Request, Reader]:
-        """One request of `serve`, and what reads its tokens."""
-        ids = self.encode(prompt)
-        settings = read_settings(self.config, self.generation, [ids], options)
-        plain = Settings(max_new_tokens=1, sampler=GREEDY)
-        for field in UNSERVED:
-            if getattr(settings, field) != getattr(plain, field):
-                raise SamplingError(f"a request to serve takes no {field}")
-        reader = reader_of(self.parts, ids, settings)
-
-        def stops(token: int) -> bool:
-            reader.push(token)
-            return reader.stopped
-
-        request = Request(
-            id=name,
-            prompt=ids,
-            max_new_tokens=int(np.max(settings.max_new_tokens)),
-            sampler=settings.sampler,
-            seed=settings.seed,  # type: ignore[arg-type]
-            eos_token_ids=settings.eos_token_ids,
-            until=stops if settings.stop_strings else None,
-        )
-        return request, reader
+    def _settings(
+        self, prompts: list[list[int]], options: Mapping[str, Any], kind: Kind = "generate"
+    ) -> Settings:
+        if options.get("negative_prompt") is not None:
+            options = {**options, "negative_prompt": self.encode(options["negative_prompt"])}
+        dtype = self.model.precision.cache
+        return read_settings(self.config, self.generation, prompts, options, kind, dtype)
 
 
 def load(
@@ -375,8 +358,11 @@ def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
 def resolve(path: str | Path) -> Path:
     """The directory that a path or a name of `load` stands for; downloads only for "hf:..."."""
     text = str(path)
-    if text.startswith("demo:") and (DEMOS / text[5:] / "config.json").is_file():
-        return DEMOS / text[5:]
+    if text.startswith("demo:"):
+        demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
+        if text not in demos:
+            raise CheckpointError(f"no demo {text!r:.60}: there are {', '.join(sorted(demos))}")
+        return demos[text]
     if text.startswith("hf:"):
         return _download(text[3:])
     directory = Path(path)
@@ -400,7 +386,3 @@ def _download(repo: str) -> Path:
         )
     except Exception as error:  # whatever the network brings, one line of it is what helps
         raise CheckpointError(f"hf:{repo} could not be downloaded: {error!s:.200}") from error
-
-
-def _is_id(token: Any) -> bool:
-    return isinstance(token, int | np.integer) and not isinstance(token, bool)

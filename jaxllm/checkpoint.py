@@ -5,19 +5,28 @@ lies. Loading from lazy tensors, with every check, is shared with `convert`.
 """
 
 import dataclasses
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxllm import models
 from jaxllm.config import ModelConfig, config_from_dict
 from jaxllm.errors import CheckpointError
-from jaxllm.files import read_json, write_json
+from jaxllm.files import (
+    as_schema,
+    check_vacant,
+    copy_files,
+    inside,
+    is_there,
+    read_json,
+    write_json,
+    writing_directory,
+)
 from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
 from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
@@ -48,6 +57,27 @@ class Checkpoint:
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    """config.json in our own form. formats: of the quantized tensors, by path."""
+
+    format: Literal["jaxllm"]
+    version: int
+    model: dict[str, Any]
+    precision: dict[str, Any]
+    formats: dict[str, str] = {}
+
+
+_Id = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]  # -1: what some files say for none
+
+
+class _Ids(msgspec.Struct):
+    """What generation_config.json says about token ids; the rest of it are options."""
+
+    bos_token_id: _Id | None = None
+    eos_token_id: _Id | list[_Id] | None = None
+    pad_token_id: _Id | list[_Id] | None = None
+
+
 def is_native(directory: Path) -> bool:
     """Whether a directory holds a checkpoint in jaxllm's own form."""
     return read_model_json(directory).get("format") == FORMAT
@@ -55,26 +85,19 @@ def is_native(directory: Path) -> bool:
 
 def open_native(directory: Path) -> Checkpoint:
     """Open a directory that `save` wrote. Raises CheckpointError with all that is wrong with it."""
-    data = read_model_json(directory)
+    data, where = read_model_json(directory), f"{directory / 'config.json'}"
     if data.get("version") != VERSION:
         raise CheckpointError(
-            f"{directory}: written in version {data.get('version')!r} of the format,"
+            f"{directory}: written in version {data.get('version')!r:.40} of the format,"
             f" this jaxllm reads version {VERSION}"
         )
-    config = config_from_dict(data["model"])
-    formats = data.get("formats", {})
-    if not isinstance(formats, dict) or not all(isinstance(f, str) for f in formats.values()):
-        raise CheckpointError(f"{directory}: config.json: formats must give a name for each path")
-    tensors = open_tensors(directory / WEIGHTS, mapped=True)
-    check_names(tensors, config, str(directory), formats)
-    return Checkpoint(
-        directory,
-        config,
-        tensors,
-        read_generation(directory),
-        Precision.from_dict(data["precision"]),
-        formats,
-    )
+    header: _Header = as_schema(data, _Header, where)
+    config = config_from_dict(header.model, f"{where}: model")
+    precision = Precision.from_dict(header.precision, f"{where}: precision")
+    tensors = open_tensors(inside(directory, WEIGHTS), mapped=True)
+    check_names(tensors, config, str(directory), header.formats)
+    generation = read_generation(directory)
+    return Checkpoint(directory, config, tensors, generation, precision, header.formats)
 
 
 def save(
@@ -84,40 +107,36 @@ def save(
     files: Iterable[Path] = (),
     show_progress: bool | None = None,
 ) -> None:
-    """Write a checkpoint in jaxllm's own form; config.json comes last, when all else is there.
+    """Write a checkpoint in jaxllm's own form: all of it, or nothing.
 
-    files: further files to copy (the tokenizer's). Raises CheckpointError if `directory` already
-    holds a checkpoint.
+    files: further files of the checkpoint's directory to copy (the tokenizer's). Raises
+    CheckpointError if `directory` already holds a checkpoint, or cannot be written.
     """
     claim(directory)
     total = sum(t.nbytes for t in checkpoint.tensors.values())
-    with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
-        write_tensors(
-            directory / WEIGHTS,
-            checkpoint.tensors,
-            metadata={"format": FORMAT},
-            progress=advance,
-        )
-    for file in files:
-        shutil.copyfile(file, directory / file.name)
-    write_json(directory / "generation_config.json", checkpoint.generation)
-    write_json(
-        directory / "config.json",
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": checkpoint.config.to_dict(),
-            "precision": dataclasses.asdict(checkpoint.precision),
-            "formats": dict(checkpoint.formats),
-        },
-    )
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": checkpoint.config.to_dict(),
+        "precision": dataclasses.asdict(checkpoint.precision),
+        "formats": dict(checkpoint.formats),
+    }
+    with writing_directory(directory) as made:
+        with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
+            write_tensors(
+                made / WEIGHTS,
+                checkpoint.tensors,
+                metadata={"format": FORMAT},
+                progress=advance,
+            )
+        copy_files(files, made)
+        write_json(made / "generation_config.json", checkpoint.generation)
+        write_json(made / "config.json", header)
 
 
 def claim(directory: Path) -> None:
-    """Make a directory to write to. Raises CheckpointError if it already holds a checkpoint."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if (directory / "config.json").exists():
-        raise CheckpointError(f"{directory} already holds a checkpoint; name an empty directory")
+    """Raise CheckpointError, before the work, where no checkpoint can be written."""
+    check_vacant(directory, "config.json", "a checkpoint")
 
 
 def load_params(
@@ -268,14 +287,24 @@ def check_names(
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The contents of generation_config.json; empty where there is none."""
-    path = directory / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+    """The contents of generation_config.json; empty where there is none.
+
+    Raises CheckpointError for token ids that are none.
+    """
+    name = "generation_config.json"
+    if not is_there(directory / name):
+        return {}
+    return check_ids(read_json(inside(directory, name)), str(directory / name))
+
+
+def check_ids(generation: dict[str, Any], where: str) -> dict[str, Any]:
+    """The same. Raises CheckpointError for token ids that are none."""
+    as_schema(generation, _Ids, where)
+    return generation
 
 
 def read_model_json(directory: Path) -> dict[str, Any]:
     """The contents of config.json. Raises CheckpointError where it is missing or no JSON object."""
-    path = directory / "config.json"
-    if not path.exists():
+    if not is_there(directory / "config.json"):
         raise CheckpointError(f"{directory} has no config.json: not a model directory")
-    return read_json(path)
+    return read_json(inside(directory, "config.json"))

@@ -18,12 +18,18 @@ from jaxllm.decode.guidance import guided_generate
 from jaxllm.decode.sampling import row_keys
 from jaxllm.decode.speculative import PromptLookup, speculative_generate
 from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError
+from jaxllm.options import BEAMS, CONTRAST, DRAFTS, GUIDANCE, PLAIN
 from jaxllm.settings import Settings
 from jaxllm.text.reader import Reader
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import Params
 
-FINISH_REASONS = {Finish.EOS: "eos", Finish.LENGTH: "length", Finish.STOP: "stop"}
+FINISH_REASONS = {
+    Finish.EOS: "eos",
+    Finish.LENGTH: "length",
+    Finish.STOP: "stop",
+    Finish.CANCELLED: "cancelled",
+}
 
 TopLogprobs = list[tuple[int, float]]  # of one step: token ids and log-probabilities, best first
 
@@ -42,10 +48,12 @@ class Completion:
 
     text: without special tokens (None where the checkpoint has no tokenizer). tokens: ids, the
     end-of-text token included. logprobs: of each token under the model, before any sampler; only
-    plain generation has them. finish_reason: "eos", "length" or "stop" (a stop string, before
-    which the text ends). cache: of the whole call, a row a prompt; it holds prompt and continuation
-    but for the last token. top_logprobs: each step's likeliest tokens, if asked for. score: of a
-    beam. drafted: tokens proposed by speculation, and how many of them were accepted.
+    plain generation has them. finish_reason: "eos", "length", "stop" (a stop string, before
+    which the text ends, or a stopping criterion) or "cancelled" (of `LM.serve`). cache: of the
+    whole call, a row a prompt; it holds prompt and continuation but for the last token.
+    top_logprobs: each step's likeliest tokens, if asked for. score: of a beam. drafted: tokens
+    proposed by speculation, and how many of them were accepted. seed: what the call drew with, so
+    that what seed="random" gave can be had again.
     """
 
     text: str | None
@@ -57,26 +65,14 @@ class Completion:
     top_logprobs: list[TopLogprobs] | None = None
     score: float | None = None
     drafted: tuple[int, int] | None = None
+    seed: int = dataclasses.field(default=0, compare=False)
 
 
 def complete(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
-    """`num_return_sequences` completions of each prompt, in order, by the decoder asked for.
-
-    Raises SamplingError where two decoders are asked for, or one for what it does not take.
-    """
-    asked = [d for d in DECODERS if d.asked(settings)]
-    if len(asked) > 1:
-        names = " and ".join(d.name for d in asked)
-        raise SamplingError(f"{names} cannot be had at once")
-    if not asked:
-        n = settings.num_return_sequences
-        return _generated(lm, [p for p in prompts for _ in range(n)], settings)
-    decoder = asked[0]
-    neutral = Settings(max_new_tokens=1, sampler=settings.sampler)
-    for field in set(_RARE) - set(decoder.takes):
-        if getattr(settings, field) != getattr(neutral, field):
-            raise SamplingError(f"{decoder.name} takes no {field}")
-    return decoder.run(lm, prompts, settings)
+    """`num_return_sequences` completions of each prompt, in order, by the decoder asked for."""
+    found = _DECODERS[settings.way](lm, prompts, settings)
+    seeds = settings.seed if isinstance(settings.seed, list) else [settings.seed] * len(found)
+    return [dataclasses.replace(c, seed=s) for c, s in zip(found, seeds, strict=True)]
 
 
 def generation(prompts: list[list[int]], settings: Settings) -> tuple[np.ndarray, dict[str, Any]]:
@@ -100,11 +96,42 @@ def generation(prompts: list[list[int]], settings: Settings) -> tuple[np.ndarray
     }
 
 
-def reader_of(lm: Parts, prompt: list[int], settings: Settings) -> Reader:
+def reader_of(lm: Parts, prompt: list[int], settings: Settings) -> "Ending":
     """What reads a prompt's continuation. Raises TokenError for stop strings without tokenizer."""
     if lm.tokenizer is None and settings.stop_strings:
         raise TokenError("the checkpoint has no tokenizer: stop_strings need one")
-    return Reader(lm.tokenizer, prompt, settings.stop_strings)
+    return Ending(lm.tokenizer, prompt, settings)
+
+
+class Ending:
+    """A continuation as text, read token by token up to a stop string or a stopping criterion."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt: Sequence[int], settings: Settings
+    ) -> None:
+        self._reader = Reader(tokenizer, prompt, settings.stop_strings)
+        self._criteria = settings.stopping_criteria
+        self._text: str | None = None if tokenizer is None else ""
+        self._tokens: list[int] = []
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Read one more token; returns the text that has become certain."""
+        piece = self._reader.push(token)
+        if self._criteria:
+            self._tokens.append(token)
+            self._text = None if self._text is None else self._text + piece
+            self.stopped = any(ends(self._text, [*self._tokens]) for ends in self._criteria)
+        self.stopped |= self._reader.stopped
+        return piece
+
+    def flush(self) -> str:
+        """The rest of the text, when no more tokens come."""
+        return self._reader.flush()
+
+    def whole(self, tokens: Sequence[int]) -> str | None:
+        """The text of all tokens, of which some may have been read; None without a tokenizer."""
+        return self._reader.whole(tokens)
 
 
 def reason(finish: Finish, row: int, length: int) -> str | None:
@@ -124,9 +151,10 @@ def top_logprobs(step: Generated, row: int, length: int) -> list[TopLogprobs]:
 
 
 def _generated(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
+    prompts = [p for p in prompts for _ in range(settings.num_return_sequences)]
     tokens_BT, arguments = generation(prompts, settings)
     readers = [reader_of(lm, p, settings) for p in prompts]
-    if settings.stop_strings:
+    if settings.asks_after_each_token:
 
         def ends(token_B: np.ndarray) -> np.ndarray:
             for reader, token in zip(readers, token_B.tolist(), strict=True):
@@ -186,8 +214,6 @@ def _beams(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Comp
 
 def _speculated(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
     assistant, lookup = settings.assistant_model, settings.prompt_lookup_num_tokens
-    if assistant is not None and lookup is not None:
-        raise SamplingError("give assistant_model or prompt_lookup_num_tokens, not both")
     draft = PromptLookup(ngram=settings.max_matching_ngram_size)
     result = speculative_generate(
         lm.model,
@@ -231,7 +257,6 @@ def _contrasted(lm: Parts, prompts: list[list[int]], settings: Settings) -> list
 
 
 def _guided(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
-    assert settings.guidance_scale is not None
     completions = []
     new_B, seed_B = _each(settings.max_new_tokens, prompts), _each(settings.seed, prompts)
     for prompt, new, seed in zip(prompts, new_B, seed_B, strict=True):
@@ -291,24 +316,10 @@ def _padded(prompts: list[list[int]]) -> np.ndarray:
     return tokens_BT
 
 
-class Decoder(NamedTuple):
-    """A way of decoding other than plain generation: its name, when it is asked for, what it is,
-    and which of the settings that not every decoder takes it takes."""
-
-    name: str
-    asked: Callable[[Settings], bool]
-    run: Callable[[Parts, list[list[int]], Settings], list[Completion]]
-    takes: tuple[str, ...] = ()
-
-
-_RARE = ("cache", "overflow", "top_logprobs", "num_return_sequences")
-DECODERS = (
-    Decoder("beam search", lambda s: s.num_beams > 1, _beams, ("num_return_sequences",)),
-    Decoder(
-        "speculative decoding",
-        lambda s: s.assistant_model is not None or s.prompt_lookup_num_tokens is not None,
-        _speculated,
-    ),
-    Decoder("contrastive search", lambda s: s.penalty_alpha is not None, _contrasted),
-    Decoder("guidance", lambda s: s.guidance_scale is not None, _guided),
-)
+_DECODERS: dict[str, Callable[[Parts, list[list[int]], Settings], list[Completion]]] = {
+    PLAIN: _generated,
+    BEAMS: _beams,
+    DRAFTS: _speculated,
+    CONTRAST: _contrasted,
+    GUIDANCE: _guided,
+}

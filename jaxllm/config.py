@@ -6,24 +6,23 @@ is dealt with in `convert`. An instance is a valid static argument of `jax.jit`.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from msgspec import Meta
 
 from jaxllm.errors import ConfigError
+from jaxllm.files import as_schema, complaints_of
 
-HIDDEN_ACTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+HiddenAct = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
+HIDDEN_ACTS = get_args(HiddenAct)
 
 # Bounds on what a file may claim, far above any published model: a typo, not a policy.
-_BOUNDS = {
-    "vocab_size": 1 << 22,
-    "hidden_size": 1 << 18,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1 << 10,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 12,
-    "max_position_embeddings": 1 << 26,
-    "sliding_window": 1 << 26,
-}
+Vocabulary = Annotated[int, Meta(ge=1, le=1 << 22)]
+Width = Annotated[int, Meta(ge=1, le=1 << 20)]
+Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
+Heads = Annotated[int, Meta(ge=1, le=1 << 12)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 26)]
+Positive = Annotated[float, Meta(gt=0, le=1e12)]
 
 # rope_type -> (fields it must have, fields it may have), beside rope_theta.
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -49,42 +48,35 @@ class Rope:
     """
 
     rope_type: str
-    rope_theta: float
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    rope_theta: Positive
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Tokens | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
     truncate: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_FIELDS:
+        if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_FIELDS:
             raise ConfigError(
-                f"rope_type {self.rope_type!r} is not supported (known: {', '.join(ROPE_FIELDS)})"
+                f"rope_type {self.rope_type!r:.40} is not supported"
+                f" (known: {', '.join(ROPE_FIELDS)})"
             )
         required, optional = ROPE_FIELDS[self.rope_type]
         given = {
-            name: value
+            name
             for name, value in dataclasses.asdict(self).items()
-            if name != "rope_type" and value is not None
+            if name not in ("rope_type", "rope_theta") and value is not None
         }
-        complaints = [f"{n} is missing" for n in ("rope_theta", *required) if n not in given]
+        complaints = [f"{n} is missing" for n in required if n not in given]
         complaints += [
-            f"{n} is not used by this type"
-            for n in given
-            if n not in ("rope_theta", *required, *optional)
+            f"{n} is not used by this type" for n in sorted(given - {*required, *optional})
         ]
-        complaints += [
-            f"{n} must be a positive number, got {v!r}"
-            for n, v in given.items()
-            if n != "truncate" and (type(v) not in (int, float) or not 0 < v < 1e12)
-        ]
-        if type(self.truncate) not in (bool, type(None)):
-            complaints.append(f"truncate must be true or false, got {self.truncate!r}")
+        complaints += complaints_of(self)
         if complaints:
             raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
 
@@ -95,16 +87,16 @@ class ModelConfig:
 
     model_type: ClassVar[str]
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_act: str
-    max_position_embeddings: int
-    norm_eps: float
+    vocab_size: Vocabulary
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    num_key_value_heads: Heads
+    head_dim: Heads
+    hidden_act: HiddenAct
+    max_position_embeddings: Tokens
+    norm_eps: Annotated[float, Meta(ge=0, lt=1)]
     tie_word_embeddings: bool
 
     def __post_init__(self) -> None:
@@ -112,31 +104,14 @@ class ModelConfig:
             raise ConfigError(f"{self.model_type} configuration: {'; '.join(complaints)}")
 
     def _complaints(self) -> list[str]:
-        complaints = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if bound := _BOUNDS.get(field.name):
-                if field.name == "sliding_window" and value is None:
-                    continue
-                if type(value) is not int or not 1 <= value <= bound:
-                    complaints.append(
-                        f"{field.name} must be a whole number from 1 to {bound}, got {value!r}"
-                    )
-            elif field.type in (bool, "bool") and type(value) is not bool:
-                complaints.append(f"{field.name} must be true or false, got {value!r}")
-        if complaints:
+        if complaints := complaints_of(self):
             return complaints
+        complaints = []
         if self.num_attention_heads % self.num_key_value_heads:
             complaints.append(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of"
                 f" num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.hidden_act not in HIDDEN_ACTS:
-            complaints.append(
-                f"hidden_act {self.hidden_act!r} is not supported (known: {', '.join(HIDDEN_ACTS)})"
-            )
-        if type(self.norm_eps) not in (int, float) or not 0 <= self.norm_eps < 1:
-            complaints.append(f"norm_eps must be a number in [0, 1), got {self.norm_eps!r}")
         return complaints
 
     @property
@@ -177,7 +152,7 @@ class LlamaConfig(ModelConfig):
     rope: Rope
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
+    sliding_window: Tokens | None = None
 
     def _complaints(self) -> list[str]:
         complaints = super()._complaints()
@@ -230,28 +205,17 @@ class GPT2Config(ModelConfig):
 CONFIGS: dict[str, type[ModelConfig]] = {c.model_type: c for c in (LlamaConfig, GPT2Config)}
 
 
-def config_from_dict(data: dict[str, Any]) -> ModelConfig:
+def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig:
     """Rebuild a configuration from `ModelConfig.to_dict`'s form.
 
-    Raises ConfigError for an unknown model type, and for missing, unknown or impossible fields.
+    where: its place, for messages. Raises ConfigError for an unknown model type, and for missing,
+    unknown or impossible fields.
     """
-    fields = dict(data)
+    fields = dict(as_schema(data, dict[str, Any], where, ConfigError))
     model_type = fields.pop("model_type", None)
-    if model_type not in CONFIGS:
-        raise ConfigError(f"model_type {model_type!r} is not supported (known: {sorted(CONFIGS)})")
-    if isinstance(rope := fields.get("rope"), dict):
-        fields["rope"] = _build(Rope, rope, "rope settings")
-    return _build(CONFIGS[model_type], fields, f"{model_type} configuration")
-
-
-def _build(kind: type, fields: dict[str, Any], what: str) -> Any:
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    missing = [n for n, f in known.items() if n not in fields and f.default is dataclasses.MISSING]
-    unknown = [n for n in fields if n not in known]
-    if missing or unknown:
+    if not isinstance(model_type, str) or model_type not in CONFIGS:
         raise ConfigError(
-            f"{what}:"
-            + (f" missing {', '.join(missing)}" if missing else "")
-            + (f" unknown {', '.join(unknown)}" if unknown else "")
+            f"{where}: model_type {model_type!r:.40} is not supported (known: {sorted(CONFIGS)})"
         )
-    return kind(**fields)
+    config: ModelConfig = as_schema(fields, CONFIGS[model_type], where, ConfigError)
+    return config

@@ -1,5 +1,6 @@
 """Embeddings of texts: the hidden states of a layer, one vector a text, in batches of like lengths.
 
+The log-probabilities of a text's tokens, from the same pass, are here too.
 `decode.batch` pools what it decodes into a cache; here nothing is kept, so any layer will do.
 """
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
@@ -17,6 +19,7 @@ from jaxllm.progress import steps_bar
 from jaxllm.shapes import power_of_two
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params
+from jaxllm.whole import is_whole, whole, whole_array
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
@@ -90,6 +93,31 @@ def embeddings(
     return found
 
 
+def log_probs(model: nn.Module, params: Params, ids: Sequence[int]) -> np.ndarray:
+    """The log-probability of each token but the first given those before it, float32 `[T - 1]`.
+
+    Widths are powers of two, so that few programs are compiled. Raises as `embeddings` does.
+    """
+    text = _checked_text(model, 0, ids)
+    length = len(text)
+    width = max(8, 1 << (length - 1).bit_length())
+    token_BT, position_BT = np.zeros((1, width), np.int32), np.full((1, width), -1, np.int32)
+    token_BT[0, :length], position_BT[0, :length] = text, np.arange(length)
+    found = np.asarray(_log_probs(model, params, token_BT, position_BT))[: length - 1]
+    if not np.isfinite(found).all():
+        raise NonFiniteError("the model returned NaN or infinite logits")
+    return found
+
+
+@partial(jax.jit, static_argnums=0)
+def _log_probs(
+    model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
+) -> jax.Array:
+    logits_TV = run(model, params, (), token_BT, position_BT)[0].logits[0, :-1]
+    logprob_TV = jax.nn.log_softmax(logits_TV, axis=-1)
+    return jnp.take_along_axis(logprob_TV, token_BT[0, 1:, None], axis=1)[:, 0]
+
+
 def _groups(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
     """Which texts run together, the shortest first, and how wide."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
@@ -102,18 +130,17 @@ def _groups(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
 def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> int:
     """The layer, counted from the front."""
     count = model.config.num_hidden_layers + 1
-    if type(layer) is not int or not -count <= layer < count:
+    if not is_whole(layer) or not -count <= layer < count:
         raise ConfigError(f"layer must be from {-count} to {count - 1}, got {layer!r:.40}")
     if pooling not in COUNTED:
         raise ConfigError(f"pooling must be one of {', '.join(COUNTED)}, got {pooling!r:.40}")
-    if type(batch) is not int or batch < 1:
-        raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r:.40}")
-    return layer % count
+    whole("batch", batch, 1, error=ConfigError)
+    return int(layer) % count
 
 
 def _checked_text(model: nn.Module, number: int, text: Any) -> np.ndarray:
-    ids, config = np.asarray(text), model.config
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+    ids, config = whole_array(f"text {number}", text, TokenError), model.config
+    if ids.ndim != 1 or not ids.size:
         raise TokenError(f"text {number} must be token ids, at least one; got {text!r:.60}")
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         wrong = ids[(ids < 0) | (ids >= config.vocab_size)][0]

@@ -3,6 +3,9 @@
 Each message names the thing, what was expected, what was got and, where there is one, the remedy.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class JaxllmError(ValueError):
     """The parent of every error that jaxllm raises on purpose."""
@@ -38,3 +41,9 @@ class CacheMismatchError(JaxllmError):
 
 class TemplateError(JaxllmError):
     """A chat template is missing, malformed, or exceeded its limits."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ ": did you mean X?" with the known name that is most like an unknown one, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f": did you mean {close[0]}?" if close else ""

@@ -4,7 +4,6 @@ Weights are inputs of the steps, never constants. `jaxllm.exported` runs what is
 """
 
 import dataclasses
-import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,9 +15,9 @@ import jax
 import jax.export
 import numpy as np
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.exported import FORMAT, MANIFEST, VERSION, WEIGHTS, Shapes, digest, load
-from jaxllm.files import write_json
+from jaxllm.files import as_schema, check_vacant, write_json, writing, writing_directory
 from jaxllm.fixed import FixedShapeRunner, Form, input_shapes
 from jaxllm.fixed.runner import check_lengths
 from jaxllm.fixed.step import check_form, feeds, run_step
@@ -49,7 +48,7 @@ def export(
     text: bool = False,
     show_progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Write steps of fixed shapes into a directory; returns the manifest, which is written last.
+    """Write steps of fixed shapes into a directory, all or nothing; returns the manifest.
 
     "prefill" runs num_tokens tokens a row, "decode" one, both against the same
     `max_tokens - num_tokens` slots of keys and values, which go in and come out: what one step
@@ -65,7 +64,7 @@ def export(
     that says which).
 
     Raises ConfigError for what cannot be exported, CheckpointError where the directory already
-    holds an export.
+    holds an export, or cannot be written.
     """
     form = form or Form()
     check_form(model, form)
@@ -76,42 +75,44 @@ def export(
     _check_names("native", [native], ("keep", "leave-out"))
     if type(batch) is not int or batch < 1:
         raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r:.40}")
-    directory = _claimed(Path(directory))
+    directory = Path(directory)
+    check_vacant(directory, MANIFEST, "an export")
     capacity = max_tokens - num_tokens
     weights, tree = _named(params)
     steps, calls = {}, set()
-    with steps_bar(f"exporting to {directory.name}", len(what), show_progress) as advance:
-        for name in what:
-            width = num_tokens if name == "prefill" else 1
-            shapes = input_shapes(model, form, batch=batch, num_tokens=width, capacity=capacity)
-            program, found = _lowered(model, form, weights, tree, shapes, platforms, native)
-            calls |= found
-            steps[name] = {
-                **_written(directory / f"{name}.stablehlo", program.mlir_module_serialized),
-                "inputs": _listed({n: shapes[n] for n in sorted(shapes)}),
-                "outputs": _listed(_outputs(program)),
-                "feeds": feeds(form, model.config.num_hidden_layers),
-            }
-            if text:
-                _written(directory / f"{name}.mlir", program.mlir_module().encode())
-            advance()
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "jax": jax.__version__,
-        "calling_convention_version": program.calling_convention_version,
-        "platforms": platforms,
-        "custom_calls": sorted(calls),
-        "model": model.config.to_dict(),
-        "precision": dataclasses.asdict(model.precision),
-        "form": dataclasses.asdict(form),
-        "batch": batch,
-        "num_tokens": num_tokens,
-        "capacity": capacity,
-        "steps": steps,
-        "weights": _weights(directory / WEIGHTS, weights, show_progress),
-    }
-    write_json(directory / MANIFEST, manifest)
+    with writing_directory(directory, MANIFEST) as made:
+        with steps_bar(f"exporting to {directory.name}", len(what), show_progress) as advance:
+            for name in what:
+                width = num_tokens if name == "prefill" else 1
+                shapes = input_shapes(model, form, batch=batch, num_tokens=width, capacity=capacity)
+                program, found = _lowered(model, form, weights, tree, shapes, platforms, native)
+                calls |= found
+                steps[name] = {
+                    **_written(made / f"{name}.stablehlo", program.mlir_module_serialized),
+                    "inputs": _listed({n: shapes[n] for n in sorted(shapes)}),
+                    "outputs": _listed(_outputs(program)),
+                    "feeds": feeds(form, model.config.num_hidden_layers),
+                }
+                if text:
+                    _written(made / f"{name}.mlir", program.mlir_module().encode())
+                advance()
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "jax": jax.__version__,
+            "calling_convention_version": program.calling_convention_version,
+            "platforms": platforms,
+            "custom_calls": sorted(calls),
+            "model": model.config.to_dict(),
+            "precision": dataclasses.asdict(model.precision),
+            "form": dataclasses.asdict(form),
+            "batch": batch,
+            "num_tokens": num_tokens,
+            "capacity": capacity,
+            "steps": steps,
+            "weights": _weights(made / WEIGHTS, weights, show_progress),
+        }
+        write_json(made / MANIFEST, manifest)
     return manifest
 
 
@@ -123,7 +124,8 @@ def compare(model: nn.Module, params: Params, directory: str | Path) -> dict[str
     """
     exported = load(directory)
     m, config = exported.manifest, model.config
-    form, rng = Form(**m["form"]), np.random.default_rng(0)
+    form: Form = as_schema(m["form"], Form, f"{Path(directory) / MANIFEST}: form")
+    rng = np.random.default_rng(0)
     length = min(m["capacity"] + 1, 4 * m["num_tokens"])
     ids = rng.integers(0, config.vocab_size, (m["batch"], length))
     given: dict[str, Any] = {"tokens": ids}
@@ -214,12 +216,8 @@ def _listed(shapes: Shapes) -> list[dict[str, Any]]:
 
 def _written(path: Path, content: bytes) -> dict[str, str]:
     """Write a file, whole or not at all; its entry in the manifest."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path) as file:
+        file.write(content)
     return {"file": path.name, "sha256": digest(path)}
 
 
@@ -238,13 +236,6 @@ def _lazy(array: jax.Array) -> LazyTensor:
 
 def _shapes_of(arrays: dict[str, jax.Array]) -> Shapes:
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-
-
-def _claimed(directory: Path) -> Path:
-    if (directory / MANIFEST).exists():
-        raise CheckpointError(f"{directory} already holds an export; name an empty directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 def _check_names(kind: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -5,23 +5,85 @@ Imports nothing of the models, so that what runs is what was written.
 
 import dataclasses
 import hashlib
+import math
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.export
+import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import read_json
+from jaxllm.files import (
+    as_schema,
+    check_memory,
+    inside,
+    is_there,
+    open_regular,
+    read_bytes,
+    read_json,
+)
+from jaxllm.weights.files import open_tensors
 
 FORMAT, VERSION = "jaxllm-export", 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 NATIVE = "jaxllm.ops.native"  # the module that registers what exports call by name, where they do
 Shapes = dict[str, jax.ShapeDtypeStruct]
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+
+
+class _Form(msgspec.Struct, forbid_unknown_fields=True):
+    """An array of a program, by name."""
+
+    name: str
+    shape: Annotated[list[_Count], msgspec.Meta(max_length=8)]
+    dtype: Literal[
+        "float32", "bfloat16", "float16", "float64", "int32", "int64", "int16", "int8",
+        "uint32", "uint64", "uint16", "uint8", "bool",
+    ]  # fmt: skip
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """A file of the export and its hash."""
+
+    file: str
+    sha256: str
+
+
+class _Weights(_File, forbid_unknown_fields=True):
+    tensors: list[_Form]
+
+
+class _Step(_File, forbid_unknown_fields=True):
+    inputs: list[_Form]
+    outputs: list[_Form]
+    feeds: dict[str, str]
+
+
+class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
+    """manifest.json. What the steps were made of is for people, and for `export.compare`."""
+
+    format: str
+    version: int
+    jax: str
+    calling_convention_version: int
+    platforms: Annotated[list[str], msgspec.Meta(min_length=1)]
+    custom_calls: list[str]
+    model: dict[str, Any]
+    precision: dict[str, Any]
+    form: dict[str, Any]
+    batch: _Count
+    num_tokens: _Count
+    capacity: _Count
+    steps: dict[str, _Step]
+    weights: _Weights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,28 +148,30 @@ class Exported:
 def load(directory: str | Path) -> Exported:
     """Open what `jaxllm export` wrote; every file is compared with its hash in the manifest.
 
+    Whoever wrote the manifest is believed as whoever wrote a program is: what a step computes is
+    theirs. That its bytes are StableHLO is found out in another process, because MLIR's reader does
+    not survive every file.
+
     Raises CheckpointError, naming the file, for one that is missing, damaged, or not of this
     export, and where the steps were exported for another platform than this process runs on.
     """
     directory = Path(directory)
-    manifest = read_manifest(directory)
-    try:
-        weights = _weights(directory, manifest["weights"])
-        steps = {
-            name: _step(directory, name, entry, weights, manifest)
-            for name, entry in manifest["steps"].items()
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / MANIFEST} is incomplete: {error!r:.80}") from None
-    return Exported(steps, manifest)
+    data = read_manifest(directory)
+    manifest: _Manifest = as_schema(data, _Manifest, str(directory / MANIFEST))
+    weights = _weights(directory, manifest.weights)
+    steps = {
+        name: _step(directory, name, entry, weights, manifest)
+        for name, entry in manifest.steps.items()
+    }
+    return Exported(steps, data)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest. Raises CheckpointError where there is none, or it is of another format."""
     path = directory / MANIFEST
-    if not path.exists():
+    if not is_there(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}: not an export")
-    manifest = read_json(path)
+    manifest = read_json(inside(directory, MANIFEST))
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(
             f"{path} is of format {manifest.get('format')!r:.40}, version"
@@ -118,71 +182,122 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sound(directory: Path, entry: Mapping[str, Any]) -> Path:
+def _sound(directory: Path, entry: _File) -> Path:
     """The path of a file of the export whose content is what the manifest says."""
-    name = entry["file"]
-    path = directory / name
-    if Path(name).name != name:
-        raise CheckpointError(f"{directory / MANIFEST}: {name!r:.60} is not a plain file name")
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    if digest(path) != entry["sha256"]:
+    path = inside(directory, entry.file)
+    if digest(path) != entry.sha256:
         raise CheckpointError(f"{path} is damaged, or not of this export: its hash is another")
     return path
 
 
-def _shapes(entries: list[Mapping[str, Any]]) -> Shapes:
-    return {
-        e["name"]: jax.ShapeDtypeStruct(tuple(e["shape"]), jax.numpy.dtype(e["dtype"]))
-        for e in entries
-    }
+def _shapes(forms: list[_Form], where: str) -> Shapes:
+    found = {f.name: jax.ShapeDtypeStruct(tuple(f.shape), jax.numpy.dtype(f.dtype)) for f in forms}
+    if len(found) != len(forms):
+        raise CheckpointError(f"{where}: two arrays have one name")
+    nbytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in found.values())
+    check_memory(nbytes, f"{where}: its arrays", CheckpointError)
+    return found
 
 
-def _weights(directory: Path, entry: Mapping[str, Any]) -> dict[str, jax.Array]:
-    path, expected = _sound(directory, entry), _shapes(entry["tensors"])
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = list(file.keys())
-            found: dict[str, Any] = {n: jax.device_put(file.get_tensor(n)) for n in names}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
-    forms = [{n: (x.shape, x.dtype) for n, x in some.items()} for some in (found, expected)]
+def _weights(directory: Path, entry: _Weights) -> dict[str, jax.Array]:
+    path = _sound(directory, entry)
+    expected = _shapes(entry.tensors, f"{directory / MANIFEST}: weights")
+    tensors = open_tensors(path)
+    forms = [{n: (x.shape, x.dtype) for n, x in some.items()} for some in (tensors, expected)]
     if forms[0] != forms[1]:
         raise CheckpointError(f"{path}: not the tensors that {MANIFEST} lists")
-    return found
+    return {name: jax.device_put(tensors[name].read()) for name in expected}
 
 
 def _step(
     directory: Path,
     name: str,
-    entry: Mapping[str, Any],
+    entry: _Step,
     weights: Mapping[str, jax.Array],
-    manifest: Mapping[str, Any],
+    manifest: _Manifest,
 ) -> ExportedStep:
-    path, platforms = _sound(directory, entry), tuple(manifest["platforms"])
+    path, where = _sound(directory, entry), f"{directory / MANIFEST}: steps.{name}"
     here = jax.export.default_export_platform()
-    if here not in platforms:
+    if here not in manifest.platforms:
         raise CheckpointError(
-            f"{path} was exported for {', '.join(platforms)}; this process runs on {here}"
+            f"{path} was exported for {', '.join(manifest.platforms)}; this process runs on {here}"
         )
-    _check_custom_calls(path, manifest["custom_calls"])
-    inputs, outputs = _shapes(entry["inputs"]), _shapes(entry["outputs"])
+    _check_custom_calls(path, manifest.custom_calls)
+    inputs, outputs = _shapes(entry.inputs, where), _shapes(entry.outputs, where)
+    if unknown := [
+        f"{output} to {name}"
+        for output, name in entry.feeds.items()
+        if output not in outputs or name not in inputs
+    ]:
+        raise CheckpointError(f"{where}: feeds has {unknown[0]:.100}, and no such arrays")
+    if "past_key_values.0.key" not in inputs:
+        raise CheckpointError(f"{where}: no input past_key_values.0.key")
     abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in weights.items()}
-    run = jax.jit(_program(path, manifest, abstract, inputs, outputs).call)
+    program = _program(path, manifest, abstract, inputs, outputs)
+    _check_readable(path, program.mlir_module_serialized, manifest.custom_calls)
+    run = jax.jit(program.call)
     try:
         run.lower(abstract, inputs)
     except Exception as error:  # whatever the reader of foreign bytes says
         said = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path}: not a step that can run: {said}") from None
-    return ExportedStep(name, inputs, outputs, entry["feeds"], weights, run)
+    return ExportedStep(name, inputs, outputs, entry.feeds, weights, run)
+
+
+# Reads a program from stdin as JAX will read it; its status says whether it could, its stdout why.
+_PROBE = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+with ir.Context() as context:
+    try:
+        module = stablehlo.deserialize_portable_artifact(context, sys.stdin.buffer.read())
+        if not module.operation.verify():
+            raise ValueError("it does not verify")
+        def visit(operation):
+            if operation.name == "stablehlo.custom_call":
+                print(operation.attributes["call_target_name"].value)
+            return ir.WalkResult.ADVANCE
+        module.operation.walk(visit)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(str(error))
+"""
+_readable: set[str] = set()  # the hashes of what has been read so
+
+
+def _check_readable(path: Path, program: bytes, custom_calls: list[str]) -> None:
+    """Raise CheckpointError for bytes that MLIR cannot read, or that call what nobody named.
+
+    Reading some of them ends the process, so it is not this one that does.
+    """
+    if (found := hashlib.sha256(program).hexdigest()) in _readable or not sys.executable:
+        return
+    paths = os.pathsep.join(path for path in sys.path if path)
+    probe = subprocess.run(
+        [sys.executable, "-P", "-c", _PROBE],
+        input=program,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    if probe.returncode:
+        errors = re.findall(r"error: (.*)", probe.stderr.decode(errors="replace"))
+        said = f"{errors[0] if errors else 'not read':.200}"
+        if probe.returncode < 0:
+            said = f"reading it ends a process by signal {-probe.returncode}"
+        raise CheckpointError(f"{path}: not a step that can run: {said}")
+    if foreign := sorted({*probe.stdout.decode(errors="replace").split()} - {*custom_calls}):
+        raise CheckpointError(f"{path} calls {foreign[0]:.80}, which {MANIFEST} does not name")
+    _readable.add(found)
 
 
 def _program(
-    path: Path, manifest: Mapping[str, Any], weights: Shapes, inputs: Shapes, outputs: Shapes
+    path: Path, manifest: _Manifest, weights: Shapes, inputs: Shapes, outputs: Shapes
 ) -> jax.export.Exported:
     """The step as JAX calls one: a program of these shapes, with the file's code put in its place.
 
@@ -192,7 +307,7 @@ def _program(
     def stand_in(weights: Shapes, inputs: Shapes) -> dict[str, jax.Array]:
         return {name: jax.numpy.zeros(s.shape, s.dtype) for name, s in outputs.items()}
 
-    version = manifest["calling_convention_version"]
+    version = manifest.calling_convention_version
     oldest = jax.export.minimum_supported_calling_convention_version
     newest = jax.export.maximum_supported_calling_convention_version
     if not oldest <= version <= newest:
@@ -201,13 +316,13 @@ def _program(
             f" {jax.__version__} reads {oldest} to {newest}"
         )
     jitted = jax.jit(stand_in, keep_unused=True)
-    template = jax.export.export(jitted, platforms=manifest["platforms"])(weights, inputs)
+    template = jax.export.export(jitted, platforms=manifest.platforms)(weights, inputs)
     return dataclasses.replace(
         template,
-        mlir_module_serialized=path.read_bytes(),
+        mlir_module_serialized=read_bytes(path),
         calling_convention_version=version,
         disabled_safety_checks=tuple(
-            jax.export.DisabledSafetyCheck.custom_call(name) for name in manifest["custom_calls"]
+            jax.export.DisabledSafetyCheck.custom_call(name) for name in manifest.custom_calls
         ),
     )
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, commit
+from jaxllm.cache.kv import KVCache, check_usable, commit
 from jaxllm.cache.surgery import keep, patch, shift, slots_at
 from jaxllm.errors import TokenError
 from jaxllm.steps import forward
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole, whole_array
 
 
 def recompute(
@@ -27,7 +28,10 @@ def recompute(
 
     Raises TokenError for an empty range, and what `forward` raises.
     """
-    if not 0 <= start < stop:
+    check_usable(cache)
+    start, stop = (whole(n, x, 0, error=TokenError) for n, x in (("start", start), ("stop", stop)))
+    chunk = whole("chunk", chunk, 1, error=TokenError)
+    if not start < stop:
         raise TokenError(f"recompute needs 0 <= start < stop, got {start} and {stop}")
     if not isinstance(cache.next_position_B, jax.core.Tracer):
         stop = min(stop, int(cache.next_position_B.max()))
@@ -56,11 +60,12 @@ def insert(
     Raises what `shift`, `forward` and `commit` raise: learned positions cannot be moved, so such
     models take an insertion only at the end or, through `forward` and `commit`, into a gap.
     """
-    tokens_BT = tokens_BT if isinstance(tokens_BT, jax.Array) else np.asarray(tokens_BT)
+    check_usable(cache)
+    if not isinstance(tokens_BT, jax.Array):
+        tokens_BT = whole_array("tokens", tokens_BT, TokenError)
     if tokens_BT.ndim != 2 or tokens_BT.shape[0] != cache.batch:
         raise TokenError(f"tokens must be [{cache.batch}, T], got shape {tokens_BT.shape}")
-    if position < 0:
-        raise TokenError(f"position must be at least 0, got {position}")
+    position = whole("position", position, 0, error=TokenError)
     T = tokens_BT.shape[1]
     positions_BT = np.broadcast_to(position + np.arange(T, dtype=np.int32), tokens_BT.shape)
     moved = shift(cache, T, start=position)

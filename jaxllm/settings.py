@@ -1,17 +1,19 @@
-"""What a user asks for, in Hugging Face's spelling, checked and with the checkpoint's defaults."""
+"""What a call asks for: its options, over the checkpoint's defaults, over the table's."""
 
 import dataclasses
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxllm.cache.kv import KVCache
+from jaxllm.cache.kv import KVCache, cache_nbytes
 from jaxllm.config import ModelConfig
-from jaxllm.decode.options import PROCESSORS, make_sampler
-from jaxllm.decode.overflow import OVERFLOWS, Overflow
+from jaxllm.decode.generate import bucket
+from jaxllm.decode.options import PROCESSORS, SHAPING, make_sampler
+from jaxllm.decode.overflow import Overflow
 from jaxllm.decode.sampling import GREEDY, Sampler
 from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.files import check_memory
+from jaxllm.options import OPTIONS, Ends, Kind, check_options, check_values, check_ways, way_of
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -22,61 +24,46 @@ UNSUPPORTED: dict[str, Any] = {
     "constraints": None,
     "force_words_ids": None,
 }
-# Options that are whole numbers, and the least that they may be.
-_WHOLE = {
-    "chunk": 1,
-    "max_matching_ngram_size": 1,
-    "num_assistant_tokens": 1,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "prompt_lookup_num_tokens": 1,
-    "top_logprobs": 0,
-}
-# Options that are the caller's alone: a checkpoint's file does not set them.
-_CALLERS = ("assistant_model", "batch_invariant", "cache", "chunk", "negative_prompt", "overflow")
-# Options whose value is a list for one row already: these are for all prompts.
-LISTS = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "dry_sequence_breakers",
-    "forced_eos_token_id",
-    "logit_bias",
-    "sequence_bias",
-    "suppress_tokens",
-)
-# The table's names that generation_config.json may hold too.
-_SAMPLING = tuple(PROCESSORS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What `LM.generate` and `LM.stream` were asked for; the field names are the options'.
 
-    contrasted: contrastive search's top_k. negative_prompt: as token ids.
+    way: of decoding. max_new_tokens: a number, or one for each sequence. seed: likewise; never
+    "random", but the number that was drawn for it. contrasted: contrastive search's top_k.
+    negative_prompt: as token ids.
     """
 
+    way: str
     max_new_tokens: int | list[int]
     sampler: Sampler
-    seed: int | Sequence[int] = 0
-    eos_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    top_logprobs: int = 0
-    overflow: Overflow | None = None
-    num_return_sequences: int = 1
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    assistant_model: Any = None
-    num_assistant_tokens: int = 4
-    prompt_lookup_num_tokens: int | None = None
-    max_matching_ngram_size: int = 3
-    penalty_alpha: float | None = None
-    contrasted: int = 4
-    guidance_scale: float | None = None
-    negative_prompt: Sequence[int] | None = None
-    chunk: int = 256
-    cache: KVCache | None = None
-    batch_invariant: bool = False
+    seed: int | list[int]
+    eos_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    stopping_criteria: tuple[Ends, ...]
+    top_logprobs: int
+    overflow: Overflow | None
+    num_return_sequences: int
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | str
+    assistant_model: Any
+    num_assistant_tokens: int
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int
+    penalty_alpha: float | None
+    contrasted: int
+    guidance_scale: float
+    negative_prompt: Sequence[int] | None
+    chunk: int
+    cache: KVCache | None
+    batch_invariant: bool
+
+    @property
+    def asks_after_each_token(self) -> bool:
+        """Whether Python decides after each token whether to go on."""
+        return bool(self.stop_strings or self.stopping_criteria)
 
 
 def read_settings(
@@ -84,70 +71,54 @@ def read_settings(
     generation: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
     options: Mapping[str, Any],
+    kind: Kind = "generate",
+    cache_dtype: str | None = None,
 ) -> Settings:
     """The settings of a call: its options, else generation_config.json, else the defaults.
 
+    kind: of call. cache_dtype: of keys and values, for what they would take.
+
     Raises SamplingError for an unknown or impossible option, CapacityError when prompt and new
-    tokens exceed the context and no overflow policy is named.
+    tokens exceed the context and no overflow policy is named, or the machine's memory.
     """
-    plain = {field.name for field in dataclasses.fields(Settings)}
-    plain -= {"sampler", "eos_token_ids", "contrasted"}
-    known = plain | {"do_sample", "eos_token_id", *PROCESSORS}
-    if unknown := sorted(set(options) - known):
-        raise SamplingError(f"no option {', '.join(unknown)} (known: {', '.join(sorted(known))})")
-    defaults = {k: v for k, v in generation.items() if k not in _CALLERS}
-    given = {**defaults, **{k: v for k, v in options.items() if v is not None}}
-    chosen = {k: given[k] for k in plain & set(given) if given[k] is not None}
-    overflow = chosen.get("overflow")
-    if isinstance(overflow, str):
-        if overflow not in OVERFLOWS:
-            raise SamplingError(f"overflow must be one of {', '.join(OVERFLOWS)}, got {overflow!r}")
-        overflow = OVERFLOWS[overflow]
-    eos = given.get("eos_token_id")
-    eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    stop = chosen.get("stop_strings", ())
-    new = _budget(config, prompts, given.get("max_new_tokens"), overflow)
-    chosen |= {
-        "max_new_tokens": new,
-        "sampler": _sampler(config, generation, options, given, eos_ids, new),
-        "eos_token_ids": eos_ids,
-        "overflow": overflow,
-        "stop_strings": (stop,) if isinstance(stop, str) else tuple(stop),
-        "contrasted": given.get("top_k") or 4,
+    chosen = check_options(options, kind)
+    defaults = {
+        name: generation[name]
+        for name, option in OPTIONS.items()
+        if option.from_file and name not in chosen and generation.get(name) is not None
     }
-    for name, least in _WHOLE.items():
-        if not _is_whole(chosen.get(name, least)) or chosen.get(name, least) < least:
-            raise SamplingError(
-                f"{name} must be a whole number from {least} up, got {chosen[name]!r}"
-            )
-    if chosen.get("guidance_scale") == 1:  # transformers' value for none
-        del chosen["guidance_scale"]
-    if chosen.get("batch_invariant") and chosen.get("num_return_sequences", 1) > 1:
-        raise SamplingError("batch_invariant takes one sequence a prompt: list the prompt twice")
-    if isinstance(new, list):
-        chosen["max_new_tokens"] = [
-            n for n in new for _ in range(chosen.get("num_return_sequences", 1))
-        ]
-    return Settings(**chosen)
-
-
-def row_options(options: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:
-    """The options of one prompt among several: its own number where there is one for each."""
-    numbers = {"seed", "max_new_tokens", *PROCESSORS} - set(LISTS)
-
-    def own(name: str, value: Any) -> Any:
-        per_row = name in numbers and isinstance(value, Sequence | np.ndarray)
-        return value[row] if per_row and len(value) == rows else value
-
-    return {name: own(name, value) for name, value in options.items()}
+    given = {**check_values(defaults, "generation_config.json: "), **chosen}
+    way = way_of(given, kind)
+    check_ways(chosen, way)  # what the file says beside it is for other ways
+    new = _budget(config, prompts, given.get("max_new_tokens"), given.get("overflow"))
+    eos = given.get("eos_token_id", ())
+    fields = {field.name for field in dataclasses.fields(Settings)} & OPTIONS.keys()
+    asked = {name: given.get(name, OPTIONS[name].default) for name in fields}
+    n = asked["num_return_sequences"] if way in OPTIONS["num_return_sequences"].ways else 1
+    longest = max(map(len, prompts)) + (max(new) if isinstance(new, list) else new)
+    _check_memory(config, len(prompts) * max(n, asked["num_beams"]), longest, asked, cache_dtype)
+    return Settings(
+        **asked
+        | {
+            "way": way,
+            "max_new_tokens": [n_new for n_new in new for _ in range(n)]
+            if isinstance(new, list)
+            else new,
+            "num_return_sequences": n,
+            "sampler": _sampler(config, generation, chosen, given, eos, new),
+            "seed": _seed(asked["seed"]),
+            "stopping_criteria": asked["stopping_criteria"] or (),
+        },
+        eos_token_ids=eos,
+        contrasted=given.get("top_k") or 4,
+    )
 
 
 def _budget(
     config: ModelConfig, prompts: Sequence[Sequence[int]], asked: Any, overflow: Overflow | None
 ) -> int | list[int]:
-    each = list(asked) if isinstance(asked, Sequence | np.ndarray) else [asked] * len(prompts)
-    wrong = [n for n in each if n is not None and (not _is_whole(n) or n < 1)]
-    if wrong or len(each) != len(prompts):
+    each = asked if isinstance(asked, list) else [asked] * len(prompts)
+    if len(each) != len(prompts):
         raise SamplingError(
             "max_new_tokens must be a whole number from 1 up, or one for each of"
             f" {len(prompts)} prompts, got {asked!r:.60}"
@@ -161,10 +132,34 @@ def _budget(
             raise CapacityError(
                 f"a prompt of {len(prompt)} tokens and {max(n, 1)} new ones exceed the model's"
                 f" context of {config.context_length}. Shorten the prompt or max_new_tokens, or"
-                " let the text overflow (overflow='slide')"
+                " let the text overflow (overflow='slide'; --overflow slide)"
             )
-        new.append(int(n))
-    return new if isinstance(asked, Sequence | np.ndarray) else min(new)
+        new.append(n)
+    return new if isinstance(asked, list) else min(new)
+
+
+def _check_memory(
+    config: ModelConfig, rows: int, longest: int, asked: Mapping[str, Any], cache_dtype: str | None
+) -> None:
+    """Raise CapacityError where the cache and the text of so many rows exceed the machine."""
+    capacity = bucket(longest)
+    if asked["overflow"] is not None:
+        capacity = min(capacity, config.context_length)
+    per_place = 8 + 8 * asked["top_logprobs"]  # token and log-probability; of the likeliest too
+    text = rows * (bucket(longest) * per_place + 4 * config.vocab_size)
+    check_memory(
+        cache_nbytes(config, rows, capacity, cache_dtype) + text,
+        f"{rows:,} texts of up to {longest:,} tokens (num_return_sequences"
+        f" {asked['num_return_sequences']:,}, num_beams {asked['num_beams']:,}, top_logprobs"
+        f" {asked['top_logprobs']:,})",
+    )
+
+
+def _seed(asked: Any) -> int | list[int]:
+    """The seeds, with a number of 63 bits drawn for each "random"."""
+    if isinstance(asked, list):
+        return [secrets.randbits(63) if seed == "random" else seed for seed in asked]
+    return secrets.randbits(63) if asked == "random" else int(asked)
 
 
 def _sampler(
@@ -176,13 +171,15 @@ def _sampler(
     max_new_tokens: int | list[int],
 ) -> Sampler:
     """Greedy unless asked to sample; penalties, bans and forced tokens apply to both."""
+    if "sampler" in options:
+        sampler: Sampler = options["sampler"]
+        return sampler
     do_sample = options.get("do_sample")
     if do_sample is None:
-        asked = options.get("temperature") is not None
-        do_sample = asked or bool(generation.get("do_sample"))
-    chosen = {k: given[k] for k in _SAMPLING if given.get(k) is not None}
+        do_sample = "temperature" in options or bool(generation.get("do_sample"))
+    chosen = {k: given[k] for k in (*PROCESSORS, "logits_processor") if k in given}
     if not do_sample:
-        chosen = {k: v for k, v in chosen.items() if not PROCESSORS[k].always}
+        chosen = {k: v for k, v in chosen.items() if k not in SHAPING}
         if not chosen:
             return GREEDY
     sampler = make_sampler(
@@ -192,7 +189,3 @@ def _sampler(
         max_new_tokens=max_new_tokens,
     )
     return sampler.replace(greedy=not do_sample)
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)

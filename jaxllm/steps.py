@@ -20,10 +20,12 @@ from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
 from jaxllm.models.layers import Trace
 from jaxllm.shapes import power_of_two
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole, whole_array
 
 Array = Any  # a jax or numpy array, or a tracer of one
 Parts = tuple[Segment, ...]
 Mass = bool | Literal["layers"]  # none, summed over layers, or layer by layer
+Asked = Mass | Literal["heads"]  # or not summed at all
 State = tuple[jax.Array, KVCache, jax.Array | None]  # logits, cache, mass
 
 
@@ -33,13 +35,15 @@ class Output(struct.PyTreeNode):
     logits: float32 `[B, T, V]`. delta: what `commit` takes. hidden_states: the embeddings, then
     every block's output (the last after the final norm), `[B, T, D]`; None unless asked for.
     attention_mass: what the cache's slots and then the new tokens received in attention, float32
-    `[B, S + T]`, or `[layers, B, S + T]`; None unless asked for.
+    `[B, S + T]`, or `[layers, B, S + T]`; None unless asked for. attention_weights: the softmax
+    weights themselves, float32 `[layers, B, N, T, S + T]`; None unless asked for.
     """
 
     logits: jax.Array
     delta: Delta
     hidden_states: tuple[jax.Array, ...] | None = None
     attention_mass: jax.Array | None = None
+    attention_weights: jax.Array | None = None
 
 
 def forward(
@@ -51,6 +55,7 @@ def forward(
     positions_BT: Array | None = None,
     hidden_states: bool = False,
     attention_mass: Mass = False,
+    attention_weights: bool = False,
 ) -> Output:
     """Run tokens against a cache without changing or copying it.
 
@@ -58,15 +63,20 @@ def forward(
     stand anywhere; by default each row goes on from where the cache ends. cache: None for none.
     attention_mass: True also returns each slot's softmax weights summed over queries, heads and
     layers (a row's mass is T x heads x layers), "layers" each layer's own; that reads the keys a
-    second time. What is not asked for is not computed.
+    second time. attention_weights: also return what each head of each token gives to every slot
+    and new token: layers x B x N x T x (S + T) numbers, for texts to look at. One of the two. What
+    is not asked for is not computed.
 
     Raises TokenError for ids outside the vocabulary, positions outside the model, or arrays of
     another shape; CacheMismatchError for a cache of another model or batch.
     """
     _check_mass(attention_mass)
+    if attention_weights and attention_mass is not False:
+        raise ConfigError("attention_mass is the sum of attention_weights: ask for one of them")
+    asked: Asked = "heads" if attention_weights else attention_mass
     tokens_BT, positions_BT = _checked(model, cache, tokens_BT, positions_BT)
     segments = cache.segments if cache is not None else ()
-    return _forward(model, params, segments, tokens_BT, positions_BT, hidden_states, attention_mass)
+    return _forward(model, params, segments, tokens_BT, positions_BT, bool(hidden_states), asked)
 
 
 @overload
@@ -106,7 +116,8 @@ def decode_step(
 
     Raises what `forward` raises, and CapacityError when the cache is full.
     """
-    token_B = _as_array(token_B)
+    check_usable(cache)
+    token_B = _as_array("tokens", token_B)
     if token_B.ndim != 1:
         raise TokenError(f"decode_step takes one token a row, [B]; got shape {token_B.shape}")
     _check_mass(attention_mass)
@@ -166,12 +177,13 @@ def prefill(
     Raises what `forward` raises, and CapacityError when the prompt does not fit.
     """
     _check_mass(attention_mass)
-    if chunk < 1:
-        raise TokenError(f"chunk must be at least 1, got {chunk}")
+    check_usable(cache)
+    chunk = whole("chunk", chunk, 1, error=TokenError)
+    tokens_BT = _as_array("tokens", tokens_BT)
     if lengths_B is not None:
         if positions_BT is not None:
             raise TokenError("give lengths_B or positions_BT, not both")
-        positions_BT = _positions(cache, np.shape(tokens_BT), lengths_B)
+        positions_BT = _positions(cache, _shape(tokens_BT), lengths_B)
     tokens_BT, positions_BT = _checked(model, cache, tokens_BT, positions_BT)
     check_fits(cache, positions_BT)
     if _is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
@@ -195,7 +207,7 @@ def run(
     *,
     length_B: jax.Array | None = None,
     column_B: jax.Array | None = None,
-    attention_mass: Mass = False,
+    attention_mass: Asked = False,
     embeddings_BTD: jax.Array | None = None,
 ) -> tuple[Trace, Delta, jax.Array | None]:
     """The model on checked input: what every step, compiled or not, is made of.
@@ -213,7 +225,7 @@ def run(
         length_B,
         segments,
         column_B,
-        attention_mass=attention_mass is not False,
+        attention_mass="heads" if attention_mass == "heads" else attention_mass is not False,
         embeddings_BTD=embeddings_BTD,
     )
     assert isinstance(trace, Trace)
@@ -221,7 +233,7 @@ def run(
     mass = None
     if trace.attention_mass is not None:
         mass = jnp.stack(trace.attention_mass)
-        mass = mass if attention_mass == "layers" else mass.sum(axis=0)
+        mass = mass.sum(axis=0) if attention_mass is True else mass
     return trace, delta, mass
 
 
@@ -233,12 +245,13 @@ def _forward(
     token_BT: jax.Array,
     position_BT: jax.Array,
     hidden_states: bool,
-    attention_mass: Mass,
+    asked: Asked,
 ) -> Output:
-    trace, delta, mass = run(
-        model, params, segments, token_BT, position_BT, attention_mass=attention_mass
-    )
-    return Output(trace.logits, delta, trace.hidden_states if hidden_states else None, mass)
+    trace, delta, mass = run(model, params, segments, token_BT, position_BT, attention_mass=asked)
+    hidden = trace.hidden_states if hidden_states else None
+    if asked == "heads":
+        return Output(trace.logits, delta, hidden, attention_weights=mass)
+    return Output(trace.logits, delta, hidden, mass)
 
 
 def _decode_step(
@@ -348,10 +361,9 @@ def _checked(
     All preparation is numpy's: an operation of JAX would be compiled for every new length.
     """
     config: ModelConfig = model.config
-    tokens_BT, positions_BT = _as_array(tokens_BT), _as_array(positions_BT)
-    shape = tokens_BT.shape
-    if len(shape) != 2 or 0 in shape:
-        raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}")
+    tokens_BT = _as_array("tokens", tokens_BT)
+    positions_BT = _as_array("positions", positions_BT)
+    shape = _shape(tokens_BT)
     if cache is not None:
         check_usable(cache)
         _check_cache(config, cache, shape[0])
@@ -409,7 +421,9 @@ def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array |
     position_BT = xp.asarray(start_B)[:, None] + column
     if lengths_B is None:
         return position_BT
-    lengths_B = _as_array(lengths_B)
+    lengths_B = _as_array("lengths", lengths_B)
+    if not jnp.issubdtype(lengths_B.dtype, jnp.integer):
+        raise TokenError(f"lengths must be whole numbers, got {lengths_B.dtype}")
     if lengths_B.shape != (B,):
         raise TokenError(f"lengths must be [{B}], one a row; got shape {lengths_B.shape}")
     if _is_concrete(lengths_B) and (lengths_B.min() < 1 or lengths_B.max() > T):
@@ -417,9 +431,36 @@ def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array |
     return xp.where(column < xp.asarray(lengths_B)[:, None], position_BT, -1)
 
 
-def _as_array(x: Any) -> Any:
+def checked_prompts(
+    config: ModelConfig, tokens_BT: Any, lengths_B: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts `[B, T]` and their lengths `[B]` as int32; padding, whatever it was, is 0.
+
+    lengths_B: None where there is no padding. Raises TokenError for what is none, or has ids
+    outside the vocabulary.
+    """
+    tokens_BT = whole_array("tokens", tokens_BT, TokenError)
+    position_BT = _positions(None, _shape(tokens_BT), lengths_B)
+    real_BT = position_BT >= 0
+    _check_values(config, tokens_BT, np.where(real_BT, 0, -1))  # the room is checked elsewhere
+    return np.where(real_BT, tokens_BT, 0).astype(np.int32), real_BT.sum(axis=1, dtype=np.int32)
+
+
+def _shape(tokens_BT: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = tokens_BT.shape
+    if len(shape) != 2 or 0 in shape:
+        raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}")
+    return shape
+
+
+def _as_array(name: str, x: Any) -> Any:
     """Lists become numpy arrays; jax arrays, tracers and None stay what they are."""
-    return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
+    if x is None or isinstance(x, jax.Array):
+        return x
+    try:
+        return np.asarray(x)
+    except ValueError:
+        raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}") from None
 
 
 def _is_concrete(x: Any) -> bool:

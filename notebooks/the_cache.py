@@ -71,7 +71,7 @@ empty = jaxllm.init_cache(lm.config, batch=1, capacity=64)
 logits, cache = jaxllm.prefill(model, params, empty, [ids])
 print(empty)
 print(cache)
-cache.show(tokenizer)
+print(cache.show(tokenizer))
 
 # %% [markdown]
 # Three short functions, used throughout: the tokens that logits favour, the probability of a
@@ -175,7 +175,7 @@ third = branch(story.cache, 2)
 first = rewind(branch(story.cache, 0), 6)
 both = merge_rows([third, first])
 print(both)
-both.show(tokenizer)
+print(both.show(tokenizer))
 print("the prefix is still the same array:", both.frozen[0].k[0] is cache.tail.k[0])
 
 # %% [markdown]
@@ -205,10 +205,10 @@ def greedy(cache, token, steps):
 
 was = peek(cache)
 moments = greedy(cache, named, 8)
-moments[-1].show(tokenizer)
+print(moments[-1].show(tokenizer))
 
 back = rewind(moments[-1], to=len(ids))
-back.show(tokenizer)
+print(back.show(tokenizer))
 print("keys and values are shared:", back.tail.k[0] is moments[-1].tail.k[0])
 print("the oldest gives the same logits, bit for bit:", np.array_equal(peek(moments[0]), was))
 print("and so does the newest, rewound:", np.array_equal(peek(back), was))
@@ -263,7 +263,7 @@ heatmap(bright_LT, 'What "girl" attends to', "share of attention")
 # %%
 at = words.index(" there")
 culled = drop_range(cache, at, at + 1)
-culled.show(tokenizer)
+print(culled.show(tokenizer))
 print(culled)
 print("keys and values are shared:", culled.tail.k[0] is cache.tail.k[0])
 
@@ -329,7 +329,7 @@ print(
 
 # %%
 repaired = jaxllm.recompute(model, params, culled, at + 1, len(ids))
-repaired.show(tokenizer)
+print(repaired.show(tokenizer))
 
 
 def untouched(a, b):
@@ -368,7 +368,7 @@ fresh_logits, _ = jaxllm.prefill(
 )
 closed = close_gaps(culled)
 closed_and_repaired = jaxllm.recompute(model, params, closed, at, len(shorter))
-closed_and_repaired.show(tokenizer)
+print(closed_and_repaired.show(tokenizer))
 
 for name, which in (
     ("culled", culled),
@@ -395,7 +395,7 @@ print("logits the same, < 1e-4:", difference(small_logits, logits) < 1e-4)
 print("logits the same, < 0.5:", difference(small_logits, logits) < 0.5)
 
 small_story = greedy(small, named, 8)[-1]
-small_story.show(tokenizer)
+print(small_story.show(tokenizer))
 print("the same greedy continuation:", small_story.tokens() == moments[-1].tokens())
 
 # %% [markdown]
@@ -413,7 +413,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "girl.cache"
     save_cache(path, repaired, model, params)
     loaded = load_cache(path, model, params)
-    loaded.show(tokenizer)
+    print(loaded.show(tokenizer))
     print("the same logits, bit for bit:", np.array_equal(peek(loaded), peek(repaired)))
     for its_model, its_params in ((other.model, other.params), (model, nudged)):
         try:
@@ -470,5 +470,5 @@ print(f"most against it: {words[int(np.argmin(worth_S))]!r}")
 # And after all of this, the cache from the first section is what it was.
 
 # %%
-cache.show(tokenizer)
+print(cache.show(tokenizer))
 print("the same buffers with the same bytes:", state(cache) == before)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 import jaxllm
-from jaxllm import Delta, KVCache, Output, Sampler, errors
+from jaxllm import Delta, KVCache, Output, Sampler, errors, process
 from jaxllm import cache as surgery
 from jaxllm.cli import run_command
 from jaxllm.text.detokenizer import Detokenizer
@@ -416,4 +416,5 @@ def _described(budget: Budget) -> str:
 
 
 if __name__ == "__main__":
+    process.begin()
     run_command(context_loop, "python scripts/context_loop.py", EXAMPLE)

@@ -19,6 +19,12 @@ from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision
 
+# A talk is one story: the lines and their continuations, in turn.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' and not loop.first %}{{ ' ' }}{% endif %}"
+    "{{ message['content'] }}{% endfor %}"
+)
 GENERATION = {
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
@@ -55,7 +61,7 @@ def write_tokenizer_config(directory: Path, length: int) -> None:
         "pad_token": PAD,
         "add_bos_token": True,
         "add_eos_token": False,
-        "chat_template": "{{ bos_token }}{{ messages[-1]['content'] }}",  # each line opens a story
+        "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "model_max_length": length,
     }

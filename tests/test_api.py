@@ -20,12 +20,13 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
-from tests.twins import BOTH, save_random, tokens
+from tests.twins import BOTH, cut_demo, in_both, save_random, tokens
 
 
 @pytest.fixture(scope="module", params=BOTH)
-def demo(request: pytest.FixtureRequest) -> jaxllm.LM:
-    return jaxllm.load(f"demo:{request.param}", dtype="float32")
+def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> jaxllm.LM:
+    directory = cut_demo(request.param, tmp_path_factory.mktemp("demo"))
+    return jaxllm.load(directory, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@in_both("demo")
 def test_a_stream_is_the_completion_in_pieces(demo: jaxllm.LM) -> None:
     options: Any = {"max_new_tokens": 20, "temperature": 0.9, "seed": 5}
     whole = demo.generate("Once upon a time", **options)
@@ -47,6 +49,7 @@ def test_a_stream_is_the_completion_in_pieces(demo: jaxllm.LM) -> None:
     assert pieces[-1].tokens_per_second > 0
 
 
+@in_both("demo")
 def test_a_batch_equals_each_prompt_alone(demo: jaxllm.LM) -> None:
     prompts = ["Once upon a time", "One", "The little dog was very"]
     together = demo.generate(prompts, max_new_tokens=15)
@@ -204,7 +207,9 @@ def test_text_goes_on_where_the_prompt_ends(demo: jaxllm.LM) -> None:
     assert prompt + completion.text == demo.tokenizer.decode(ids)
 
 
-def test_stories_end(demo: jaxllm.LM) -> None:
+@pytest.mark.parametrize("family", BOTH)
+def test_stories_end(family: str) -> None:
+    demo = jaxllm.load(f"demo:{family}", dtype="float32")
     completion = demo.generate("", max_new_tokens=400)
     assert completion.finish_reason == "eos"
     assert completion.text.rstrip().endswith((".", "!", '"'))

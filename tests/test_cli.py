@@ -1,6 +1,7 @@
 """The command line, as a newcomer uses it."""
 
 import csv
+import io
 import json
 import os
 import re
@@ -15,7 +16,11 @@ import pytest
 import typer
 from safetensors import safe_open
 
+import jaxllm
 from jaxllm import cli
+from jaxllm.api import DEMOS
+from jaxllm.cli.options import dtype_named
+from jaxllm.text.chat import ChatTemplate
 from tests.conftest import ROOT
 from tests.twins import save_random
 
@@ -26,13 +31,11 @@ Run = Callable[..., tuple[int, str, str]]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
 
-    def command(*args: object, stdin: str = "") -> tuple[int, str, str]:
-        import io
-
-        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def command(*args: object, stdin: str | bytes = "") -> tuple[int, str, str]:
+        content = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            cli.main([str(argument) for argument in args])
         out, err = capsys.readouterr()
         return int(caught.value.code or 0), out, err
 
@@ -179,9 +182,18 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path) ->
     assert "vocabulary" in answers["outside"]["error"]
     assert "temperature must be" in answers[7]["error"]
     assert "takes no num_beams" in answers[8]["error"]
+    whole = out.read_bytes()
     status, _, err = run("generate", "--batch", file, "--out", out)
     assert status == 1
-    assert "exists" in err
+    assert f"{out} exists: --resume goes on" in err
+    first, last = whole.splitlines(keepends=True)[:2]
+    out.write_bytes(first + last[:9])  # as an interrupt leaves it
+    status, _, err = run(
+        "generate", "--batch", file, "--out", out, "--resume", "-n", 12, "--rows", 2,
+        "--dtype", "float32",
+    )  # fmt: skip
+    assert "1 answers are there; 7 lines to go" in err
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
     answers = run("generate", "--batch", "-", "--dtype", "float32", "-n", 12, stdin='"One day"')
     assert answers[0] == 0
     assert json.loads(answers[1])["finish_reason"] == "length"
@@ -193,13 +205,113 @@ def test_keys_and_values_can_be_int8(run: Run) -> None:
     assert len(out.split()) > 8
     status, _, err = run("generate", "--cache-dtype", "int3")
     assert status == 1
-    assert "cache must be one of" in err
+    assert "a dtype must be one of" in err
 
 
 def test_chat_answers_each_line(run: Run) -> None:
     status, out, _ = run("chat", "-n", 12, stdin="Once upon a time\n\nThe end?\n/quit\nnever\n")
     assert status == 0
     assert out.count("\n") == 2
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_a_talk_with_a_demo_is_one_story(model: str) -> None:
+    talk = [
+        {"role": "system", "content": "A story."},
+        {"role": "user", "content": "Once"},
+        {"role": "assistant", "content": " upon a time"},
+        {"role": "user", "content": "Then"},
+    ]
+    text = ChatTemplate.from_directory(DEMOS / model).render(talk)
+    assert text == "<|bos|>A story. Once upon a time Then"
+
+
+def test_chat_remembers_what_was_said_until_reset(run: Run) -> None:
+    def answers(*lines: str) -> list[str]:
+        return run("chat", "-n", 8, stdin="\n".join(lines))[1].splitlines()
+
+    first, second = answers("Tom had a red ball.", "He")
+    assert answers("Tom had a red ball.", "/reset", "He") == [first, answers("He")[0]]
+    assert second != answers("He")[0]
+
+
+def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
+    long = "Once upon a time there was a girl. " * 25 + "\n"
+    status, out, err = run("chat", "-n", 8, stdin=long * 3 + "/reset\nOne day\n")
+    assert status == 1
+    assert out.count("\n") == 3
+    refused, forgotten = err.splitlines()
+    assert "exceed the model's context of 512: /reset, or chat with --overflow slide" in refused
+    assert forgotten == "forgotten"
+    status, out, err = run("chat", "-n", 8, "--overflow", "slide", stdin=long * 3)
+    assert (status, out.count("\n")) == (0, 3)
+    assert err == "(forgot the 1 oldest turns)\n"
+
+
+def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    """With a model that is not there: what is said is about the rest."""
+    prompts, story = tmp_path / "prompts.jsonl", tmp_path / "story.txt"
+    prompts.write_text('"One day"\n')
+    story.write_text("One day")
+    away = tmp_path / "away" / "x.npy"
+    nowhere = f"{away}: {away.parent} is not a directory"
+    for arguments, message in {
+        ("generate", "-m", "none", "--batch", prompts, "--out", away): nowhere,
+        ("generate", "-m", "none", "--batch", prompts, "--out", tmp_path): "is a directory",
+        ("generate", "-m", "none", "--batch", away): f"cannot read {away}",
+        ("generate", "-m", "none", "--prompt-cache", away): nowhere,
+        ("generate", "-m", "none", "--out", away): "go with --batch",
+        ("generate", "-m", "none", "--batch", prompts, "--json"): "--batch takes no --json",
+        ("generate", "-m", "none", "-o", "stop_strings=[1"): "--option stop_strings is not valid",
+        ("generate", "-m", "none", "-o", f"seed={'9' * 5000}"): "5,000 digits",
+        ("generate", "-m", "none", "--precision", story): "--precision: ",
+        ("embed", "none", "--text", "x", "--out", away): nowhere,
+        ("perplexity", "none", "--text", story, "--journal", away): nowhere,
+        ("sensitivity", "none", "--text", story, "--plot", away): nowhere,
+        ("verify", "none", "--plot", away): nowhere,
+        ("convert", "none", story): "is not a directory",
+        ("quantize", "none", story / "x"): "is not a directory",
+        ("export", "none", story): "is not a directory",
+        ("vectors", "make", "none", story): "is not a directory",
+    }.items():
+        status, out, err = run(*arguments)
+        assert (status, out) == (1, ""), arguments
+        assert message in err, arguments
+        assert err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("generate", "-p", "-"), ("chat",), ("embed", "--file", "-"), ("perplexity", "--text", "-")],
+    ids=lambda arguments: arguments[0],
+)
+def test_bytes_that_are_not_utf8_are_one_line(run: Run, arguments: tuple[str, ...]) -> None:
+    status, out, err = run(*arguments, stdin=b"One d\xe9y\n")
+    assert (status, out, err) == (1, "", "jaxllm: stdin is not UTF-8 text (byte 5)\n")
+
+
+def test_formats_are_understood_as_people_call_them(run: Run) -> None:
+    for name, full in {"fp16": "float16", "bf16": "bfloat16", "float32": "float32"}.items():
+        assert dtype_named(name) == full
+    status, _, err = run("generate", "--dtype", "int3")
+    assert status == 1
+    assert "a dtype must be one of float32, bfloat16, float16" in err
+
+
+def test_usage_errors_are_one_line(run: Run) -> None:
+    for arguments, message in {
+        ("generate", "--promt", "x"): "--prompt",
+        ("generate", "-n", "x"): "'--max-new-tokens'",
+        ("convert",): "Missing argument 'SRC'",
+        ("nonsense",): "No such command 'nonsense'",
+    }.items():
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
+        assert "--help)" in err
+    assert run("--version") == (0, f"jaxllm {jaxllm.__version__}\n", "")
+    assert run()[:2] == run("--help")[:2]
 
 
 def test_info_reads_shapes_not_weights(run: Run, tmp_path: Path) -> None:
@@ -280,7 +392,7 @@ def test_quantize_refuses_before_it_writes(run: Run, tmp_path: Path) -> None:
         ("demo:llama", small, "--zero-point"): "zero points are for 4 bits",
         ("demo:llama", small, "--format", "int5"): "got 'int5'",
         ("demo:llama", small, "--rules", broken): f"--rules {broken}",
-        ("demo:llama", small, "--rules", "nowhere.json"): "--rules nowhere.json",
+        ("demo:llama", small, "--rules", "nowhere.json"): "--rules: cannot read nowhere.json",
     }.items():
         status, out, err = run("quantize", *arguments)
         assert (status, out) == (1, ""), arguments
@@ -367,7 +479,7 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
     [
         (["generate", "-m", "nowhere"], "nowhere is not a directory"),
         (["generate", "-m", "owner/name"], "write hf:owner/name"),
-        (["generate", "-m", "demo:bert"], "demo:bert is not a directory"),
+        (["generate", "-m", "demo:bert"], "there are demo:gpt2, demo:llama"),
         (["generate", "-n", "0"], "max_new_tokens"),
         (["generate", "-n", "100000"], "exceed the model's context"),
         (["generate", "--temperature", "-1"], "temperature must be"),
@@ -412,7 +524,7 @@ def test_help_has_an_example_that_parses(run: Run, command: str) -> None:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nsys.argv = ['jaxllm', '--help']\n"
-        "from jaxllm.cli import main\n"
+        "from jaxllm.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'jax', 'flax', 'numpy', 'torch', 'tokenizers'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
@@ -422,7 +534,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.full
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
-    code = "from jaxllm.cli import main; main()"
+    code = "from jaxllm.__main__ import main; main()"
     command = [sys.executable, "-c", code, "generate", "-p", "One day", "-n", "8"]
     kept, stories = [], []
     for folder in (tmp_path, tmp_path, "0"):

@@ -139,7 +139,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         import io
 
         monkeypatch.setattr(sys, "argv", ["jaxllm", "embed", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as caught:
             cli.main()
         out, err = capsys.readouterr()
@@ -207,14 +207,14 @@ def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
     [
         ((), "give --text, once or more, or --file"),
         (("--text", "a", "--file", "b"), "one of the two"),
-        (("--file", "nowhere"), "nowhere is not a regular file"),
+        (("--file", "nowhere"), "cannot read nowhere: No such file"),
         (("--file", "-"), "- has no lines"),
         (("--text", "a", "--pool", "max"), "pooling must be one of"),
         (("--text", "a", "--layer", "99"), "layer must be"),
         (("--text", "a", "--out", "x.bin"), "must end in .npy or .safetensors"),
         (("--text", "a", "--out", "."), "must end in"),
         (("--text", "a", "--quantize", "int3"), "a weight format is one of"),
-        (("--text", "a", "--precision", "nowhere"), "--precision nowhere: "),
+        (("--text", "a", "--precision", "nowhere"), "--precision: cannot read nowhere"),
     ],
 )
 def test_the_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:

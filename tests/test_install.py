@@ -111,7 +111,9 @@ def test_with_a_compiler_the_wheel_has_the_kernels(
     made, _ = wheel(sources, tmp_path / "wheels")
     names = made.namelist()
     assert "jaxllm/ops/native/_kernels.so" in names
-    assert not [name for name in names if "csrc" in name or name.startswith("tests")]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"jaxllm"}
+    assert "jaxllm/convert/engine.py" in names
+    assert not [name for name in names if "csrc" in name]
     made.extractall(tmp_path / "packages")
     assert tells(tmp_path / "packages", story)
     facts = json.loads(run(tmp_path / "packages", "info", "--json"))

@@ -9,13 +9,12 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
-from tests.twins import BOTH, VOCAB, random_model, tokens
+from tests.twins import BOTH, VOCAB, in_both, random_model, tokens
 
-FAMILIES = BOTH
 BAR = 1e-5  # float32, ours against ours, other shapes
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=BOTH)
 def lm(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
@@ -35,7 +34,7 @@ def filled(lm: Any, ids: np.ndarray, capacity: int = 40) -> jaxllm.KVCache:
     return jaxllm.prefill(model, params, cache, ids)[1]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5, 23, 300])
+@in_both("lm", chunk=[5, 1, 2, 23, 300])
 def test_chunked_prefill_equals_no_cache(lm: Any, chunk: int) -> None:
     model, params = lm
     ids = tokens(2, 23)
@@ -69,7 +68,7 @@ def test_token_by_token_equals_no_cache(lm: Any) -> None:
         close(logits, whole[:, column])
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both", "scattered"])
+@in_both("lm", side=["left", "right", "both", "scattered"])
 def test_padding_anywhere_equals_each_row_alone(lm: Any, side: str) -> None:
     model, params = lm
     lengths, width = [5, 11, 1], 13

@@ -4,6 +4,10 @@ Sizes are coprime where they can be, so that a confused axis is an error and not
 """
 
 import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import models
+from jaxllm.api import DEMOS
 from jaxllm.checkpoint import load_params
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import open_hf, read_config
@@ -24,7 +30,8 @@ from jaxllm.weights.precision import Precision
 
 VOCAB = 131
 
-# Where both families run the same code, the second one is tried by `make test-full`.
+# Where both families run the same code, the second one is tried by `make test-full`; every day it
+# is in one or two tests of each file, those that no fault of its own would pass.
 BOTH = ["llama", pytest.param("gpt2", marks=pytest.mark.full)]
 
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
@@ -91,6 +98,37 @@ def save_random(
             norm = "norm" in path or ".ln_" in path
             parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
     model.save_pretrained(directory)
+
+
+def in_both(fixture: str, **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every day in both families, a test whose fixture is made of `BOTH`.
+
+    values: of another of its arguments; GPT-2 takes the first every day, the others in full.
+    """
+    name, each = next(iter(values.items()), ("", ()))
+    if not name:
+        return pytest.mark.parametrize(fixture, ["llama", "gpt2"], indirect=True)
+    rows = [
+        pytest.param(family, value, marks=[pytest.mark.full] if family == "gpt2" and i else [])
+        for family in ("llama", "gpt2")
+        for i, value in enumerate(each)
+    ]
+    return pytest.mark.parametrize((fixture, name), rows, indirect=[fixture])
+
+
+def cut_demo(family: str, directory: Path, layers: int = 2) -> Path:
+    """The first layers of a demo model with its tokenizer: text, for a third of the compiling."""
+    source, count = DEMOS / family, {"llama": "num_hidden_layers", "gpt2": "n_layer"}[family]
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps({**config, count: layers}))
+    kept = {
+        name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if not (number := re.search(r"\.(\d+)\.", name)) or int(number[1]) < layers
+    }
+    save_file(kept, directory / "model.safetensors")
+    return directory
 
 
 def load_twin(directory: Path, dtype: str = "float32") -> Twin:

@@ -1,6 +1,7 @@
 """Caches on disk: one safetensors file that knows which model, precision and text it belongs to.
 
-Written under a temporary name and moved into place, so that a file is complete or is not there.
+A digest covers the header as much as the tensors; then the numbers must be those of a cache, since
+whoever changes a file can bring its digest up to date.
 """
 
 import dataclasses
@@ -9,35 +10,43 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, check_usable, init_cache
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
+from jaxllm.files import as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.files import LazyTensor, open_tensors, read_header, write_tensors
 from jaxllm.weights.paths import Params
 
 FORMAT = "jaxllm-cache"
-VERSION = 1
-_HEADER = {
-    "version": int,
-    "config": dict,
-    "precision": dict,
-    "weights": str,
-    "cache_dtype": str,
-    "capacity": int,
-    "cursor": int,
-    "segments": int,
-    "tokens": list,
-    "contents": str,
-}
+VERSION = 2
+
+_Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    """What a file says beside its tensors: whose it is, and the form of its tail.
+
+    digest: of the tensors and all other fields.
+    """
+
+    version: int
+    config: dict[str, Any]
+    precision: dict[str, Any]
+    weights: str
+    cache_dtype: str
+    capacity: _Slots
+    cursor: _Slots
+    segments: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    digest: str
 
 
 def fingerprint(params: Params) -> str:
@@ -80,17 +89,13 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
         "capacity": cache.capacity,
         "cursor": int(cache.cursor),
         "segments": len(cache.segments),
-        "tokens": [cache.tokens(row) for row in range(cache.batch)],
-        "contents": _digest(tensors),
     }
-    try:
-        write_tensors(
-            Path(path),
-            {name: LazyTensor.of(array) for name, array in tensors.items()},
-            metadata={"format": FORMAT, "header": json.dumps(header)},
-        )
-    except OSError as error:
-        raise CheckpointError(f"the cache cannot be written to {path}: {error.strerror}") from None
+    header["digest"] = _digest(header, tensors)
+    write_tensors(
+        Path(path),
+        {name: LazyTensor.of(array) for name, array in tensors.items()},
+        metadata={"format": FORMAT, "header": json.dumps(header)},
+    )
 
 
 def load_cache(
@@ -109,43 +114,41 @@ def load_cache(
     Raises CacheMismatchError, naming what differs, for a cache of another model, precision or text;
     CapacityError where it does not fit; CheckpointError for a file that is none or is damaged.
     """
-    header = _header(Path(path))
+    header, fields = _header(Path(path))
     for name, ours in _identity(model, params).items():
-        if header.get(name) != ours:
-            raise CacheMismatchError(f"{path}: {_difference(name, header.get(name), ours)}")
-    for row, text in enumerate(header["tokens"]):
-        if prefix is not None and text[: len(prefix)] != list(prefix):
-            same = next(
-                (i for i, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b),
-                min(len(text), len(prefix)),
-            )
-            raise CacheMismatchError(
-                f"{path}: the text of row {row} is not this prefix: {same} of its {len(prefix)}"
-                " tokens are the same"
-            )
+        if fields[name] != ours:
+            raise CacheMismatchError(f"{path}: {_difference(name, fields[name], ours)}")
     tensors = {name: tensor.read() for name, tensor in open_tensors(Path(path)).items()}
-    if _digest(tensors) != header["contents"]:
+    if _digest(fields, tensors) != header.digest:
         raise CheckpointError(f"{path}: damaged, its contents are not what was written")
-    capacity = header["capacity"] if capacity is None else capacity
-    if header["cursor"] > capacity:
-        raise CapacityError(f"{path}: {header['cursor']} slots are used, more than {capacity}")
-    empty = init_cache(model.config, 1, 1, dtype=header["cache_dtype"])
-    next_B = tensors.get("next_position_B", np.empty((0, 0)))
-    if next_B.ndim != 1 or next_B.dtype != np.int32 or not header["segments"] > 0:
-        raise CheckpointError(f"{path}: next_position_B or the segments are missing")
+    capacity = header.capacity if capacity is None else capacity
+    if header.cursor > capacity:
+        raise CapacityError(f"{path}: {header.cursor} slots are used, more than {capacity}")
+    empty = init_cache(model.config, 1, 1, dtype=header.cache_dtype)
+    next_B = tensors.pop("next_position_B", np.empty((0, 0)))
     rows = next_B.shape[0]
+    if next_B.ndim != 1 or next_B.dtype != np.int32 or rows == 0:
+        raise CheckpointError(f"{path}: its next_position_B is missing, or no int32 for each row")
+    check_memory(empty.nbytes * rows * capacity, f"{path}: {rows} rows of {capacity:,} slots")
     *frozen, tail = (
-        _segment(tensors, i, empty.tail, rows, str(path)) for i in range(header["segments"])
+        _segment(tensors, i, empty.tail, rows, str(path)) for i in range(header.segments)
     )
+    if tensors:
+        raise CheckpointError(f"{path}: {next(iter(tensors))} is not part of this cache")
+    _check_tail(tail, header.cursor, rows, str(path))
+    _check_numbers((*frozen, tail), next_B, model.config, str(path))
     room = capacity - tail.position_BS.shape[1]
-    return empty.replace(
+    cache = empty.replace(
         frozen=tuple(frozen),
         tail=jax.tree.map(lambda x: _with_room(x, room), tail).replace(
             position_BS=_with_room(tail.position_BS, room, EMPTY)
         ),
-        cursor=jnp.asarray(header["cursor"], jnp.int32),
+        cursor=jnp.asarray(header.cursor, jnp.int32),
         next_position_B=jax.device_put(next_B),
     )
+    if prefix is not None:
+        _check_prefix(cache, list(prefix), str(path))
+    return cache
 
 
 def _identity(model: nn.Module, params: Params) -> dict[str, Any]:
@@ -164,8 +167,9 @@ def _difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "weights":
         return "the cache was made with other weights"
     if isinstance(theirs, dict):
-        field = next(f for f in ours if ours[f] != theirs.get(f))
-        return f"the cache's {name} has {field} {theirs.get(field)!r}, the model's {ours[field]!r}"
+        field = next(f for f in {**ours, **theirs} if ours.get(f) != theirs.get(f))
+        found, wanted = theirs.get(field), ours.get(field)
+        return f"the cache's {name} has {field} {found!r:.200}, the model's {wanted!r}"
     return f"the cache's {name} is {theirs!r}, this is {ours!r}"
 
 
@@ -176,21 +180,60 @@ def _check_config(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
         )
 
 
-def _header(path: Path) -> dict[str, Any]:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise CheckpointError(f"{path}: not a file that save_cache wrote")
-        header: dict[str, Any] = json.loads(metadata["header"])
-    except CheckpointError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: not a readable cache file: {error}") from None
-    wrong = [name for name, kind in _HEADER.items() if not isinstance(header.get(name), kind)]
-    if wrong:
-        raise CheckpointError(f"{path}: its header has no valid {', '.join(wrong)}")
-    return header
+def _header(path: Path) -> tuple[_Header, dict[str, Any]]:
+    """The header, checked; and its fields as they stand in the file."""
+    metadata = read_header(path).metadata
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not a file that save_cache wrote")
+    where = f"{path}: its header"
+    fields = as_schema(parse_json(metadata.get("header", ""), where), dict[str, Any], where)
+    if fields.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: written in version {fields.get('version')!r:.40} of the format, this jaxllm"
+            f" reads version {VERSION}; make the cache again"
+        )
+    return as_schema(fields, _Header, where), fields
+
+
+def _check_prefix(cache: KVCache, prefix: list[int], where: str) -> None:
+    for row in range(cache.batch):
+        text = cache.tokens(row)
+        if text[: len(prefix)] != prefix:
+            same = next(
+                (i for i, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b),
+                min(len(text), len(prefix)),
+            )
+            raise CacheMismatchError(
+                f"{where}: the text of row {row} is not this prefix: {same} of its {len(prefix)}"
+                " tokens are the same"
+            )
+
+
+def _check_tail(tail: Segment, cursor: int, rows: int, where: str) -> None:
+    """What is in the tail are the slots below the cursor, and they are every row's own."""
+    slots = tail.position_BS.shape[1]
+    if slots != max(cursor, 1):
+        raise CheckpointError(f"{where}: its cursor is {cursor}, its tail has {slots} slots")
+    if any(x.shape[0] != rows for x in jax.tree.leaves(tail)):
+        raise CheckpointError(f"{where}: its tail is not of {rows} rows, as its positions are")
+
+
+def _check_numbers(
+    segments: Sequence[Segment], next_B: np.ndarray, config: ModelConfig, where: str
+) -> None:
+    """Tokens are of the vocabulary; positions are such as the model has, and before the next."""
+    for segment in segments:
+        position_BS, token_BS = np.asarray(segment.position_BS), np.asarray(segment.token_BS)
+        if (position_BS >= next_B[:, None]).any() or (next_B > config.position_limit).any():
+            raise CheckpointError(
+                f"{where}: it has positions that are not below next_position_B, or next_position_B"
+                f" is above {config.position_limit}"
+            )
+        known = (token_BS >= 0) & (token_BS < config.vocab_size)
+        if (~known & (position_BS != EMPTY)).any():
+            raise CheckpointError(
+                f"{where}: it has token ids outside the vocabulary of {config.vocab_size}"
+            )
 
 
 def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
@@ -211,9 +254,10 @@ def _segment(
 ) -> Segment:
     """One segment, its arrays of the same form as those of `like`, in rows and slots that agree."""
     arrays = []
-    slots = tensors.get(f"{index}.position_BS", np.empty((0, 0))).shape[1]
+    position = tensors.get(f"{index}.position_BS")
+    slots = position.shape[1] if position is not None and position.ndim == 2 else 0
     for name, expected in _arrays(like):
-        array = tensors.get(f"{index}.{name}", np.empty(0))
+        array = tensors.pop(f"{index}.{name}", np.empty(0))
         shapes = [(n, slots, *expected.shape[2:]) for n in (1, rows)]
         if array.shape not in shapes or array.dtype != expected.dtype:
             raise CheckpointError(
@@ -225,8 +269,9 @@ def _segment(
     return segment
 
 
-def _digest(tensors: dict[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+def _digest(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+    said = {name: value for name, value in header.items() if name != "digest"}
+    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name in sorted(tensors):
         array = np.ascontiguousarray(tensors[name])
         found.update(f"{name} {array.dtype} {array.shape}".encode())

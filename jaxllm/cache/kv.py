@@ -6,19 +6,23 @@ gaps need no further bookkeeping. Keys are stored already rotated.
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.show import marked_text
+from jaxllm.cache.show import Shown, marked_text
 from jaxllm.cache.write import at_cursor, window_at_cursor
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, keep_as
 from jaxllm.weights.precision import CACHE_DTYPES
+from jaxllm.whole import whole
 
 EMPTY = -1
+MOST_SLOTS = (1 << 31) - 1  # rows and slots are counted in int32
 
 
 class Segment(struct.PyTreeNode):
@@ -108,15 +112,29 @@ class KVCache(struct.PyTreeNode):
         order = np.argsort(position_S, kind="stable")
         return np.asarray(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
 
-    def show(self, tokenizer: Any) -> None:
-        """Print each row's text, what was culled as [-...-], what was patched as {+...+}.
+    def show(self, tokenizer: Any) -> Shown:
+        """Each row's text, what was culled as [-...-], what was patched as {+...+}.
 
-        tokenizer: anything with `decode(ids) -> str`.
+        tokenizer: anything with `decode(ids) -> str`. A tuple of texts, which prints as lines.
         """
         check_usable(self)
         arrays = (self.position_BS, self.token_BS, self.patched_BS)
-        for position_S, token_S, patched_S in zip(*map(np.asarray, arrays), strict=True):
-            print(marked_text(position_S, token_S, patched_S, tokenizer))
+        return Shown(
+            marked_text(position_S, token_S, patched_S, tokenizer)
+            for position_S, token_S, patched_S in zip(*map(np.asarray, arrays), strict=True)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same tokens at the same positions in the same slots, with the same
+        bits of keys and values, for models of one configuration. What empty slots hold is nothing.
+
+        Raises CacheMismatchError where one of them was donated.
+        """
+        if not isinstance(other, KVCache):
+            return NotImplemented
+        check_usable(self)
+        check_usable(other)
+        return same(self, other)
 
     @property
     def length_B(self) -> jax.Array:
@@ -154,22 +172,25 @@ class KVCache(struct.PyTreeNode):
 
 
 def init_cache(
-    config: ModelConfig, batch: int, capacity: int, *, dtype: str | None = None
+    model: nn.Module | ModelConfig, batch: int, capacity: int, *, dtype: str | None = None
 ) -> KVCache:
     """An empty cache with room for `capacity` tokens in each of `batch` rows.
 
-    dtype: "float32" (the default), "bfloat16", "float16", or "int8" with a float32 scale for each
-    token and head. Takes `2 * layers * batch * capacity * kv heads * head_dim` numbers.
+    model: whose cache this is to be, or its configuration alone. dtype: "float32", "bfloat16",
+    "float16", or "int8" with a float32 scale for each token and head; by default as the model's
+    `Precision` says, float32 for a configuration. Takes `2 * layers * batch * capacity * kv heads *
+    head_dim` numbers.
 
-    Raises ConfigError for an unknown dtype, CapacityError for sizes below one.
+    Raises ConfigError for an unknown dtype, CapacityError for sizes that are no whole numbers from
+    1 up, or exceed the machine's memory.
     """
-    dtype = dtype or "float32"
-    if dtype not in CACHE_DTYPES:
-        raise ConfigError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype!r}")
-    if batch < 1 or capacity < 1:
-        raise CapacityError(
-            f"a cache needs at least one row and one slot, got batch {batch}, capacity {capacity}"
-        )
+    config, dtype = _form_of(model, dtype)
+    batch = whole("a cache's batch", batch, 1, MOST_SLOTS, CapacityError)
+    capacity = whole("a cache's capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    check_memory(
+        cache_nbytes(config, batch, capacity, dtype),
+        f"a cache of {batch:,} rows of {capacity:,} tokens in {dtype}",
+    )
     shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
     layers = range(config.num_hidden_layers)
 
@@ -191,6 +212,29 @@ def init_cache(
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
     )
+
+
+def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> int:
+    """The bytes that `init_cache` takes for this."""
+    dtype = dtype or "float32"
+    each = np.dtype(CACHE_DTYPES[dtype]).itemsize * config.head_dim + (4 if dtype == "int8" else 0)
+    marks = 9  # a position, a token and whether it was patched
+    layers = 2 * config.num_hidden_layers * config.num_key_value_heads * each
+    return batch * capacity * (layers + marks)
+
+
+def _form_of(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
+    """The configuration, and the format of keys and values."""
+    if isinstance(model, nn.Module):
+        config, dtype = model.config, dtype or model.precision.cache
+    elif isinstance(model, ModelConfig):
+        config = model
+    else:
+        raise ConfigError(f"a cache is made for a model or its configuration, not {model!r:.60}")
+    dtype = dtype or "float32"
+    if not isinstance(dtype, str) or dtype not in CACHE_DTYPES:
+        raise ConfigError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype!r}")
+    return config, dtype
 
 
 def culled(position: Any) -> Any:
@@ -240,6 +284,30 @@ def as_kept(delta: Delta, like: Segment) -> Segment:
     )
 
 
+def same(one: KVCache, two: KVCache) -> bool:
+    """`KVCache.__eq__` for two caches that exist."""
+
+    def form(cache: KVCache) -> Any:
+        return jax.tree.map(lambda x: (x.shape, x.dtype), cache), jax.tree.structure(cache)
+
+    if form(one) != form(two) or not np.array_equal(one.next_position_B, two.next_position_B):
+        return False
+    return all(map(_same_segment, one.segments, two.segments))
+
+
+def _same_segment(one: Segment, two: Segment) -> bool:
+    there_BS = np.asarray(one.position_BS) >= 0
+
+    def alike(x: jax.Array, y: jax.Array) -> bool:
+        shared = x.shape[: there_BS.ndim] != there_BS.shape  # by rows with positions of their own
+        there = there_BS.any(axis=0, keepdims=True) if shared else there_BS
+        return np.asarray(x)[there].tobytes() == np.asarray(y)[there].tobytes()
+
+    if not np.array_equal(one.position_BS, two.position_BS):
+        return False
+    return all(map(alike, jax.tree.leaves(one), jax.tree.leaves(two)))
+
+
 def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
     """Attention mass over all slots and `new` tokens, `[..., B, S + T]`, by slots: `[..., B, S]`.
 
@@ -258,7 +326,9 @@ _commit_in_place = jax.jit(extend, donate_argnums=0)
 
 
 def check_usable(cache: KVCache) -> None:
-    """Raise, by name, for a cache that was donated, or that overflowed in a compiled loop."""
+    """Raise, by name, for what is no cache, was donated, or overflowed in a compiled loop."""
+    if not isinstance(cache, KVCache):
+        raise CacheMismatchError(f"a cache must be a KVCache (init_cache), got {cache!r:.60}")
     leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
     if any(x.is_deleted() for x in leaves):
         raise CacheMismatchError(

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, KVCache, Segment, check_usable
+from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, cache_nbytes, check_usable
 from jaxllm.errors import CacheMismatchError, CapacityError
+from jaxllm.files import check_memory
+from jaxllm.whole import whole
 
 
 def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
@@ -33,8 +35,12 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
         if isinstance(cache.cursor, jax.core.Tracer):
             raise CapacityError("inside jit what is left is not known: give fork its capacity")
         capacity = cache.capacity - int(cache.cursor)
-    if n < 1 or capacity < 1:
-        raise CapacityError(f"a fork needs rows and slots, got n = {n}, capacity = {capacity}")
+    n = whole("a fork's n", n, 1, MOST_SLOTS, CapacityError)
+    capacity = whole("a fork's capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    check_memory(
+        cache_nbytes(cache.config, n, capacity, cache.dtype),
+        f"a fork of {n:,} rows of {capacity:,} tokens",
+    )
 
     def empty(x: jax.Array) -> jax.Array:
         return jnp.zeros((n, capacity, *x.shape[2:]), x.dtype)

@@ -1,5 +1,6 @@
 """A row of a cache as text, with what was done to it marked."""
 
+import html
 from itertools import groupby
 from typing import Any
 
@@ -33,3 +34,20 @@ def marked_text(
         text += left + now[len(shown) :] + right
         shown = now
     return text
+
+
+class Shown(tuple[str, ...]):
+    """The rows of a cache as marked texts; as text the lines, in a notebook with strokes."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        page = html.escape(str(self))
+        for left, right, tag in (("[-", "-]", "del"), ("{+", "+}", "ins")):
+            page = page.replace(left, f"<{tag}>").replace(right, f"</{tag}>")
+        return f"<pre>{page}</pre>"

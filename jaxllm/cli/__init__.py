@@ -1,11 +1,12 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
+from jaxllm import __version__
 from jaxllm.cli import (
     bench,
     chat,
@@ -20,7 +21,7 @@ from jaxllm.cli import (
     vectors,
     verify,
 )
-from jaxllm.cli.console import note
+from jaxllm.cli.console import note, write
 from jaxllm.errors import JaxllmError
 
 # Name: the function that runs, and the example below its --help.
@@ -40,10 +41,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 app = typer.Typer(
-    help="Language-model inference as pure functions in JAX and Flax.",
     epilog="Example: jaxllm generate -p 'Once upon a time' --temperature 0.8 --seed 1",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -51,9 +49,25 @@ for name, (function, epilog) in COMMANDS.items():
     app.command(name, epilog=epilog)(function)
 
 
-def main() -> None:
-    """The entry point: run the command; a failure is one line and a non-zero exit."""
-    _run(app)
+def _version(asked: bool) -> None:
+    if asked:
+        write(f"jaxllm {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _everywhere(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Language-model inference as pure functions in JAX and Flax."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command of `jaxllm`, by default the process's; a failure is one line and a status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    _run(app, "jaxllm", given or ["--help"])
 
 
 def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
@@ -62,12 +76,33 @@ def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )
     single.command(epilog=epilog)(function)
-    _run(lambda: single(prog_name=name))
+    _run(single, name, sys.argv[1:])
 
 
-def _run(program: Callable[[], Any]) -> None:
+def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     try:
-        program()
+        status = program(args=arguments, prog_name=name, standalone_mode=False)
+        write("")  # what is left of a --help, say
     except JaxllmError as error:
-        note(f"jaxllm: {error}")
-        sys.exit(1)
+        status = _failed(str(error))
+    except typer.TyperException as error:
+        where = context.command_path if (context := getattr(error, "ctx", None)) else name
+        status = _failed(f"{error.format_message()} (see {where} --help)", status=2)
+    except OSError as error:
+        status = _failed(_told(error))
+    sys.exit(status)
+
+
+def _told(error: OSError) -> str:
+    """An error of the system's in a line, with the file's name."""
+    try:
+        write("")
+    except OSError as again:  # it was stdout: what it still holds has failed under its name
+        error = again
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def _failed(message: str, status: int = 1) -> int:
+    note(f"jaxllm: {message}")
+    return status

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note, write
+from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.options import CacheDtype, Dtype, Model, PrecisionFile, Quantize, load_model
 from jaxllm.errors import ConfigError
 
@@ -37,11 +37,12 @@ def bench(
     import os
     import time
 
-    import jax
+    with waiting("starting"):
+        import jax
 
-    from jaxllm import bench as timing
-    from jaxllm.ops import native
-    from jaxllm.progress import steps_bar
+        from jaxllm import bench as timing
+        from jaxllm.ops import native
+        from jaxllm.progress import steps_bar
 
     start = time.perf_counter()
     lm = load_model(

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm.cli.options import PrecisionFile
+from jaxllm.cli.console import note, waiting
+from jaxllm.cli.options import PrecisionFile, dtype_named, precision_over, read_json_option
+from jaxllm.errors import CheckpointError, ConfigError
 
 EXAMPLES = """
 Examples:
@@ -26,7 +28,10 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16, quantized weights too; by default as is."),
+        typer.Option(
+            callback=dtype_named,
+            help="float32, bfloat16 or float16, quantized weights too; by default as is.",
+        ),
     ] = None,
     precision: PrecisionFile = None,
     to_hf: Annotated[
@@ -38,39 +43,36 @@ def convert(
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
     (bf16-packed to bfloat16) unless --dtype says otherwise.
     """
-    from rich.console import Console
-
-    from jaxllm.api import open_checkpoint
-    from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
-    from jaxllm.cli.options import read_precision
-    from jaxllm.convert.engine import write_hf
-    from jaxllm.errors import ConfigError
-    from jaxllm.text.tokenizer import TOKENIZER_FILES
-    from jaxllm.weights.leaves.arrays import DTYPES
-
     if to_hf and precision is not None:
         raise ConfigError(
             "--to-hf: Hugging Face's form has no place for --precision; leave one out"
         )
+    with waiting("starting"):  # JAX is imported
+        from jaxllm.api import open_checkpoint
+        from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
+        from jaxllm.convert.engine import write_hf
+        from jaxllm.text.tokenizer import TOKENIZER_FILES
+        from jaxllm.weights.formats import DTYPES
+
+    table = None if precision is None else read_json_option("--precision", precision)
+    claim(target)  # before the work, not after it
     opened = open_checkpoint(source)
     if opened.formats and (to_hf or dtype is not None):
         opened = dequantized(opened)
     if dtype is not None:
         opened = recast(opened, dtype)
-    if precision is not None:
-        chosen = read_precision(precision, opened.precision)
-        claim(target)  # before the work, not after it
+    if table is not None:
+        chosen = precision_over(opened.precision, table, f"--precision {precision}")
         opened = in_memory(opened, load_params(opened, chosen), chosen)
     files = [path for name in TOKENIZER_FILES if (path := opened.directory / name).is_file()]
     (write_hf if to_hf else save)(target, opened, files=files)
     size = sum(tensor.nbytes for tensor in opened.tensors.values())
     formats = sorted({t.dtype.name for t in opened.tensors.values()} & {*DTYPES})
     named = sorted(set(opened.formats.values())) or formats
-    Console(stderr=True, soft_wrap=True).print(
+    note(
         f"{target}: {opened.config.model_type}, {len(opened.tensors)} tensors,"
         f" {size / 1e6:.1f} MB, {' and '.join(named)}"
-        + (", with its tokenizer" if files else ", no tokenizer found"),
-        highlight=False,
+        + (", with its tokenizer" if files else ", no tokenizer found")
     )
 
 
@@ -82,7 +84,6 @@ def recast(opened: Any, dtype: str) -> Any:
     """
     import numpy as np
 
-    from jaxllm.errors import CheckpointError
     from jaxllm.weights.files import LazyTensor, first_non_finite
     from jaxllm.weights.leaves.arrays import DTYPES
     from jaxllm.weights.precision import Precision

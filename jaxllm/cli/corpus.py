@@ -1,11 +1,11 @@
 """The text that an evaluation runs over: its options, and the loader made of it."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm.cli.console import read_stdin
 from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Cor
     if (text is None) == (documents is None):
         raise ConfigError("give --text FILE or --documents FILE, one of them")
     if text is not None:
-        return [sys.stdin.read() if text == "-" else read_text(Path(text))]
+        return [read_stdin() if text == "-" else read_text(Path(text))]
     assert documents is not None
     found: Any = read_documents(documents)
     if separate:

@@ -1,14 +1,13 @@
 """`jaxllm embed`: one vector a line of text."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import note, write
-from jaxllm.cli.options import Dtype, PrecisionFile, Quantize, load_model
+from jaxllm.cli.console import note, read_stdin, write
+from jaxllm.cli.options import Dtype, PrecisionFile, Quantize, check_writable, load_model
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
@@ -41,6 +40,7 @@ def embed(
         raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists; name another file")
+    check_writable("--out", out)
     texts = _texts(text, file)
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
     found = lm.embed(texts, layer=layer, pooling=pool, normalize=normalize, batch=batch)
@@ -60,7 +60,7 @@ def _texts(text: list[str] | None, file: str | None) -> list[str]:
         return list(text or [])
     from jaxllm.files import read_text
 
-    lines = (sys.stdin.read() if file == "-" else read_text(Path(file))).split("\n")
+    lines = (read_stdin() if file == "-" else read_text(Path(file))).split("\n")
     if not lines[-1]:
         lines.pop()
     if not lines:
@@ -72,15 +72,11 @@ def _save(out: Path, array: Any) -> None:
     """Write the rows, complete or not at all."""
     import numpy as np
 
+    from jaxllm.files import writing
     from jaxllm.weights.files import LazyTensor, write_tensors
 
     if out.suffix == ".safetensors":
         write_tensors(out, {"embeddings": LazyTensor.of(array)}, aligned=False)
         return
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        with open(partial, "wb") as stream:
-            np.save(stream, array)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(out) as stream:
+        np.save(stream, array)

@@ -49,10 +49,13 @@ def export(
     Keys and values go in and come out in fixed shapes; jaxllm.exported runs them from Python.
     """
     inputs = _form(form)
+    from jaxllm.files import check_vacant
+
+    check_vacant(directory, "manifest.json", "an export")
+    lm = load_model(model, dtype, quantize=quantize, precision=precision)
     from jaxllm import export as exporting
     from jaxllm.fixed import Form
 
-    lm = load_model(model, dtype, quantize=quantize, precision=precision)
     manifest = exporting.export(
         lm.model,
         lm.params,

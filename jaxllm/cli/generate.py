@@ -3,14 +3,13 @@
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import note, waiting, write
+from jaxllm.cli.batch import answer_file
+from jaxllm.cli.console import note, read_stdin, waiting, write
 from jaxllm.cli.options import (
     CacheDtype,
     Dtype,
@@ -25,10 +24,11 @@ from jaxllm.cli.options import (
     Temperature,
     TopK,
     TopP,
+    check_writable,
     load_model,
     read_options,
 )
-from jaxllm.errors import CacheMismatchError, CheckpointError
+from jaxllm.errors import CacheMismatchError, ConfigError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM, Piece
@@ -69,15 +69,22 @@ def generate(
     out: Annotated[
         Path | None, typer.Option(help="Write --batch's answers here; by default to stdout.")
     ] = None,
-    rows: Annotated[int, typer.Option(help="How many of --batch's prompts run at once.")] = 8,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --out: answer the lines that it lacks.")
+    ] = False,
+    rows: Annotated[
+        int, typer.Option(min=1, help="How many of --batch's prompts run at once.")
+    ] = 8,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
     ] = False,
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
+    start = time.perf_counter()
     options = read_options(
         more,
+        kind="generate" if batch is None else "serve",
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -91,9 +98,17 @@ def generate(
         return load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
 
     if batch is not None:
-        return _batch(opened, batch, out, rows, options)
-    text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-    start = time.perf_counter()
+        texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
+        for name, value in (*texts, ("--echo", echo), ("--json", as_json)):
+            if value:
+                raise ConfigError(f"--batch takes no {name}, which is for one text")
+        return answer_file(opened, batch, out, options, rows=rows, resume=resume)
+    if out is not None or resume:
+        raise ConfigError("--out and --resume go with --batch; a text goes to stdout")
+    check_writable("--prompt-cache", prompt_cache)
+    asked = time.perf_counter()
+    text = read_stdin().rstrip("\n") if prompt == "-" else prompt
+    start += time.perf_counter() - asked  # loading does not take longer where somebody types
     lm = opened()
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
@@ -150,44 +165,9 @@ def _keep_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
 
 def _streams(options: dict[str, Any]) -> bool:
     """Whether these options give one text that grows, and not the outcome of something else."""
-    whole = {"assistant_model", "prompt_lookup_num_tokens", "penalty_alpha", "guidance_scale"}
-    several = any(options.get(name, 1) != 1 for name in ("num_beams", "num_return_sequences"))
-    return not several and not whole & options.keys()
+    from jaxllm.options import PLAIN, way_of
 
-
-def _batch(
-    opened: Callable[[], "LM"],
-    file: str,
-    out: Path | None,
-    rows: int,
-    options: dict[str, Any],
-) -> None:
-    """Answer the lines of a file, with a progress bar on a terminal; failures are counted."""
-    from jaxllm.batchfile import answer
-    from jaxllm.progress import steps_bar
-
-    if out is not None and out.exists():
-        raise CheckpointError(f"{out} exists; name another file, so that no answers are lost")
-    if file != "-" and not Path(file).is_file():
-        raise CheckpointError(f"--batch: {file} is not a file")
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    lines = text.splitlines()
-    lm = opened()
-    start = time.perf_counter()
-    with open(out, "w", encoding="utf-8") if out else nullcontext() as target:
-
-        def put(line: str) -> None:
-            if target is None:
-                return write(line)
-            target.write(line)
-            target.flush()
-
-        with steps_bar(f"answering {file}", sum(map(bool, lines))) as done:
-            count, failed = answer(lm, lines, options, rows=rows, write=put, done=done)
-    where = f" in {out}" if out else ""
-    note(f"{count} answers{where}, {failed} of them errors; {time.perf_counter() - start:.1f} s")
-    if failed:
-        sys.exit(1)
+    return way_of(options) == PLAIN and options.get("num_return_sequences", 1) == 1
 
 
 def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import write
+from jaxllm.cli.console import waiting, write
 
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 
@@ -15,14 +15,15 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""
-    import jax
+    with waiting("starting"):
+        import jax
 
-    from jaxllm.api import open_checkpoint
-    from jaxllm.cache import init_cache
-    from jaxllm.checkpoint import is_native
-    from jaxllm.models import build, param_shapes
-    from jaxllm.ops import native
-    from jaxllm.text.tokenizer import has_tokenizer
+        from jaxllm.api import open_checkpoint
+        from jaxllm.cache import init_cache
+        from jaxllm.checkpoint import is_native
+        from jaxllm.models import build, param_shapes
+        from jaxllm.ops import native
+        from jaxllm.text.tokenizer import has_tokenizer
 
     opened = open_checkpoint(model)
     config = opened.config

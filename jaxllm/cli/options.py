@@ -1,26 +1,56 @@
 """Options that several commands have, and what is made of them."""
 
 import dataclasses
-import json
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxllm.cli.compiled import keep_compiled
-from jaxllm.errors import ConfigError, SamplingError
+from jaxllm.cli.console import waiting
+from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+    from jaxllm.options import Kind
     from jaxllm.weights.precision import Precision
+
+# What people call the formats of numbers.
+DTYPES = {
+    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
+}
+
+
+def dtype_named(name: str | None) -> str | None:
+    """A format of numbers by its full name. Raises ConfigError for what is none."""
+    if name is None or name in DTYPES:
+        return name and DTYPES[name]
+    raise ConfigError(
+        f"a dtype must be one of {', '.join(dict.fromkeys(DTYPES.values()))} (or"
+        f" fp32, bf16, fp16), got {name!r:.40}"
+    )
+
+
+def cache_dtype_named(name: str | None) -> str | None:
+    """A format of keys and values: as `dtype_named`, or int8."""
+    return name if name == "int8" else dtype_named(name)
+
 
 Model = Annotated[
     str,
     typer.Option("--model", "-m", help="A directory, demo:llama, demo:gpt2, or hf:owner/name."),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; by default the checkpoint's.")
+    str | None,
+    typer.Option(
+        callback=dtype_named, help="float32, bfloat16 or float16; by default the checkpoint's."
+    ),
 ]
+FullDtype = Annotated[str, typer.Option(callback=dtype_named, help="float32, bfloat16 or float16.")]
 Quantize = Annotated[
     str | None,
     typer.Option(help="Weights: int8, int4, int4-g32, bf16-packed, ... as in jaxllm quantize."),
@@ -34,7 +64,10 @@ NewTokens = Annotated[
 ]
 CacheDtype = Annotated[
     str | None,
-    typer.Option(help="Of keys and values: as --dtype, or int8; by default as the activations."),
+    typer.Option(
+        callback=cache_dtype_named,
+        help="Of keys and values: as --dtype, or int8; by default as the activations.",
+    ),
 ]
 Temperature = Annotated[
     float | None, typer.Option(help="Sample at this temperature; 0 and by default: greedy.")
@@ -73,52 +106,93 @@ def load_model(
 
     reuse_compiled: look first for programs that an earlier process compiled.
     """
-    from jaxllm.api import load, open_checkpoint
+    table = None if precision is None else read_json_option("--precision", precision)
+    # Importing JAX takes seconds; a download and reading weights have bars of their own.
+    with waiting(None if model.startswith("hf:") else f"loading {model}"):
+        from jaxllm.api import load, open_checkpoint
 
-    if reuse_compiled:
-        keep_compiled()
-    chosen = open_checkpoint(model).precision
-    if dtype is not None:
-        chosen = chosen.in_dtype(dtype)
-    if precision is not None:
-        chosen = read_precision(precision, chosen)
-    if cache_dtype is not None:
-        chosen = dataclasses.replace(chosen, cache=cache_dtype)
-    if int8_inputs:
-        chosen = dataclasses.replace(chosen, int8_inputs=True)
+        if reuse_compiled:
+            keep_compiled()
+        chosen = open_checkpoint(model).precision
+        if dtype is not None:
+            chosen = chosen.in_dtype(dtype)
+        if table is not None:
+            chosen = precision_over(chosen, table, f"--precision {precision}")
+        if cache_dtype is not None:
+            chosen = dataclasses.replace(chosen, cache=cache_dtype)
+        if int8_inputs:
+            chosen = dataclasses.replace(chosen, int8_inputs=True)
     return load(model, dtype=chosen, quantize=quantize)
 
 
-def read_precision(file: Path, base: "Precision") -> "Precision":
-    """A JSON file over `base`: an object of `Precision`'s fields, or its overrides alone.
+def read_json_option(option: str, file: Path) -> Any:
+    """What a JSON file that an option names says. Raises ConfigError for what is no JSON."""
+    from jaxllm.files import parse_json, read_text
+
+    try:
+        return parse_json(read_text(file), str(file), ConfigError)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def precision_over(base: "Precision", data: Any, where: str) -> "Precision":
+    """A table over `base`: an object of `Precision`'s fields, or its overrides alone.
 
     Overrides are rows `[regex over module paths, {"weights": ..., "activations": ..., "output":
     ...}]`, the first that matches wins. Raises ConfigError for what is neither.
     """
     from jaxllm.weights.precision import Precision
 
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--precision {file}: {error}") from None
     if isinstance(data, list):
         data = {"overrides": data}
     if not isinstance(data, dict):
-        raise ConfigError(f"--precision {file}: an object or a list of rows, got {data!r:.40}")
-    return Precision.from_dict({**dataclasses.asdict(base), **data})
+        raise ConfigError(f"{where}: an object or a list of rows, got {data!r:.40}")
+    return Precision.from_dict({**dataclasses.asdict(base), **data}, where)
 
 
-def read_options(more: list[str] | None, **named: Any) -> dict[str, Any]:
-    """Options of `LM.generate`: those given. Whoever names a top-k or top-p wants to sample."""
+def check_writable(option: str, path: Path | None) -> None:
+    """Find out before the work whether a file can be written there, so far as can be known.
+
+    Raises:
+      CheckpointError: its folder is not there or may not be written to, or it is a directory.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    if not folder.is_dir():
+        raise CheckpointError(f"{option} {path}: {folder} is not a directory")
+    if path.is_dir():
+        raise CheckpointError(f"{option} {path} is a directory; name a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise CheckpointError(f"{option} {path}: may not be written to")
+
+
+def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any) -> dict[str, Any]:
+    """Options of `LM.generate`: those given, checked. Whoever names a top-k wants to sample.
+
+    kind: what they are for. Raises SamplingError for what no model would take.
+    """
     options = {name: value for name, value in named.items() if value not in (None, [])}
     for item in more or []:
         name, equals, value = item.partition("=")
         if not equals:
-            raise SamplingError(f"--option takes NAME=VALUE, got {item!r}")
-        try:
-            options[name.replace("-", "_")] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name.replace("-", "_")] = value  # a text without its quotes
+            raise SamplingError(f"--option takes NAME=VALUE, got {item!r:.80}")
+        options[name.replace("-", "_")] = _value(name, value)
     if options.keys() & {"top_k", "top_p"}:
         options.setdefault("do_sample", True)
+    with waiting("starting"):  # JAX is imported
+        from jaxllm.options import check_options
+    check_options(options, kind)
     return options
+
+
+def _value(name: str, text: str) -> Any:
+    """What an option's JSON says; whatever does not begin as JSON is a text without its quotes."""
+    from jaxllm.files import parse_json
+
+    try:
+        return parse_json(text, f"--option {name}", SamplingError)
+    except SamplingError:
+        if re.match(r'[\[{"]|-?\d+$', text):
+            raise
+        return text

@@ -24,7 +24,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype, Quantize, load_model
+from jaxllm.cli.options import Dtype, Quantize, check_writable, dtype_named, load_model
 from jaxllm.errors import TokenError
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def perplexity(
         ),
     ] = None,
     other_dtype: Annotated[
-        str | None, typer.Option(help="--dtype of the other model; by default as --dtype.")
+        str | None,
+        typer.Option(
+            callback=dtype_named, help="--dtype of the other model; by default as --dtype."
+        ),
     ] = None,
     other_quantize: Annotated[
         str | None, typer.Option(help="--quantize of the other model.")
@@ -74,11 +77,12 @@ def perplexity(
     The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".
     """
+    check_writable("--journal", journal)
+    corpus = read_corpus(text, documents, separate)
+    lm = load_model(model, dtype, quantize=quantize)
     from jaxllm.evaluate.divergence import check_pair, divergence
     from jaxllm.evaluate.perplexity import perplexity
 
-    corpus = read_corpus(text, documents, separate)
-    lm = load_model(model, dtype, quantize=quantize)
     loader, facts = make_loader(
         lm,
         corpus,

@@ -1,13 +1,12 @@
 """`jaxllm quantize`: a checkpoint with smaller weights."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note
-from jaxllm.cli.options import Dtype
+from jaxllm.cli.console import note, waiting
+from jaxllm.cli.options import Dtype, read_json_option
 from jaxllm.errors import ConfigError
 
 EXAMPLE = """
@@ -44,15 +43,16 @@ def quantize(
     dtype: Dtype = None,
 ) -> None:
     """Write a checkpoint in jaxllm's own form with quantized matrices; norms and biases stay."""
-    from jaxllm.api import load, open_checkpoint
-    from jaxllm.checkpoint import claim, in_memory, save
-    from jaxllm.text.tokenizer import TOKENIZER_FILES
-    from jaxllm.weights.quantize import rules_of
+    with waiting("starting"):  # JAX is imported
+        from jaxllm.api import load, open_checkpoint
+        from jaxllm.checkpoint import claim, in_memory, save
+        from jaxllm.text.tokenizer import TOKENIZER_FILES
+        from jaxllm.weights.quantize import rules_of
 
     wanted = _rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
     rules_of(wanted)
-    opened = open_checkpoint(source)
     claim(target)  # before the work, not after it
+    opened = open_checkpoint(source)
     lm = load(source, dtype=dtype, quantize=wanted)
     made = in_memory(opened, lm.params, lm.model.precision)
     files = [file for n in TOKENIZER_FILES if (file := opened.directory / n).is_file()]
@@ -70,9 +70,8 @@ def _name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> 
     return f"int{bits}{grouped}{'-zp' if zero_point else ''}{'-f16' if half_scales else ''}"
 
 
-def _rules(file: Path) -> Any:
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-        return [(str(regex), name) for regex, name in rows]
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--rules {file}: {error}") from None
+def _rules(file: Path) -> list[tuple[str, str | None]]:
+    from jaxllm.files import as_schema
+
+    rows = read_json_option("--rules", file)
+    return as_schema(rows, list[tuple[str, str | None]], f"--rules {file}", ConfigError)

@@ -18,8 +18,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype, load_model
-from jaxllm.errors import ConfigError
+from jaxllm.cli.options import Dtype, check_writable, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.sensitivity import Sensitivity
@@ -51,13 +50,12 @@ def sensitivity(
     The measure is the mean KL divergence from the unchanged model, with its standard error. A
     group's regex, as --json prints it, is a rule for `jaxllm.quantize`.
     """
+    check_writable("--plot", plot)
+    corpus = read_corpus(text, documents, separate=False)
+    lm = load_model(model, dtype)
     from jaxllm.evaluate.sensitivity import plot as draw
     from jaxllm.evaluate.sensitivity import sensitivity
 
-    if plot is not None and not plot.parent.is_dir():
-        raise ConfigError(f"--plot: {plot.parent} is not a directory")
-    corpus = read_corpus(text, documents, separate=False)
-    lm = load_model(model, dtype)
     loader, facts = make_loader(lm, corpus, window=window, stride=stride, batch=batch, limit=limit)
     rows = sensitivity(lm.model, lm.params, loader, format, by=by)
     if plot is not None:

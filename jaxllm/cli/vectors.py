@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import FullDtype, PrecisionFile, Quantize, load_model
 from jaxllm.cli.verify import transformers_directory
+from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.equivalence import Report
@@ -34,7 +35,7 @@ def vectors(
     action: Annotated[Action, typer.Argument(help="make or check.")],
     model: Annotated[str, typer.Argument(help="As --model of generate.")],
     directory: Annotated[Path, typer.Argument(help="Where the vectors are to go, or are.")],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: FullDtype = "float32",
     quantize: Quantize = None,
     precision: PrecisionFile = None,
     source: Annotated[
@@ -57,12 +58,15 @@ def vectors(
     positions: alone, as a batch padded on the left or the right, and through a cache. They are
     safetensors and JSON, so checking needs neither torch nor this library.
     """
-    from jaxllm.errors import ConfigError
-    from jaxllm.evaluate.sides import Ours
-
     if source not in ("jaxllm", "transformers"):
         raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")
+    if action is Action.make:
+        from jaxllm.files import check_vacant
+
+        check_vacant(directory, "vectors.json", "vectors")
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
+    from jaxllm.evaluate.sides import Ours
+
     ours = Ours(f"jaxllm, {model}", lm.model, lm.params)
     if action is Action.check:
         _check(ours, directory, tolerance, other_weights, as_json)

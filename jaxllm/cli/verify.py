@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm import process
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import (
+    FullDtype,
+    PrecisionFile,
+    Quantize,
+    check_writable,
+    dtype_named,
+    load_model,
+)
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
@@ -41,12 +49,15 @@ def verify(
     against: Annotated[
         str, typer.Option(help='"transformers", or another checkpoint (the same one, too).')
     ] = TRANSFORMERS,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: FullDtype = "float32",
     quantize: Quantize = None,
     precision: PrecisionFile = None,
     against_dtype: Annotated[
         str | None,
-        typer.Option(help="Of the reference: as --dtype for transformers, else float32."),
+        typer.Option(
+            callback=dtype_named,
+            help="Of the reference: as --dtype for transformers, else float32.",
+        ),
     ] = None,
     new_tokens: Annotated[int, typer.Option("--tokens", "-n", help="Greedy tokens a row.")] = 32,
     length: Annotated[int, typer.Option(help="Tokens of the longer of the two prompts.")] = 48,
@@ -71,13 +82,14 @@ def verify(
     design: say by how much with --tolerance. So do activations that --precision
     rounds; formats of weights that it names are the reference's weights too.
     """
+    check_writable("--plot", plot)
+    lm = load_model(model, dtype, quantize=quantize, precision=precision)
     from jaxllm.evaluate.difference import Tolerance
     from jaxllm.evaluate.equivalence import example
     from jaxllm.evaluate.equivalence import verify as compare
     from jaxllm.evaluate.report import to_json, to_png, to_text
     from jaxllm.evaluate.sides import Ours
 
-    lm = load_model(model, dtype, quantize=quantize, precision=precision)
     ours = Ours(f"{model} ({quantize or dtype})", lm.model, lm.params)
     ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
     case = example(ids, lm.config.vocab_size, length)
@@ -142,7 +154,7 @@ def transformers_directory(model: str, lm: "LM", dtype: str) -> Iterator[Path]:
         return
     if rounded:
         opened = dataclasses.replace(opened, tensors=_dequantized(lm.params))
-    with tempfile.TemporaryDirectory(prefix="jaxllm-verify-") as name:
+    with tempfile.TemporaryDirectory(prefix="jaxllm-verify-") as name, process.removing(name):
         directory = Path(name) / "hf"
         write_hf(directory, opened)
         yield directory

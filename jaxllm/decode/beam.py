@@ -17,14 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, extend, init_cache
+from jaxllm.cache.kv import KVCache, cache_nbytes, extend, init_cache
 from jaxllm.cache.rows import select
 from jaxllm.decode.generate import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Processor, Sampler, process
-from jaxllm.errors import CapacityError, SamplingError, TokenError
+from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.files import check_memory
 from jaxllm.shapes import bucket
-from jaxllm.steps import prefill, run
+from jaxllm.steps import checked_prompts, prefill, run
 from jaxllm.weights.paths import Params
+from jaxllm.whole import is_number, whole
 
 EarlyStopping = bool | Literal["never"]
 Text = tuple[jax.Array, jax.Array]  # of each beam before the search: [R, L], and its length [R]
@@ -112,9 +114,8 @@ def beam_search(
     prompt and new tokens do not fit into the model.
     """
     _check(num_beams, max_new_tokens, num_return_sequences, length_penalty, early_stopping)
-    if np.ndim(tokens_BT) != 2:
-        raise TokenError(f"tokens must be [B, T], got shape {np.shape(tokens_BT)}")
-    B, T = np.shape(tokens_BT)
+    tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
     start = 0 if cache is None else int(np.max(cache.next_position_B))
     needed = start + T + max_new_tokens - 1  # the last token is never run
     if needed > (limit := model.config.position_limit):
@@ -122,9 +123,15 @@ def beam_search(
             f"{needed} tokens of prompt and continuation do not fit into the model's {limit}"
             " positions. Shorten the prompt or max_new_tokens"
         )
+    R, width = B * num_beams, bucket(max_new_tokens)
+    dtype = model.precision.cache if cache is None else cache.dtype
+    check_memory(
+        cache_nbytes(model.config, R, width, dtype) + 8 * R * model.config.vocab_size,
+        f"{num_beams:,} beams of up to {max_new_tokens:,} tokens",
+    )
     fresh = cache is None
     if cache is None:
-        cache = init_cache(model.config, B, bucket(T), dtype=model.precision.cache)
+        cache = init_cache(model, B, bucket(T))
     logits_BV, cache = prefill(
         model, params, cache, tokens_BT, lengths_B=lengths_B, chunk=chunk, donate=fresh
     )
@@ -135,7 +142,7 @@ def beam_search(
         np.bool_(early_stopping is True or num_beams == 1),
         np.bool_(early_stopping == "never"),
     )
-    plan, width = Plan(*jax.device_put(values)), bucket(max_new_tokens)
+    plan = Plan(*jax.device_put(values))
     found = _search(model, params, cache, plan, sampler, logits_BV, num_beams, width)
     # On the host: JAX's own slice would be compiled.
     n, found = num_return_sequences, jax.device_get(found)
@@ -328,19 +335,14 @@ def _check(
     early_stopping: EarlyStopping,
 ) -> None:
     """Raise SamplingError, by name, for an option out of its range."""
-    counts = {
-        "num_beams": num_beams,
-        "max_new_tokens": max_new_tokens,
-        "num_return_sequences": num_return_sequences,
-    }
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SamplingError(f"{name} must be a whole number from 1 up, got {value!r}")
+    whole("num_beams", num_beams, 1)
+    whole("max_new_tokens", max_new_tokens, 1)
+    whole("num_return_sequences", num_return_sequences, 1)
     if num_return_sequences > num_beams:
         raise SamplingError(
             f"num_return_sequences is {num_return_sequences}, more than num_beams, {num_beams}"
         )
-    if not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
+    if not is_number(length_penalty) or not math.isfinite(length_penalty):
         raise SamplingError(f"length_penalty must be a finite number, got {length_penalty!r}")
     if abs(length_penalty) * math.log(max_new_tokens) > 80:  # exp(80) is still a float32
         raise SamplingError(

@@ -16,9 +16,11 @@ import numpy as np
 
 from jaxllm.cache.kv import commit, init_cache
 from jaxllm.cache.rows import fork
+from jaxllm.decode.generate import padded_eos
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
 from jaxllm.steps import Output, forward
 from jaxllm.weights.paths import Params
+from jaxllm.whole import is_number, whole
 
 
 def contrastive_search(
@@ -39,25 +41,25 @@ def contrastive_search(
     Raises SamplingError for values out of range, CapacityError for a text longer than the model's
     positions, NonFiniteError when a step is not finite, and what `forward` raises.
     """
-    if not (0 <= penalty_alpha <= 1 and 1 <= top_k <= model.config.vocab_size):
+    top_k = whole("top_k", top_k, 1, model.config.vocab_size)
+    if not is_number(penalty_alpha) or not 0 <= penalty_alpha <= 1:
         raise SamplingError(
-            f"penalty_alpha must be from 0 to 1 and top_k from 1 to {model.config.vocab_size},"
-            f" got {penalty_alpha} and {top_k}"
+            f"penalty_alpha must be a number from 0 to 1, got {penalty_alpha!r:.40}"
         )
-    if max_new_tokens < 1:
-        raise SamplingError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    whole("max_new_tokens", max_new_tokens, 1)
+    ends = padded_eos(eos_token_ids)
     room, limit = len(prompt) + max_new_tokens, model.config.position_limit
     if room > limit:
         raise CapacityError(f"a text of {room} tokens does not fit into {limit} positions")
 
-    cache = init_cache(model.config, 1, room, dtype=model.precision.cache)
+    cache = init_cache(model, 1, room)
     out = forward(model, params, cache, [list(prompt)], hidden_states=True)
     cache = commit(cache, out.delta, donate=True)
     said_SD = jnp.zeros((room, model.config.hidden_size), jnp.float32)
     logits_V, said_SD = _begin(out, said_SD)
 
     tokens: list[int] = []
-    while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in eos_token_ids):
+    while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in ends):
         likely_C, token_C = _candidates(logits_V, top_k)
         rows = fork(cache, top_k, capacity=1)
         out = forward(model, params, rows, token_C[:, None], hidden_states=True)

@@ -14,16 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, Segment, extend, init_cache, settle
+from jaxllm.cache.kv import MOST_SLOTS, KVCache, Segment, check_usable, extend, init_cache, settle
 from jaxllm.decode.overflow import Overflow
-from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample_next
-from jaxllm.errors import CapacityError, SamplingError, TokenError
+from jaxllm.decode.sampling import GREEDY, Context, Sampler, keys_of, sample_next
+from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.files import check_memory
 from jaxllm.shapes import bucket
-from jaxllm.steps import Mass, prefill, run
+from jaxllm.steps import Mass, checked_prompts, prefill, run
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole, whole_array
 
 _EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
 NO_TOKEN = -1
+MOST_TOKENS = 1 << 30  # positions are int32
 
 # Told each row's newest token (-1: it has ended), says which rows end with it.
 Until = Callable[[np.ndarray], np.ndarray]
@@ -37,6 +40,7 @@ class Finish(IntEnum):
     LENGTH = 2
     NON_FINITE = 3
     STOP = 4
+    CANCELLED = 5
 
 
 class Generated(struct.PyTreeNode):
@@ -156,9 +160,15 @@ def stream(
 
 
 def padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
-    """End-of-text ids, int32 `[E]`, padded with -1 so that their number is seldom a new shape."""
-    slots = _EOS_SLOTS * max(1, -(-len(eos_token_ids) // _EOS_SLOTS))
-    return np.array([*eos_token_ids, *[NO_TOKEN] * (slots - len(eos_token_ids))], np.int32)
+    """End-of-text ids, int32 `[E]`, padded with -1 so that their number is seldom a new shape.
+
+    Raises SamplingError for what is no list of ids.
+    """
+    if not isinstance(eos_token_ids, list | tuple | range | np.ndarray | jax.Array):
+        raise SamplingError(f"eos_token_ids must be a list of token ids, got {eos_token_ids!r:.60}")
+    ids = [whole("an end-of-text id", x, 0, MOST_SLOTS) for x in eos_token_ids]
+    slots = _EOS_SLOTS * max(1, -(-len(ids) // _EOS_SLOTS))
+    return np.array([*ids, *[NO_TOKEN] * (slots - len(ids))], np.int32)
 
 
 def _begin(
@@ -179,14 +189,10 @@ def _begin(
     attention_mass: Mass = False,
 ) -> tuple[Plan, KVCache, State]:
     """Check the room, prefill, and sample the first token of each row."""
-    if np.ndim(tokens_BT) != 2:
-        raise TokenError(f"tokens must be [B, T], got shape {np.shape(tokens_BT)}")
-    B, T = np.shape(tokens_BT)
-    budget_B = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (B,))
-    if budget_B.min() < 1:
-        raise SamplingError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not 0 <= top_logprobs <= model.config.vocab_size:
-        raise SamplingError(f"top_logprobs must be from 0 to the vocabulary, got {top_logprobs}")
+    tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
+    budget_B = new_tokens(max_new_tokens, B)
+    top_logprobs = whole("top_logprobs", top_logprobs, 0, model.config.vocab_size)
     if overflow is not None and attention_mass is not False:
         raise SamplingError("attention_mass has no slots to belong to once the cache overflows")
     needed = T + int(budget_B.max()) - 1  # the last token is never run
@@ -195,7 +201,8 @@ def _begin(
         capacity = bucket(needed)
         if overflow is not None:
             capacity = min(capacity, model.config.context_length)
-        cache = init_cache(model.config, B, capacity, dtype=model.precision.cache)
+        cache = init_cache(model, B, capacity)
+    check_usable(cache)
     token_BL, length_B = _text(None if fresh else cache, tokens_BT, lengths_B, needed)
     if overflow is None:
         _check_room(model, cache, needed)
@@ -210,7 +217,7 @@ def _begin(
             model, params, cache, tokens_BT, attention_mass=attention_mass, **given
         )
     plan = Plan(*jax.device_put((budget_B, padded_eos(eos_token_ids))))
-    key_B = row_keys(seed, B) if isinstance(seed, int) else seed
+    key_B = keys_of(seed, B)
     L, N = token_BL.shape[1], top_logprobs
     token_BL, length_B, newest_B, finish_B, logprob_BL, top_token, top_logprob = jax.device_put(
         (
@@ -228,16 +235,26 @@ def _begin(
     return plan, cache, _first(plan, state, logits_BV)
 
 
+def new_tokens(max_new_tokens: Any, rows: int) -> np.ndarray:
+    """New tokens of each row, int32 `[B]`."""
+    budget = whole_array("max_new_tokens", max_new_tokens, SamplingError)
+    if budget.shape not in ((), (rows,)) or budget.min() < 1 or budget.max() > MOST_TOKENS:
+        raise SamplingError(
+            f"max_new_tokens must be a whole number from 1 to {MOST_TOKENS}, or one for each of"
+            f" {rows} rows, got {max_new_tokens!r:.60}"
+        )
+    return np.broadcast_to(budget.astype(np.int32), (rows,))
+
+
 def _text(
-    cache: KVCache | None, tokens_BT: Any, lengths_B: Any, needed: int
+    cache: KVCache | None, tokens_BT: np.ndarray, lengths_B: np.ndarray, needed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each row's text before generation, with room for all of it: int32 `[B, L]`, `[B]`."""
-    B, T = np.shape(tokens_BT)
-    tokens_BT = np.asarray(tokens_BT)
-    lengths_B = np.full(B, T) if lengths_B is None else np.asarray(lengths_B)
+    B = tokens_BT.shape[0]
     held = [[] if cache is None else cache.tokens(row) for row in range(B)]
     rows = [[*held[b], *tokens_BT[b, : lengths_B[b]].tolist()] for b in range(B)]
     longest = max(map(len, held)) + needed
+    check_memory(8 * B * bucket(longest), f"a text of {longest:,} tokens in {B:,} rows")
     token_BL = np.full((B, bucket(longest) + 1), NO_TOKEN, np.int32)
     for token_L, row in zip(token_BL, rows, strict=True):
         token_L[: len(row)] = row
@@ -260,18 +277,17 @@ def _check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
 
 
 def _recent(
-    cache: KVCache, tokens_BT: Any, lengths_B: Any, overflow: Overflow
+    cache: KVCache, tokens_BT: np.ndarray, lengths_B: np.ndarray, overflow: Overflow
 ) -> tuple[np.ndarray, np.ndarray]:
     """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
-    B, T = np.shape(tokens_BT)
-    lengths_B = np.full(B, T) if lengths_B is None else np.asarray(lengths_B)
+    B, T = tokens_BT.shape
     room = cache.capacity - int(cache.cursor)
     keep = overflow.room_for(cache.capacity)
     if room >= T:
-        return np.asarray(tokens_BT), lengths_B
+        return tokens_BT, lengths_B
     if int(cache.cursor):
         raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
-    rows = [np.asarray(tokens_BT)[b, :n][-keep:] for b, n in enumerate(lengths_B)]
+    rows = [tokens_BT[b, :n][-keep:] for b, n in enumerate(lengths_B)]
     kept = np.zeros((B, keep), np.int64)
     for out, row in zip(kept, rows, strict=True):
         out[: len(row)] = row

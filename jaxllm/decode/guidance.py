@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import init_cache
+from jaxllm.decode.generate import padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
 from jaxllm.steps import decode_step, prefill
 from jaxllm.weights.paths import Params
+from jaxllm.whole import is_number, whole
 
 
 def guided_generate(
@@ -41,18 +43,19 @@ def guided_generate(
     raises.
     """
     pair = [list(prompt), list(prompt)[-1:] if negative_prompt is None else list(negative_prompt)]
-    if not all(pair) or max_new_tokens < 1 or not np.isfinite(guidance_scale):
+    whole("max_new_tokens", max_new_tokens, 1)
+    if not all(pair) or not is_number(guidance_scale) or not np.isfinite(guidance_scale):
         raise SamplingError(
-            f"guidance needs prompts of at least one token (got {len(pair[0])} and {len(pair[1])}),"
-            f" max_new_tokens from 1 up (got {max_new_tokens}) and a finite guidance_scale (got"
-            f" {guidance_scale})"
+            f"guidance needs prompts of at least one token (got {len(pair[0])} and {len(pair[1])})"
+            f" and a finite guidance_scale (got {guidance_scale!r:.40})"
         )
+    ends = padded_eos(eos_token_ids)
     lengths_B = np.array([len(row) for row in pair])
     room, limit = int(lengths_B.max()) + max_new_tokens - 1, model.config.position_limit
     if room > limit:
         raise CapacityError(f"a text of {room} tokens does not fit into {limit} positions")
 
-    cache = init_cache(model.config, 2, room, dtype=model.precision.cache)
+    cache = init_cache(model, 2, room)
     tokens_BT = np.array([row + [0] * (lengths_B.max() - len(row)) for row in pair])
     logits_BV, cache = prefill(model, params, cache, tokens_BT, lengths_B=lengths_B, donate=True)
     text_L = np.full(len(prompt) + max_new_tokens, -1, np.int32)
@@ -66,7 +69,7 @@ def guided_generate(
         token_B, sampler = _choose(logits_BV, scale, sampler, text_L, start, end, key_B)
         text_L[end] = token_B[0]
         end += 1
-        if end == len(text_L) or text_L[end - 1] in eos_token_ids:
+        if end == len(text_L) or text_L[end - 1] in ends:
             return text_L[start:end].tolist()
         both_B = jnp.broadcast_to(token_B, (2,))
         logits_BV, cache = decode_step(model, params, cache, both_B, donate=True)

@@ -4,30 +4,30 @@ The names and meanings are those of Hugging Face transformers, llama.cpp (`dry_*
 `mirostat_*`, `top_n_sigma`) and OpenAI (`presence_penalty`, `frequency_penalty`, `logit_bias`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.decode import constraints, penalties, truncation
-from jaxllm.decode.sampling import Processor, Sampler
-from jaxllm.errors import SamplingError
-from jaxllm.shapes import power_of_two
-
-
-class Facts(NamedTuple):
-    """What the readers of some options need to know beside the option's own value."""
-
-    vocab_size: int | None
-    end: Sequence[int]
-    max_new_tokens: Any
-    forced_bos: Any
-
-
-Reader = Callable[[Any, Facts], dict[str, jax.Array]]
-Biased = tuple[Sequence[int], float]  # a sequence of tokens, and its bias
+from jaxllm.decode.readers import (
+    Facts,
+    Reader,
+    anything,
+    begin_suppress,
+    biases,
+    forced_bos,
+    forced_eos,
+    min_length,
+    number,
+    share,
+    token_id,
+    tokens,
+    whole_number,
+    words,
+)
+from jaxllm.decode.sampling import Function, Processor, Sampler
+from jaxllm.errors import SamplingError, nearest
 
 
 class Option(NamedTuple):
@@ -35,16 +35,18 @@ class Option(NamedTuple):
 
     make: the processor's maker; options with the same maker are one processor. read: from the
     value, arguments of the maker; its ValueError or TypeError becomes an error that tells what the
-    option must be, its `meaning`. default: the value where only other options of the processor
-    are given. always: part of every sampler, so that setting it compiles nothing; the others join
-    the chain when they are given.
+    option must be, its `meaning`. help: what it does. default: the value where only other options
+    of the processor are given. always: part of every sampler, so that setting it compiles nothing;
+    the others join the chain when they are given. a_list: the value for one row is a list already.
     """
 
     make: Callable[..., Processor]
     read: Reader
     meaning: str
+    help: str
     default: Any = None
     always: bool = False
+    a_list: bool = False
 
 
 def make_sampler(
@@ -52,6 +54,7 @@ def make_sampler(
     vocab_size: int | None = None,
     eos_token_ids: Sequence[int] = (),
     max_new_tokens: Any = None,
+    logits_processor: Sequence[Any] = (),
     **options: Any,
 ) -> Sampler:
     """A sampler with the processors of these options, in the order of the table.
@@ -61,16 +64,18 @@ def make_sampler(
     values compile nothing; a new set of processors does, and a list that outgrows its power of
     two. vocab_size: refuse token ids from this one up. eos_token_ids: what minimum lengths
     forbid, and `bad_words_ids` cannot. max_new_tokens: when `forced_eos_token_id` acts.
+    logits_processor: further processors, or functions as `Function` has them, after those that read
+    the text and before temperature.
 
     Raises SamplingError for a name that is not in the table or a value out of its range.
     """
-    if unknown := sorted(set(options) - set(PROCESSORS)):
-        raise SamplingError(
-            f"no sampling option {', '.join(unknown)} (known: {', '.join(PROCESSORS)})"
-        )
+    if unknown := [
+        f"no sampling option {x}{nearest(x, PROCESSORS)}" for x in options.keys() - PROCESSORS
+    ]:
+        raise SamplingError("; ".join(sorted(unknown)))
     facts = Facts(vocab_size, (), max_new_tokens, options.get("forced_bos_token_id", -1))
     try:
-        facts = facts._replace(end=[_id(token, facts) for token in eos_token_ids])
+        facts = facts._replace(end=[token_id(token, facts) for token in eos_token_ids])
     except (TypeError, ValueError) as error:
         raise SamplingError(f"eos_token_ids: {error}") from None
     wanted = {o.make for name, o in PROCESSORS.items() if o.always or name in options}
@@ -79,7 +84,15 @@ def make_sampler(
         if option.make in wanted:
             value = options.get(name, option.default)
             chain.setdefault(option.make, {}).update(_read(name, value, option, facts))
-    return Sampler(tuple(make(**fields) for make, fields in chain.items()))
+    made = {make: make(**fields) for make, fields in chain.items()}
+    text = [made.pop(make) for make in list(made) if make in _OF_TEXT]
+    added = [p if isinstance(p, Processor) else Function(p) for p in logits_processor]
+    return Sampler((*text, *added, *made.values()))
+
+
+def check_sampling(name: str, value: Any) -> None:
+    """Raise SamplingError for a value that no vocabulary and no text would allow."""
+    _read(name, value, PROCESSORS[name], Facts(None, (), 1, -1))
 
 
 def _read(name: str, value: Any, option: Option, facts: Facts) -> dict[str, jax.Array]:
@@ -91,154 +104,9 @@ def _read(name: str, value: Any, option: Option, facts: Facts) -> dict[str, jax.
         ) from None
 
 
-def _number(field: str, allowed: Callable[[np.ndarray], Any]) -> Reader:
-    """A reader of a number, or one a row, that must be finite and allowed."""
-
-    def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
-        array = np.asarray(value, np.float64)
-        if array.ndim > 1:
-            raise ValueError("neither a number nor one a row")
-        if not (np.abs(array) <= np.finfo(np.float32).max).all() or not np.all(allowed(array)):
-            raise ValueError("out of range")
-        return {field: jnp.asarray(array, jnp.float32)}
-
-    return read
-
-
-def _whole(field: str, least: int) -> Reader:
-    return _number(field, lambda x: (x >= least) & (x == np.floor(x)))
-
-
-def _tokens(field: str) -> Reader:
-    """A reader of token ids; a single one is a list of one."""
-
-    def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
-        value = [value] if isinstance(value, int) else value
-
-        def entries(row: Any) -> list[Biased]:
-            return [([_id(token, facts)], 0.0) for token in row]
-
-        return {field: _pack(value, entries, _holds(value, list | tuple))[0][..., 0]}
-
-    return read
-
-
-def _words(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    def entries(row: Any) -> list[Biased]:
-        words = [_sequence(word, facts) for word in row]
-        # As in transformers, the end of text is no bad word.
-        return [(word, 0.0) for word in words if not (len(word) == 1 and word[0] in facts.end)]
-
-    rows = _holds(value, None) or any(_holds(row, list | tuple) for row in value)
-    return {"token_NS": _pack(value, entries, rows)[0]}
-
-
-def _biases(single: bool) -> Reader:
-    """A reader of a table of biases, of single tokens (OpenAI) or of sequences (transformers)."""
-
-    def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
-        def entries(row: Any) -> list[Biased]:
-            pairs: Iterable[Any] = row.items() if isinstance(row, Mapping) else row
-            return [
-                (_sequence([_key(ids)] if single else ids, facts), _bias(bias, single))
-                for ids, bias in pairs
-            ]
-
-        per_row = not isinstance(value, Mapping) and _holds(value, Mapping)
-        token, bias = _pack(value, entries, per_row)
-        return {"token_NS": token, "bias_N": bias}
-
-    return read
-
-
-def _min_length(field: str) -> Reader:
-    def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
-        return _whole(field, 0)(value, facts) | _tokens("end_E")(facts.end, facts)
-
-    return read
-
-
-def _forced_bos(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    below = np.inf if facts.vocab_size is None else facts.vocab_size
-    return _number("token", lambda x: (x >= -1) & (x == np.floor(x)) & (x < below))(value, facts)
-
-
-def _forced_eos(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    if facts.max_new_tokens is None:
-        raise ValueError("it needs max_new_tokens, to know which token is the last")
-    return _tokens("token_E")(value, facts) | _whole("max_new_tokens", 1)(
-        facts.max_new_tokens, facts
-    )
-
-
-def _begin_suppress(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    forced = _forced_bos(facts.forced_bos, facts)["token"]
-    return _tokens("token_N")(value, facts) | {"forced_bos": forced}
-
-
-def _id(token: Any, facts: Facts) -> int:
-    if isinstance(token, bool) or not isinstance(token, int | np.integer):
-        raise TypeError(f"a token id is a whole number, not {token!r:.40}")
-    if token < 0 or token >= 1 << 31:
-        raise ValueError(f"no token has the id {token}")
-    if facts.vocab_size is not None and token >= facts.vocab_size:
-        raise ValueError(f"token id {token} is not in the vocabulary of {facts.vocab_size}")
-    return int(token)
-
-
-def _key(token: Any) -> Any:
-    """A token id; JSON, and so OpenAI, writes the keys of an object as text."""
-    return int(token) if isinstance(token, str) and token.isdecimal() else token
-
-
-def _sequence(ids: Any, facts: Facts) -> list[int]:
-    if not isinstance(ids, Sequence) or not len(ids):
-        raise ValueError(f"a sequence of tokens cannot be {ids!r:.40}")
-    return [_id(token, facts) for token in ids]
-
-
-def _bias(bias: Any, single: bool) -> float:
-    limit = 100.0 if single else float(np.finfo(np.float32).max)
-    if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= limit:
-        raise ValueError(f"no bias can be {bias!r:.40}")
-    return float(bias)
-
-
-def _holds(value: Any, kind: Any) -> bool:
-    """Whether the value is a list of one thing a row: something in it is of that kind, or None."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return False
-    return any(row is None or (kind is not None and isinstance(row, kind)) for row in value)
-
-
-def _pack(
-    value: Any, entries: Callable[[Any], list[Biased]], per_row: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Sequences, their last tokens first and padded with -1, `[N, S]` or `[B, N, S]`; biases."""
-    rows = [entries(row if row is not None else ()) for row in (value if per_row else [value])]
-    N = max(8, power_of_two(max(map(len, rows))))
-    S = power_of_two(max((len(ids) for row in rows for ids, _ in row), default=1))
-    token_BNS = np.full((len(rows), N, S), -1, np.int32)
-    bias_BN = np.zeros((len(rows), N), np.float32)
-    for b, row in enumerate(rows):
-        for n, (ids, bias) in enumerate(row):
-            token_BNS[b, n, : len(ids)] = ids[::-1]
-            bias_BN[b, n] = bias
-    if per_row:
-        return jnp.asarray(token_BNS), jnp.asarray(bias_BN)
-    return jnp.asarray(token_BNS[0]), jnp.asarray(bias_BN[0])
-
-
-def _share(x: np.ndarray) -> np.ndarray:
-    return (x >= 0) & (x <= 1)
-
-
-def _any(x: np.ndarray) -> bool:
-    return True
-
-
 _OFF_AT_0 = "a whole number, 0 is off"
 _TOKENS = "a list of token ids, or one such list a row"
+_SHARE = "a number from 0 (off) to below 1"
 
 # In the order in which they are applied: the text's processors, where what must come has the last
 # word; then the distribution's. top_n_sigma looks at the vocabulary before it is cut, as in
@@ -246,94 +114,199 @@ _TOKENS = "a list of token ids, or one such list a row"
 PROCESSORS: dict[str, Option] = {
     "logit_bias": Option(
         constraints.LogitBias,
-        _biases(single=True),
+        biases(single=True),
         "a table from token ids to biases from -100 to 100, or one such table a row",
+        "added to these tokens' scores, as OpenAI does",
+        a_list=True,
     ),
     "sequence_bias": Option(
         constraints.SequenceBias,
-        _biases(single=False),
+        biases(single=False),
         "a table from sequences of token ids to finite biases, or one such table a row",
+        "added to the scores of tokens that complete these sequences",
+        a_list=True,
     ),
     "repetition_penalty": Option(
-        penalties.Repetition, _number("penalty", lambda x: x > 0), "a number above 0, 1 is off"
+        penalties.Repetition,
+        number("penalty", lambda x: x > 0),
+        "a number above 0, 1 is off",
+        "divides what the text has had already, prompt included (CTRL)",
     ),
     "presence_penalty": Option(
-        penalties.Frequency, _number("presence", _any), "a finite number, 0 is off", 0
+        penalties.Frequency,
+        number("presence", anything),
+        "a finite number, 0 is off",
+        "taken once from what was generated already, as OpenAI does",
+        0,
     ),
     "frequency_penalty": Option(
-        penalties.Frequency, _number("frequency", _any), "a finite number, 0 is off", 0
+        penalties.Frequency,
+        number("frequency", anything),
+        "a finite number, 0 is off",
+        "taken for each time that a token was generated, as OpenAI does",
+        0,
     ),
     "dry_multiplier": Option(
         penalties.Dry,
-        _number("multiplier", lambda x: x >= 0),
+        number("multiplier", lambda x: x >= 0),
         "a number from 0 (off) up",
+        "DRY: of what would prolong a repetition",
         0,
     ),
     "dry_base": Option(
-        penalties.Dry, _number("base", lambda x: x >= 1), "a number from 1 up", 1.75
+        penalties.Dry,
+        number("base", lambda x: x >= 1),
+        "a number from 1 up",
+        "DRY: to the power of the repetition's length",
+        1.75,
     ),
     "dry_allowed_length": Option(
-        penalties.Dry, _whole("allowed_length", 1), "a whole number from 1 up", 2
+        penalties.Dry,
+        whole_number("allowed_length", 1),
+        "a whole number from 1 up",
+        "DRY: repetitions up to this length cost nothing",
+        2,
     ),
     "dry_penalty_last_n": Option(
-        penalties.Dry, _whole("last_n", -1), "a whole number, -1 is all, 0 is off", -1
+        penalties.Dry,
+        whole_number("last_n", -1),
+        "a whole number, -1 is all, 0 is off",
+        "DRY: how many of the last tokens are looked at",
+        -1,
     ),
-    "dry_sequence_breakers": Option(penalties.Dry, _tokens("breakers"), _TOKENS, ()),
-    "no_repeat_ngram_size": Option(constraints.NoRepeatNGram, _whole("size", 0), _OFF_AT_0),
+    "dry_sequence_breakers": Option(
+        penalties.Dry,
+        tokens("breakers"),
+        _TOKENS,
+        "DRY: tokens that end what counts as repeated",
+        (),
+        a_list=True,
+    ),
+    "no_repeat_ngram_size": Option(
+        constraints.NoRepeatNGram,
+        whole_number("size", 0),
+        _OFF_AT_0,
+        "no sequence of so many tokens comes twice",
+    ),
     "bad_words_ids": Option(
-        constraints.BadWords, _words, "a list of lists of token ids, or one such list a row"
+        constraints.BadWords,
+        words,
+        "a list of lists of token ids, or one such list a row",
+        "sequences that are never completed",
+        a_list=True,
     ),
-    "suppress_tokens": Option(constraints.Suppress, _tokens("token_N"), _TOKENS),
-    "begin_suppress_tokens": Option(constraints.BeginSuppress, _begin_suppress, _TOKENS),
-    "min_length": Option(constraints.MinLength, _min_length("total"), _OFF_AT_0, 0),
-    "min_new_tokens": Option(constraints.MinLength, _min_length("new"), _OFF_AT_0, 0),
+    "suppress_tokens": Option(
+        constraints.Suppress, tokens("token_N"), _TOKENS, "never drawn", a_list=True
+    ),
+    "begin_suppress_tokens": Option(
+        constraints.BeginSuppress, begin_suppress, _TOKENS, "not drawn first", a_list=True
+    ),
+    "min_length": Option(
+        constraints.MinLength,
+        min_length("total"),
+        _OFF_AT_0,
+        "no end before the text has so many tokens, prompt included",
+        0,
+    ),
+    "min_new_tokens": Option(
+        constraints.MinLength, min_length("new"), _OFF_AT_0, "no end before so many new tokens", 0
+    ),
     "forced_bos_token_id": Option(
-        constraints.ForcedBos, _forced_bos, "a token id, -1 is off, or one a row"
+        constraints.ForcedBos,
+        forced_bos,
+        "a token id, -1 is off, or one a row",
+        "comes second, after a prompt of one token",
     ),
-    "forced_eos_token_id": Option(constraints.ForcedEos, _forced_eos, f"a token id, {_TOKENS}"),
+    "forced_eos_token_id": Option(
+        constraints.ForcedEos,
+        forced_eos,
+        f"a token id, {_TOKENS}",
+        "comes last, where max_new_tokens ends the text",
+        a_list=True,
+    ),
     "temperature": Option(
         truncation.Temperature,
-        _number("temperature", lambda x: x >= 0),
+        number("temperature", lambda x: x >= 0),
         "a number from 0 (greedy) up",
+        "divides the scores; giving it asks to sample",
         1.0,
         always=True,
     ),
     "top_n_sigma": Option(
-        truncation.TopNSigma, _number("n", lambda x: x >= 0), "a number from 0 (off) up"
+        truncation.TopNSigma,
+        number("n", lambda x: x >= 0),
+        "a number from 0 (off) up",
+        "only tokens within so many standard deviations of the best score",
     ),
-    "top_k": Option(truncation.TopK, _whole("top_k", 0), _OFF_AT_0, 0, always=True),
+    "top_k": Option(
+        truncation.TopK,
+        whole_number("top_k", 0),
+        _OFF_AT_0,
+        "only the k best tokens; of contrastive search, its candidates",
+        0,
+        always=True,
+    ),
     "top_p": Option(
-        truncation.TopP, _number("top_p", _share), "a number from 0 to 1 (off)", 1.0, always=True
+        truncation.TopP,
+        number("top_p", share),
+        "a number from 0 to 1 (off)",
+        "only the best tokens whose probabilities add up to p",
+        1.0,
+        always=True,
     ),
-    "min_p": Option(truncation.MinP, _number("min_p", _share), "a number from 0 (off) to 1"),
+    "min_p": Option(
+        truncation.MinP,
+        number("min_p", share),
+        "a number from 0 (off) to 1",
+        "only tokens with this part of the best one's probability",
+    ),
     "typical_p": Option(
         truncation.Typical,
-        _number("typical_p", lambda x: (x > 0) & (x <= 1)),
+        number("typical_p", lambda x: (x > 0) & (x <= 1)),
         "a number above 0, up to 1 (off)",
+        "only the most typical tokens whose probabilities add up to p",
     ),
     "epsilon_cutoff": Option(
         truncation.Epsilon,
-        _number("epsilon", lambda x: (x >= 0) & (x < 1)),
-        "a number from 0 (off) to below 1",
+        number("epsilon", lambda x: (x >= 0) & (x < 1)),
+        _SHARE,
+        "only tokens at least so probable",
     ),
     "eta_cutoff": Option(
         truncation.Eta,
-        _number("epsilon", lambda x: (x >= 0) & (x < 1)),
-        "a number from 0 (off) to below 1",
+        number("epsilon", lambda x: (x >= 0) & (x < 1)),
+        _SHARE,
+        "as epsilon_cutoff, less strict where the entropy is high",
     ),
     "xtc_probability": Option(
-        truncation.XTC, _number("probability", _share), "a number from 0 (off) to 1", 0
+        truncation.XTC,
+        number("probability", share),
+        "a number from 0 (off) to 1",
+        "XTC: how often the best tokens are left out",
+        0,
     ),
     "xtc_threshold": Option(
-        truncation.XTC, _number("threshold", _share), "a number from 0 to 1", 0.1
+        truncation.XTC,
+        number("threshold", share),
+        "a number from 0 to 1",
+        "XTC: of tokens at least so probable all but the last are left out",
+        0.1,
     ),
     "mirostat_tau": Option(
         truncation.Mirostat.start,
-        _number("tau", lambda x: x >= 0),
+        number("tau", lambda x: x >= 0),
         "a number of bits from 0 (off) up",
+        "mirostat: the surprise that is aimed at",
         0,
     ),
     "mirostat_eta": Option(
-        truncation.Mirostat.start, _number("eta", lambda x: x >= 0), "a number from 0 up", 0.1
+        truncation.Mirostat.start,
+        number("eta", lambda x: x >= 0),
+        "a number from 0 up",
+        "mirostat: how fast it adapts",
+        0.1,
     ),
 }
+SHAPING = tuple(name for name, option in PROCESSORS.items() if option.always)
+_NAMES = list(PROCESSORS)
+_OF_TEXT = {PROCESSORS[name].make for name in _NAMES[: _NAMES.index("temperature")]}

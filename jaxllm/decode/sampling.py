@@ -7,6 +7,7 @@ beside the scores is the `Context`; what it remembers it keeps in its own fields
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import SamplingError
+from jaxllm.errors import NonFiniteError, SamplingError
+from jaxllm.whole import whole
 
 
 class Context(struct.PyTreeNode):
@@ -88,14 +90,45 @@ class Sampler(struct.PyTreeNode):
 GREEDY = Sampler(greedy=True)
 
 
-@jax.jit
+class Function(Processor):
+    """A pure function of scores and context in JAX, as a processor; another function, another
+    program: give the same one each time."""
+
+    function: Callable[[jax.Array, Context], Any] = struct.field(pytree_node=False)
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        found_BV = jnp.asarray(self.function(scores_BV, context))
+        if found_BV.shape != scores_BV.shape or not jnp.issubdtype(found_BV.dtype, jnp.floating):
+            raise SamplingError(
+                f"a logits_processor must give float scores {scores_BV.shape} back, got"
+                f" {found_BV.dtype} {found_BV.shape}"
+            )
+        return found_BV.astype(jnp.float32)
+
+
 def sample(key: jax.Array, logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
     """Draw one token a row, without a text before it: int32 `[B]`.
 
     key: a `jax.random.key`, or one for each row `[B]`; a single key is split over the rows. Each
     row is drawn in float32 with its own key, so it does not depend on its neighbours.
+
+    Raises NonFiniteError for a row with NaN, with +inf, or of nothing but -inf. Inside `jit`, where
+    nothing can be raised, such a row gives some token: look at its logits there.
     """
-    return sample_next(logits_BV, sampler, Context.empty(key, logits_BV.shape[0]))[0]
+    token_B, sound_B = _sample(key, logits_BV, sampler)
+    if not isinstance(sound_B, jax.core.Tracer) and not (sound_B := np.asarray(sound_B)).all():
+        row = int(np.argmin(sound_B))
+        raise NonFiniteError(
+            f"row {row} has NaN, +inf, or no token that is not -inf: nothing to draw"
+        )
+    return token_B
+
+
+@jax.jit
+def _sample(key: jax.Array, logits_BV: jax.Array, sampler: Sampler) -> tuple[jax.Array, jax.Array]:
+    """A token a row, and whether the row was one to draw from, `[B]` each."""
+    token_B, _ = sample_next(logits_BV, sampler, Context.empty(key, logits_BV.shape[0]))
+    return token_B, jnp.isfinite(logits_BV.max(axis=1))  # NaN is the largest of all
 
 
 def sample_next(
@@ -126,8 +159,19 @@ def row_keys(seed: int, rows: int) -> jax.Array:
 
     Raises SamplingError for a seed outside 0 ... 2**64 - 1.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise SamplingError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")
+    seed = whole("seed", seed, 0, (1 << 64) - 1)
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     key = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+
+
+def keys_of(seed: Any, rows: int) -> jax.Array:
+    """One random key a row: from a seed, or the keys `[rows]` themselves.
+
+    Raises SamplingError as `row_keys`, and for another number of keys.
+    """
+    if not (isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)):
+        return row_keys(seed, rows)
+    if seed.shape != (rows,):
+        raise SamplingError(f"seed must be a number or {rows} keys, got keys {seed.shape}")
+    return seed

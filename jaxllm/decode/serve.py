@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, KVCache, Segment, init_cache
+from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, init_cache
 from jaxllm.decode.draws import Result, Samplers, draw, drawn_by_kind, fitted
 from jaxllm.decode.generate import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.places import (
@@ -31,7 +31,9 @@ from jaxllm.decode.places import (
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole, whole_array
 
+MOST_BURST = 4096
 _KINDS = 8  # kinds of samplers that are kept though nobody has them at the moment
 
 
@@ -41,7 +43,8 @@ class Request:
 
     id: the caller's, events carry it. prompt: token ids. sampler: of one row, as `make_sampler`
     gives it; greedy by default. eos_token_ids: any of them ends it. until: told each token, says
-    whether to stop after it.
+    whether to stop after it. cancelled: asked between steps whether nobody waits for it any more
+    (`threading.Event().is_set`, say); its row is then free, and its last event is CANCELLED.
     """
 
     id: Hashable
@@ -51,6 +54,16 @@ class Request:
     seed: int = 0
     eos_token_ids: Sequence[int] = ()
     until: Callable[[int], bool] | None = None
+    cancelled: Callable[[], bool] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """What stands among the requests for one that was refused on the way: its error is told in its
+    turn."""
+
+    id: Hashable
+    error: JaxllmError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +99,8 @@ class Event:
     """A token of a request, the end of it, or both.
 
     token, logprob: under the model, before any sampler; None where there is none. finish: None
-    while it goes on; NON_FINITE comes without a token. error: why it was refused; nothing of it
-    ran.
+    while it goes on; NON_FINITE and CANCELLED come without a token. error: why it was refused;
+    nothing of it ran.
     """
 
     id: Hashable
@@ -144,7 +157,7 @@ class _Loop(NamedTuple):
 def serve(
     model: nn.Module,
     params: Params,
-    requests: Iterable[Request | None],
+    requests: Iterable[Request | Refusal | None],
     *,
     rows: int = 8,
     capacity: int = 1024,
@@ -156,18 +169,20 @@ def serve(
     requests: asked for the next one whenever a row is free, so they wait where they come from. None
     says that there is nothing at the moment; it is asked again after the next step, or at once
     where no row is busy: it may block then. chunk: tokens of prompts that are run in one step.
-    burst: steps that are run before Python looks again, where all rows decode, none has an `until`
-    and none ends: 1 gives every token as soon as it is there.
     burst: steps that are run before Python looks again, where all rows decode, none has an `until`,
     and none ends: 1 gives every token as soon as it is there.
 
-    A request that cannot be served (no tokens, an id outside the vocabulary, no room, a wrong seed)
-    is answered with an error, one whose logits are not finite ends with NON_FINITE; the others go
-    on. Raises CapacityError for sizes below one.
+    Events carry the ids of the requests as they are: two that are served at once want different
+    ones. A request that cannot be served (no tokens, an id outside the vocabulary, no room, a wrong
+    seed) is answered with an error, one whose logits are not finite ends with NON_FINITE; the
+    others go on. Raises CapacityError for sizes that are no whole numbers from 1 up, or exceed the
+    machine's memory.
     """
-    if chunk < 1 or burst < 1:
-        raise CapacityError(f"chunk and burst must be at least 1, got {chunk} and {burst}")
-    cache = init_cache(model.config, rows, capacity, dtype=model.precision.cache)
+    chunk = whole("chunk", chunk, 1, MOST_SLOTS, CapacityError)
+    burst = whole("burst", burst, 1, MOST_BURST, CapacityError)
+    rows = whole("rows", rows, 1, MOST_SLOTS, CapacityError)
+    capacity = whole("capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    cache = init_cache(model, rows, capacity)
     now = _Loop(cache, _no_text(rows, capacity), {}, {})
     source, more = iter(requests), True
     step, start = Step(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
@@ -180,10 +195,21 @@ def serve(
                 break
             if request is None:
                 break
+            if isinstance(request, Refusal):
+                yield Event(request.id, None, None, None, request.error, step)
+                continue
+            if _is_cancelled(request):
+                yield Event(request.id, None, None, Finish.CANCELLED, None, step)
+                continue
             try:
                 now = _joined(model, now, request, capacity)
             except JaxllmError as error:
                 yield Event(request.id, None, None, None, error, step)
+        for row, seat in list(now.seats.items()):
+            if _is_cancelled(seat.request):
+                seats = {other: kept for other, kept in now.seats.items() if other != row}
+                now = now._replace(seats=seats)
+                yield Event(seat.request.id, None, None, Finish.CANCELLED, None, step)
         if not now.seats:
             continue
         if all(seat.count and seat.request.until is None for seat in now.seats.values()):
@@ -204,6 +230,10 @@ def serve(
             )
             now, events = _told(now, lines, drawn, step)
             yield from events
+
+
+def _is_cancelled(request: Request) -> bool:
+    return request.cancelled is not None and bool(request.cancelled())
 
 
 def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _Loop:
@@ -341,28 +371,17 @@ def _lines(seats: dict[int, _Seat], chunk: int) -> list[Line]:
 
 def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
     """The prompt's ids, or the reason why it cannot be continued."""
-    try:
-        prompt_T = np.asarray(request.prompt)
-    except ValueError:
-        prompt_T = np.zeros(0)
-    if prompt_T.ndim != 1 or not prompt_T.size or prompt_T.dtype.kind not in "iu":
+    prompt_T = whole_array("a prompt", request.prompt, TokenError)
+    if prompt_T.ndim != 1 or not prompt_T.size:
         raise TokenError(f"a prompt is a list of token ids, got {request.prompt!r:.60}")
-    try:
-        padded_eos(request.eos_token_ids)
-    except (TypeError, ValueError, OverflowError):
-        raise SamplingError(
-            f"eos_token_ids must be token ids, got {request.eos_token_ids!r:.60}"
-        ) from None
+    padded_eos(request.eos_token_ids)
     if not isinstance(request.sampler, Sampler):
         raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
-    if not isinstance(request.max_new_tokens, int | np.integer):
-        raise SamplingError(f"max_new_tokens is no whole number: {request.max_new_tokens!r:.60}")
+    new = whole("max_new_tokens", request.max_new_tokens, 1)
     vocabulary = model.config.vocab_size
     if prompt_T.min() < 0 or prompt_T.max() >= vocabulary:
         raise TokenError(f"the prompt has ids outside the vocabulary of {vocabulary}")
-    if request.max_new_tokens < 1:
-        raise SamplingError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-    needed = prompt_T.size + request.max_new_tokens - 1  # the last token is never run
+    needed = prompt_T.size + new - 1  # the last token is never run
     limit = min(capacity, model.config.position_limit)
     if needed > limit:
         raise CapacityError(

@@ -25,12 +25,13 @@ from jaxllm.cache.kv import Delta, KVCache, as_kept, init_cache
 from jaxllm.cache.surgery import rewind
 from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig
-from jaxllm.decode.generate import Finish, padded_eos
-from jaxllm.decode.sampling import GREEDY, Context, Sampler, process, row_keys
+from jaxllm.decode.generate import Finish, new_tokens, padded_eos
+from jaxllm.decode.sampling import GREEDY, Context, Sampler, keys_of, process
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
 from jaxllm.shapes import bucket
-from jaxllm.steps import prefill, run
+from jaxllm.steps import checked_prompts, prefill, run
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
 
 _NONE = -1  # no token: past a row's end, or nothing proposed
 
@@ -142,29 +143,25 @@ def speculative_generate(
     when the text does not fit into either model's positions, ConfigError for models whose rotary
     angles would change with the text's length, and what `prefill` raises.
     """
-    B, T = np.shape(tokens_BT)
-    budget_B = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (B,))
+    tokens_BT, prompt_B = checked_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
+    budget_B = new_tokens(max_new_tokens, B)
     longest = int(budget_B.max())
-    if budget_B.min() < 1 or num_draft_tokens < 1:
-        raise SamplingError(
-            "max_new_tokens and num_draft_tokens must be at least 1, got"
-            f" {max_new_tokens} and {num_draft_tokens}"
-        )
+    num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, model.config.position_limit)
     pairs = [(model, params)] if isinstance(draft, PromptLookup) else [(model, params), draft]
     _check([one.config for one, _ in pairs], T, longest)
     starts = [
         prefill(
             one,
             its_params,
-            init_cache(one.config, B, bucket(T + longest - 1), dtype=one.precision.cache),
+            init_cache(one, B, bucket(T + longest - 1)),
             tokens_BT,
-            lengths_B=lengths_B,
+            lengths_B=prompt_B,
             chunk=chunk,
             donate=True,
         )
         for one, its_params in pairs
     ]
-    prompt_B = np.broadcast_to(np.asarray(T if lengths_B is None else lengths_B, np.int32), (B,))
     token_BL = np.full((B, bucket(T + longest)), _NONE, np.int32)
     token_BL[:, :T] = np.where(np.arange(T)[None] < prompt_B[:, None], tokens_BT, _NONE)
     eos_E = padded_eos(eos_token_ids)
@@ -176,7 +173,7 @@ def speculative_generate(
         draft if isinstance(draft, PromptLookup) else draft[0],
         num_draft_tokens,
         [its_params for _, its_params in pairs],
-        Plan(start_B, limit_B, row_keys(seed, B) if isinstance(seed, int) else seed, eos_E),
+        Plan(start_B, limit_B, keys_of(seed, B), eos_E),
         Text(token_BL, start_B, running_B, sampler.begin(B)),
         starts[0][0],
         [cache for _, cache in starts],

@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.windows import PROTOCOLS, Span
-from jaxllm.files import read_text
+from jaxllm.files import as_schema, parse_json, read_text
 from jaxllm.shapes import power_of_two
 
 State = Mapping[str, Any]
@@ -175,25 +176,29 @@ def loader(
     return Loader(documents=arrays, spans=spans, batch=rows, width=window, **options)
 
 
+class _Document(msgspec.Struct):
+    """A line of a file of documents: one or the other."""
+
+    text: str | None = None
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
+
+
 def read_documents(path: Path) -> list[str] | list[list[int]]:
     """The documents of a JSON-lines file: objects with "text", or all of them with "tokens" (ids).
 
-    Blank lines are passed over. Raises CheckpointError for an unreadable file, TokenError for a
-    line that is something else.
+    Blank lines are passed over; what else an object has is ignored. Raises CheckpointError for an
+    unreadable file, TokenError for a line that is something else.
     """
     documents: list[Any] = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise TokenError(f"{path}, line {number} is no JSON: {error}") from None
-        row = row if isinstance(row, dict) else {}
-        text, tokens = row.get("text"), row.get("tokens")
-        if isinstance(text, str) == isinstance(tokens, list):
-            raise TokenError(f'{path}, line {number} should be an object with "text" or "tokens"')
-        documents.append(text if isinstance(text, str) else tokens)
+        where = f"{path}, line {number}"
+        value = parse_json(line, where, TokenError)
+        row: _Document = as_schema(value, _Document, where, TokenError)
+        if (row.text is None) == (row.tokens is None):
+            raise TokenError(f'{where} should be an object with "text" or "tokens"')
+        documents.append(row.text if row.tokens is None else row.tokens)
     if not documents or len({type(document) for document in documents}) > 1:
         raise TokenError(f'{path} should hold documents, all with "text" or all with "tokens"')
     return documents

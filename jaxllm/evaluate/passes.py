@@ -1,25 +1,53 @@
 """One pass over a loader: numbers for every token that counts, and a journal to go on from.
 
 The journal is a file of JSON lines: first whose it is, then each batch's numbers with the loader's
-state after it. Lines are only ever added, so an interrupt costs the batch that was running.
+state after it. Lines are only ever added, so an interrupt costs the batch that was running. Each
+carries a checksum of itself and of the line before it, and one process at a time has the file.
 """
 
+import contextlib
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
+import msgspec
 import numpy as np
 
+from jaxllm import process
 from jaxllm.cache.files import fingerprint
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.evaluate.data import Batch, Loader
+from jaxllm.files import as_schema, locked, parse_json, read_bytes
 from jaxllm.progress import steps_bar
 from jaxllm.weights.paths import Params
 
 Columns = dict[str, np.ndarray]  # by name, one number for each token that counts, `[N]`
 Models = Mapping[str, tuple[nn.Module, Params]]
+
+_MAX_BYTES = 1 << 31
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a journal. record: its text; digest: SHA-256 of the last line's, and of it."""
+
+    record: str
+    digest: str
+
+
+class _Owner(msgspec.Struct, forbid_unknown_fields=True):
+    """The first record: what must be the same."""
+
+    owner: dict[str, str]
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """Every other: the state after a batch, and its numbers by name with their dtype."""
+
+    state: dict[str, int | str]
+    columns: dict[str, tuple[Literal["float32", "float64", "bool"], list[float | bool]]]
 
 
 def over(
@@ -29,28 +57,45 @@ def over(
     models: Models,
     journal: Path | None = None,
     description: str = "evaluating",
+    summary: Callable[[Columns], str] = lambda _: "",
     show_progress: bool | None = None,
 ) -> Columns:
     """`each(batch)` for every batch of an epoch, joined in the loader's order.
 
     models: by the part they play; with the data they say whose a journal is. journal: what it has
-    is not run again; it is made where there is none.
+    is not run again; it is made where there is none. summary: of what there is so far, for whoever
+    interrupts a command.
 
-    Raises ConfigError for a journal of other models, other data or another order.
+    Raises ConfigError for a journal of other models, other data or another order, CheckpointError
+    for one that is damaged, or in use by another process, or cannot be written.
     """
     parts: list[Columns] = []
-    state = loader.state()
-    if journal is not None:
-        owner = _owner(loader, models)
-        parts, state = _read(journal, owner, state)
-    with steps_bar(description, len(loader), show_progress) as done:
-        for _ in parts:
+
+    def so_far() -> str:
+        known = summary(_joined(parts[:])) if parts else ""
+        on = f"the same command goes on from {journal}" if journal else "--journal FILE keeps them"
+        return f"{len(parts)} of {len(loader)} batches done{known and f', {known}'}; {on}"
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process.saying(so_far))
+        kept: Iterator[Columns] = iter(())
+        if journal is not None:
+            stack.enter_context(locked(journal))
+            written = _Journal(journal, _owner(loader, models))
+            kept = written.read(loader)
+        done = stack.enter_context(steps_bar(description, len(loader), show_progress))
+        for batch, after in loader.batches():
+            found = next(kept, None)
+            if found is None:
+                found = each(batch)
+                if journal is not None:
+                    written.append({"state": after, "columns": _lists(found)})
+            parts.append(found)
             done()
-        for batch, after in loader.batches(state):
-            parts.append(each(batch))
-            if journal is not None:
-                _append(journal, {"state": after, "columns": _lists(parts[-1])})
-            done()
+    return _joined(parts)
+
+
+def _joined(parts: list[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -63,45 +108,94 @@ def _owner(loader: Loader, models: Models) -> dict[str, str]:
     return {"data": loader.digest, **weights}
 
 
-def _read(
-    path: Path, owner: dict[str, str], start: dict[str, Any]
-) -> tuple[list[Columns], dict[str, Any]]:
-    """The parts that a journal has and the state after them; a new journal gets its first line."""
-    try:
-        if not path.exists():
-            _append(path, {"owner": owner})
-            return [], start
-        whole, newline, _ = path.read_bytes().rpartition(b"\n")  # what an interrupt cut off goes
-        first, *lines = [json.loads(line) for line in whole.splitlines()] or [{}]
-        found = first["owner"]
-        parts = [_arrays(line["columns"]) for line in lines]
-        state = lines[-1]["state"] if lines else start
-        for name in found.keys() | owner.keys():
-            if found.get(name) != owner.get(name):
+class _Journal:
+    """A journal that is ours alone while it is open: `read` first, then `append`."""
+
+    def __init__(self, path: Path, owner: dict[str, str]) -> None:
+        self.path, self.owner, self.digest = path, owner, ""
+
+    def read(self, loader: Loader) -> Iterator[Columns]:
+        """The numbers that it has, one batch after the other; a new journal gets its first line.
+
+        What an interrupt cut off goes, be it of the first line.
+        """
+        content = read_bytes(self.path, _MAX_BYTES)
+        whole, newline, rest = content.rpartition(b"\n")
+        first = _encoded({"owner": self.owner}, "")
+        if not newline and first.startswith(rest):
+            self._truncate(0)
+            self.append({"owner": self.owner})
+            return iter(())
+        head, *lines = [
+            self._record(line, number) for number, line in enumerate(whole.splitlines(), 1)
+        ] or [{}]
+        found = as_schema(head, _Owner, f"{self.path}, line 1").owner
+        for name in found.keys() | self.owner.keys():
+            if found.get(name) != self.owner.get(name):
                 raise ConfigError(
-                    f"{path} belongs to an evaluation with another {name}: name another file, or"
-                    " remove it"
+                    f"{self.path} belongs to an evaluation with another {name}: name another file,"
+                    " or remove it"
                 )
-        with open(path, "r+b") as file:
-            file.truncate(len(whole + newline))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is no journal of an evaluation: {error!r:.100}") from None
-    return parts, state
+        self._truncate(len(whole + newline))
+        return iter(self._columns(lines, loader))
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = _encoded(record, self.digest)
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self.digest = json.loads(line)["digest"]
+
+    def _record(self, line: bytes, number: int) -> Any:
+        where = f"{self.path}, line {number}"
+        if number == 1:
+            where += " (is it no journal of an evaluation, or of an earlier version?)"
+        held: _Line = as_schema(parse_json(line, where), _Line, where)
+        if held.digest != _chained(held.record, self.digest):
+            raise CheckpointError(
+                f"{where} is not what was written there, or not after the line before it: remove"
+                " the file, or name another"
+            )
+        self.digest = held.digest
+        return parse_json(held.record, where)
+
+    def _columns(self, records: list[Any], loader: Loader) -> list[Columns]:
+        """The numbers of each record, which are those of the loader's batches in their order."""
+        if len(records) > len(loader):
+            raise CheckpointError(f"{self.path} has more lines than the evaluation has batches")
+        parts = []
+        batches = loader.batches()
+        for number, record in enumerate(records, 2):
+            where, (batch, after) = f"{self.path}, line {number}", next(batches)
+            held: _Record = as_schema(record, _Record, where)
+            columns = {n: np.array(x, dtype) for n, (dtype, x) in held.columns.items()}
+            count = int(batch.scored_BT.sum())
+            if held.state != after or any(len(x) != count for x in columns.values()):
+                raise CheckpointError(f"{where} is not of the batch that it stands for")
+            parts.append(columns)
+        if any(part.keys() != parts[0].keys() for part in parts):
+            raise CheckpointError(f"{self.path}: its lines hold different columns")
+        return parts
+
+    def _truncate(self, size: int) -> None:
+        try:
+            with open(self.path, "r+b") as file:
+                file.truncate(size)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+def _encoded(record: Mapping[str, Any], before: str) -> bytes:
+    """A record as a line; before: the digest of the line before it."""
+    text = json.dumps(record)
+    return json.dumps({"record": text, "digest": _chained(text, before)}).encode() + b"\n"
+
+
+def _chained(record: str, before: str) -> str:
+    return hashlib.sha256(f"{before}{record}".encode()).hexdigest()
 
 
 def _lists(columns: Columns) -> dict[str, Any]:
     return {name: [str(x.dtype), x.tolist()] for name, x in columns.items()}
-
-
-def _arrays(lists: Mapping[str, Any]) -> Columns:
-    return {name: np.array(values, dtype) for name, (dtype, values) in lists.items()}

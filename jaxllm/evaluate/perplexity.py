@@ -98,6 +98,12 @@ def token_logprobs(
         models={"model": (model, params)},
         journal=journal,
         description="perplexity",
+        summary=_so_far,
         show_progress=show_progress,
     )
     return columns["logprob"]
+
+
+def _so_far(columns: Columns) -> str:
+    found = Perplexity.of(columns["logprob"])
+    return f"perplexity {found.perplexity.mean:.5f} over {found.tokens:,} tokens"

@@ -1,15 +1,14 @@
 """An equivalence report as a table, as JSON, as a picture."""
 
 import dataclasses
-import io
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.evaluate.difference import MAX_DRIFT, Difference, bucket_names
 from jaxllm.evaluate.equivalence import Report
+from jaxllm.files import writing
 
 _FIGURES = ("max", "rel max", "rms", "rel rms", "1 - cos")
 
@@ -71,20 +70,13 @@ def to_png(report: Report, path: Path) -> None:
     # A layer's own output ends it: that is where its name stands.
     ends = [i for i, d in enumerate(report.stages) if d.name.rpartition(".")[2].isdigit()]
     axes.set_xticks(ends, [report.stages[i].name for i in ends], rotation=90, fontsize=7)
-    axes.set_yscale("log")
+    if any(d.relative_max > 0 for d in report.stages):  # two that agree have nothing to scale
+        axes.set_yscale("log")
     axes.grid(axis="x", lw=0.3)
     axes.legend(fontsize=8)
     axes.set_title(f"{report.ours} against {report.reference}", fontsize=9)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(picture.getvalue())
-        partial.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def _line(d: Difference, width: int) -> str:

@@ -5,7 +5,6 @@ variants, whatever their formats, share the programs of the model that they are 
 """
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.evaluate.data import Loader
 from jaxllm.evaluate.divergence import Differences, Divergence, counted, differences, joined
 from jaxllm.evaluate.score import check_loader, logits
+from jaxllm.files import writing
 from jaxllm.progress import steps_bar
 from jaxllm.weights.formats import dense, parse
-from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
 
 BY = ("layer", "kind", "module")
@@ -105,7 +105,8 @@ def sensitivity(
 def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
     """Write a bar chart of mean KL divergence, with its standard error, as a PNG file.
 
-    Raises ConfigError where matplotlib is not installed.
+    Raises ConfigError where matplotlib is not installed, CheckpointError where the file cannot be
+    written.
     """
     try:
         from matplotlib.figure import Figure
@@ -119,12 +120,8 @@ def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
     axes.barh(names, means, xerr=[s.divergence.kl.error for s in rows], color="tab:blue")
     axes.set(xlabel="mean KL divergence (nats a token)", title=title)
     axes.invert_yaxis()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        figure.savefig(partial, format="png", dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
 
 
 def _wide(leaf: Any) -> jax.Array:
@@ -134,7 +131,7 @@ def _wide(leaf: Any) -> jax.Array:
 def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Params, int, int]:
     """The float32 weights with one group as `format` keeps it; its bytes before and after."""
     old, quantized = dict(flatten(params)), dict(flatten(quantize(params, [(regex, format)])))
-    changed = [p for p, leaf in old.items() if leaf.ndim == 2 and re.fullmatch(regex, p)]
+    changed = [p for p, leaf in old.items() if leaf.ndim == 2 and first_match([(regex, True)], p)]
     variant = map_leaves(lambda p, leaf: _wide(quantized[p]) if p in changed else leaf, wide)
     before, after = (sum(int(leaves[p].nbytes) for p in changed) for leaves in (old, quantized))
     return variant, before, after

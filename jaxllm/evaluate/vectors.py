@@ -13,8 +13,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
 from jaxllm.cache.files import fingerprint
@@ -22,7 +23,15 @@ from jaxllm.errors import CheckpointError, TokenError
 from jaxllm.evaluate.difference import TOLERANCES, Tolerance, coarser, measure
 from jaxllm.evaluate.equivalence import Report, compare_stages, compare_text
 from jaxllm.evaluate.sides import Case, Ours, Side, padded
-from jaxllm.files import read_json, write_json
+from jaxllm.files import (
+    as_schema,
+    check_vacant,
+    inside,
+    is_there,
+    read_json,
+    write_json,
+    writing_directory,
+)
 from jaxllm.progress import steps_bar
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 
@@ -30,6 +39,36 @@ FORMAT = "jaxllm-vectors"
 VERSION = 1
 JSON, TENSORS = "vectors.json", "vectors.safetensors"
 GENERATED, LOGITS = "generated", "generated_logits"
+
+
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Position = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+_Text = Annotated[list[_Id], msgspec.Meta(min_length=2)]
+
+
+class _Case(msgspec.Struct, forbid_unknown_fields=True):
+    """A case in vectors.json: which texts; their tokens and positions with padding, `[B, T]`."""
+
+    texts: list[_Id]
+    tokens: list[list[_Id]]
+    positions: list[list[_Position]]
+    cached: _Id
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    """vectors.json. contents: the digest of the tensors."""
+
+    format: str
+    version: int
+    made_by: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    config: dict[str, Any]
+    precision: dict[str, Any]
+    weights: str
+    stages: list[str]
+    contents: str
+    texts: Annotated[list[_Text], msgspec.Meta(min_length=1)]
+    cases: dict[str, _Case]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +110,14 @@ def make(
     """Write vectors of a model for texts of at least two tokens each.
 
     source: whose numbers to write; another implementation of the same weights, or by default ours.
-    The JSON comes last, when all else is there. Raises CheckpointError if the directory already
-    holds vectors or cannot be written, TokenError for texts that do not fit the model.
+    All of it or nothing is written. Raises CheckpointError if the directory already holds vectors
+    or cannot be written, TokenError for texts that do not fit the model.
     """
     if min(map(len, texts), default=0) < 2 or new_tokens < 1:
         raise TokenError("vectors need texts of at least two tokens, and one new token")
     cases = _cases(texts)
     cases["left"][0].check(ours.model.config, new_tokens)
-    if (directory / JSON).exists():
-        raise CheckpointError(f"{directory} already holds vectors; name an empty directory")
+    check_vacant(directory, JSON, "vectors")
     source = source or ours
     case, _ = cases["left"]  # its real tokens, row by row, are the texts end to end
     with steps_bar("making vectors", 2) as advance:
@@ -108,56 +146,81 @@ def make(
             for name, (case, rows) in cases.items()
         },
     }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lazy = {name: LazyTensor.of(np.ascontiguousarray(x)) for name, x in tensors.items()}
-        write_tensors(directory / TENSORS, lazy, aligned=False)
-        write_json(directory / JSON, header)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {directory}: {error.strerror or error}") from None
+    lazy = {name: LazyTensor.of(np.ascontiguousarray(x)) for name, x in tensors.items()}
+    with writing_directory(directory, JSON) as made:
+        write_tensors(made / TENSORS, lazy, aligned=False)
+        write_json(made / JSON, header)
 
 
 def read(directory: Path) -> Vectors:
     """Read what `make` wrote. Raises CheckpointError for a directory that is none or is damaged."""
-    if not (directory / JSON).exists():
+    if not is_there(directory / JSON):
         raise CheckpointError(f"{directory} has no {JSON}: not a directory of test vectors")
-    header = read_json(directory / JSON)
-    if header.get("format") != FORMAT or header.get("version") != VERSION:
+    where = str(directory / JSON)
+    data = read_json(inside(directory, JSON))
+    if data.get("format") != FORMAT or data.get("version") != VERSION:
         raise CheckpointError(
-            f"{directory / JSON}: {header.get('format')!r} version {header.get('version')!r} is not"
+            f"{where}: {data.get('format')!r:.40} version {data.get('version')!r:.40} is not"
             f" {FORMAT} version {VERSION}"
         )
-    tensors = {name: x.read() for name, x in open_tensors(directory / TENSORS).items()}
-    if _digest(tensors) != header.get("contents"):
+    header: _Header = as_schema(data, _Header, where)
+    lazy = open_tensors(inside(directory, TENSORS))
+    tensors = {name: x.read() for name, x in lazy.items()}
+    if _digest(tensors) != header.contents:
         raise CheckpointError(f"{directory / TENSORS}: damaged, not what {JSON} was written with")
-    try:
-        texts = header["texts"]
-        cases = {
-            name: (
-                Case(
-                    np.asarray(case["tokens"], np.int32),
-                    np.asarray(case["positions"], np.int32),
-                    int(case["cached"]),
-                ),
-                [int(row) for row in case["texts"]],
-            )
-            for name, case in header["cases"].items()
-        }
-        for name, (case, rows) in cases.items():
-            if not _is_of(case, [texts[row] for row in rows]):
-                raise ValueError(f"case {name} does not run its texts")
-        return Vectors(
-            made_by=header["made_by"],
-            dtype=header["dtype"],
-            identity={name: header[name] for name in ("config", "precision", "weights")},
-            texts=texts,
-            cases=cases,
-            stages={name: tensors[name] for name in header["stages"]},
-            generated_BN=tensors[GENERATED],
-            logits_BNV=tensors[LOGITS],
+    _check_forms(header, tensors, where)
+    cases = {name: _case(name, said, header.texts, where) for name, said in header.cases.items()}
+    return Vectors(
+        made_by=header.made_by,
+        dtype=header.dtype,
+        identity={name: getattr(header, name) for name in ("config", "precision", "weights")},
+        texts=header.texts,
+        cases=cases,
+        stages={name: tensors[name] for name in header.stages},
+        generated_BN=tensors[GENERATED],
+        logits_BNV=tensors[LOGITS],
+    )
+
+
+def _case(name: str, said: _Case, texts: list[list[int]], where: str) -> tuple[Case, list[int]]:
+    """A case and its rows, which must be those of its texts, wherever their tokens stand."""
+    shapes = {len(row) for row in (*said.tokens, *said.positions)}
+    width = shapes.pop() if len(shapes) == 1 else 0
+    sound = (
+        len(said.tokens) == len(said.positions) == len(said.texts) > 0
+        and 0 <= said.cached < width
+        and max(said.texts) < len(texts)
+    )
+    if sound:
+        case = Case(
+            np.array(said.tokens, np.int32), np.array(said.positions, np.int32), said.cached
         )
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{directory / JSON}: malformed: {error!r:.100}") from None
+        if _is_of(case, [texts[row] for row in said.texts]):
+            return case, said.texts
+    raise CheckpointError(f"{where}: cases: {name} does not run its texts")
+
+
+def _check_forms(header: _Header, tensors: Mapping[str, np.ndarray], where: str) -> None:
+    """Every stage has each token of the texts, what was generated each text."""
+    count = sum(map(len, header.texts))
+    complaints = [
+        f"stage {name} has not the {count} tokens of the texts"
+        for name in header.stages
+        if name not in tensors or tensors[name].shape[:1] != (count,)
+    ]
+    generated, logits = tensors.get(GENERATED), tensors.get(LOGITS)
+    if (
+        generated is None
+        or logits is None
+        or (generated.ndim, logits.ndim, generated.dtype) != (2, 3, np.int32)
+        or generated.shape != logits.shape[:2]
+        or generated.shape[0] != len(header.texts)
+        or not generated.size
+        or not logits.size
+    ):
+        complaints.append(f"{GENERATED} and {LOGITS} are not those of {len(header.texts)} texts")
+    if complaints:
+        raise CheckpointError(f"{where}: {'; '.join(complaints[:5])}")
 
 
 def check(vectors: Vectors, ours: Ours, *, tolerance: Tolerance | None = None) -> Checked:
@@ -236,8 +299,8 @@ def _is_of(case: Case, texts: list[list[int]]) -> bool:
     """Whether the case's rows are these texts, wherever their tokens stand."""
     rows = zip(case.token_BT, case.position_BT, texts, strict=True)
     return all(
-        dict(zip(position[position >= 0].tolist(), token[position >= 0].tolist(), strict=True))
-        == dict(enumerate(text))
+        position[position >= 0].tolist() == list(range(len(text)))
+        and token[position >= 0].tolist() == text
         for token, position, text in rows
     )
 

@@ -1,14 +1,15 @@
 """The border of files: whatever is read from a disk comes in here, what is written goes out.
 
-`reading.py`: regular files of bounded size, JSON of bounded depth and digits, checked by a schema.
-`writing.py`: files and directories that appear when they are complete, and locks. `patterns.py`:
-regular expressions that a file may bring. `memory.py`: what the machine has.
+`reading.py`: regular files of bounded size, JSON of bounded depth and digits; `schema.py`: what its
+fields may be. `writing.py`: files and directories that appear when they are complete, and locks.
+`patterns.py`: regular expressions that a file may bring. `memory.py`: what the machine has.
 """
 
 from jaxllm.files.memory import check_memory, machine_memory
 from jaxllm.files.patterns import compile_pattern
 from jaxllm.files.reading import (
-    as_schema,
+    inside,
+    is_there,
     open_regular,
     parse_json,
     read_bytes,
@@ -16,12 +17,26 @@ from jaxllm.files.reading import (
     read_text,
     regular_size,
 )
-from jaxllm.files.writing import locked, sweep, write_json, writing, writing_directory
+from jaxllm.files.schema import as_schema, complaints_of
+from jaxllm.files.writing import (
+    check_vacant,
+    copy_files,
+    locked,
+    sweep,
+    write_json,
+    writing,
+    writing_directory,
+)
 
 __all__ = [
     "as_schema",
     "check_memory",
+    "check_vacant",
     "compile_pattern",
+    "complaints_of",
+    "copy_files",
+    "inside",
+    "is_there",
     "locked",
     "machine_memory",
     "open_regular",

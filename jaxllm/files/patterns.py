@@ -16,7 +16,6 @@ _OPTIONS.log_errors = False
 _OPTIONS.max_mem = 8 << 20
 
 
-@functools.lru_cache(maxsize=1024)
 def compile_pattern(regex: str, what: str = "the pattern") -> Any:
     """The compiled expression: `fullmatch`, `search` and so on are those of `re`.
 
@@ -27,6 +26,11 @@ def compile_pattern(regex: str, what: str = "the pattern") -> Any:
         raise ConfigError(f"{what}: a regex must be a text, got {regex!r:.60}")
     if len(regex) > MAX_LENGTH:
         raise ConfigError(f"{what}: a regex of {len(regex):,} characters, at most {MAX_LENGTH:,}")
+    return _compiled(regex, what)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(regex: str, what: str) -> Any:
     try:
         return re2.compile(regex, _OPTIONS)
     except (re2.error, UnicodeError) as error:

@@ -1,25 +1,26 @@
-"""Reading: regular files only, of bounded size; JSON of bounded depth and digits, and its schema.
+"""Reading: regular files only, of bounded size; JSON of bounded depth and digits.
 
 Whether a file is there is the caller's business; everything else that is wrong with it is a
-`CheckpointError` that names the file and, within JSON, the field.
+`CheckpointError` that names the file.
 """
 
+import collections
+import io
 import json
 import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-import msgspec
+from typing import Any
 
 from jaxllm.errors import CheckpointError, JaxllmError
 
 MAX_BYTES = 1 << 28
+MAX_JSON = (
+    1 << 26
+)  # a list of empty lists takes 20 times its text; the largest tokenizers have 2**25
 MAX_DEPTH = 64  # of JSON: a tokenizer's has 10
 MAX_DIGITS = 40  # of a JSON number: 2**64 has 20, a float64 written in full 25
-
-T = TypeVar("T")
 
 
 def regular_size(path: Path) -> int:
@@ -37,7 +38,7 @@ def regular_size(path: Path) -> int:
     return found.st_size
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises CheckpointError as `regular_size` does."""
     regular_size(path)
     try:
@@ -49,6 +50,35 @@ def open_regular(path: Path) -> BinaryIO:
         return os.fdopen(descriptor, "rb")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether there is a file or a directory of this name, whatever the name says."""
+    return os.path.exists(path)  # unlike Path.exists, which raises for names that cannot be
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The path of a file that lies in a directory, for whoever brought the directory named it.
+
+    Raises:
+      CheckpointError: no plain name, nothing there, not a regular file, or a link that leads out
+        of the directory: what it leads to would be read, copied or shown in the directory's place.
+    """
+    if name != os.path.basename(name) or name in ("", ".", "..") or {"\\", "\0"} & {*name}:
+        raise CheckpointError(f"{directory}: {name!r:.80} is not a plain file name")
+    path = directory / name
+    if not is_there(path):
+        raise CheckpointError(f"{directory}: {name} is missing")
+    regular_size(path)
+    home = directory.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":  # the hub's cache: links from snapshots/x into blobs
+        homes.append(home.parent.parent / "blobs")
+    if path.resolve().parent not in homes:
+        raise CheckpointError(
+            f"{directory}: {name} is a link that leaves the directory; put a copy in its place"
+        )
+    return path
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -79,12 +109,12 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+    """Return the JSON object in a file of at most `MAX_JSON` bytes.
 
     Raises:
       CheckpointError: as `read_text` and `parse_json`, or it is no object.
     """
-    content = parse_json(read_text(path), str(path))
+    content = parse_json(read_text(path, MAX_JSON), str(path))
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} should hold a JSON object, not {type(content).__name__}")
     return content
@@ -115,24 +145,6 @@ def parse_json(text: str | bytes, where: str, error: type[JaxllmError] = Checkpo
     return value
 
 
-def as_schema(
-    value: Any, schema: type[T] | Any, where: str, error: type[JaxllmError] = CheckpointError
-) -> T:
-    """What JSON brought as a value of `schema`: a msgspec.Struct, a TypedDict, or any annotation.
-
-    Nothing is coerced: a text is no number, a bool no integer. Raises `error` with `where` and the
-    path of the field that does not fit.
-    """
-    try:
-        fitting: T = msgspec.convert(value, schema, strict=True)
-    except msgspec.ValidationError as problem:
-        message, _, path = str(problem).partition(" - at ")
-        path = path.strip("`").removeprefix("$").removeprefix(".")
-        message = message.replace("`", "")
-        raise error(f"{where}: {path + ': ' if path else ''}{message}") from None
-    return fitting
-
-
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
@@ -140,8 +152,8 @@ def _reason(error: Exception) -> str:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} stands twice")
+        ((twice, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the name {twice!r:.80} stands twice")
     return result
 
 

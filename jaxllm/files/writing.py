@@ -1,27 +1,32 @@
 """Writing: a file or a directory appears under its name when it is complete, or not at all.
 
-What is being written lies beside it as `.NAME.PID.partial`, locked by its writer. A process that is
-killed leaves that behind; whoever writes there next sweeps it away.
+What is being written lies beside it as `.NAME.PID.N.partial`, locked by its writer. A process that
+is killed leaves that behind; whoever writes there next sweeps it away.
 """
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from jaxllm import process
 from jaxllm.errors import CheckpointError
+from jaxllm.files.reading import inside, is_there, open_regular
 
 # Where there is no such module there are no locks, and no sweeping either.
 fcntl: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
 
-_PARTIAL = re.compile(r"\..+\.\d+\.partial")
+_PARTIAL = re.compile(r"\.(.+?)\.\d+(\.\d+)?\.partial")
 _STARTED = time.time()
+_numbers = itertools.count()  # threads of one process may write to one place
 
 
 @contextlib.contextmanager
@@ -29,47 +34,84 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """A file to write, which replaces what is at `path` when the block ends well.
 
     mode: "wb", or "w" for UTF-8 text. Whatever ends the block otherwise, an interrupt too, leaves
-    `path` as it was and nothing beside it.
+    `path` as it was and nothing beside it. A link is followed; a device or a FIFO is written to as
+    it is.
 
     Raises:
       CheckpointError: it cannot be written: no such folder, no room, no permission.
     """
-    partial = _beside(path)
+    encoding = None if "b" in mode else "utf-8"
     with _told(path):
-        sweep(path.parent)
-        try:
-            with open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
-                _lock(file.fileno())
+        target = Path(os.path.realpath(path))
+        if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+            with open(target, mode, encoding=encoding) as file:
                 yield file
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+            return
+        sweep(target.parent)
+        partial = _beside(target)
+        with process.removing(partial, path):
+            try:
+                with open(partial, mode, encoding=encoding) as file:
+                    _lock(file.fileno())
+                    yield file
+                os.replace(partial, target)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def writing_directory(directory: Path, last: str = "config.json") -> Iterator[Path]:
-    """A directory to fill, which becomes `directory` when the block ends well.
+    """A directory to fill with files, which become those of `directory` when the block ends well.
 
-    last: the file that says the directory is complete. Into a directory that has files already the
-    new ones are moved one by one, `last` at the end. Whatever ends the block otherwise leaves
-    `directory` as it was.
+    last: the file that says that a directory is complete: it is moved there after all others.
+    Whatever ends the block otherwise leaves `directory` as it was, or missing.
 
     Raises:
       CheckpointError: it cannot be written.
     """
-    partial = _beside(directory)
+    target = Path(os.path.realpath(directory))
     with _told(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        sweep(directory.parent)
-        partial.mkdir()
-        descriptor = os.open(partial, os.O_RDONLY)
-        try:
-            _lock(descriptor)
+        there = target.is_dir()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Within a directory that is there: beside it may be another file system.
+        partial = _beside(target / target.name if there else target)
+        sweep(partial.parent)
+        with process.removing(partial, directory), _filled(partial):
             yield partial
-            _move_into_place(partial, directory, last)
-        finally:
-            os.close(descriptor)
-            shutil.rmtree(partial, ignore_errors=True)
+            if not there:
+                os.replace(partial, target)
+                return
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
+                os.replace(file, target / file.name)
+
+
+@contextlib.contextmanager
+def _filled(partial: Path) -> Iterator[None]:
+    """A locked directory while the block runs, of which nothing is left."""
+    partial.mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        _lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_vacant(directory: Path, last: str, what: str) -> None:
+    """Find out before the work whether `writing_directory` can succeed.
+
+    Raises:
+      CheckpointError: there is `what` in it already, it is a file, or nothing may be written there.
+    """
+    if is_there(directory / last):
+        raise CheckpointError(f"{directory} already holds {what}; name an empty directory")
+    absolute = Path(os.path.realpath(directory))
+    nearest = next(path for path in (absolute, *absolute.parents) if is_there(path))
+    if not nearest.is_dir():
+        raise CheckpointError(f"cannot write {directory}: {nearest} is not a directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise CheckpointError(f"cannot write {directory}: {nearest} may not be written to")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -82,18 +124,34 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
         file.write(json.dumps(data, indent=2) + "\n")
 
 
+def copy_files(files: Iterable[Path], directory: Path) -> None:
+    """Copy files into a directory.
+
+    Raises:
+      CheckpointError: one is a link that leaves its own directory (`inside`), or cannot be written.
+    """
+    for path in files:
+        source = inside(path.parent, path.name)
+        with open_regular(source) as file, writing(directory / path.name) as copy:
+            shutil.copyfileobj(file, copy)
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Keep a file to this process while the block runs; the file is made if it is not there.
 
     Raises:
-      CheckpointError: another process has it, or it cannot be opened.
+      CheckpointError: another process has it, or it cannot be opened, or it is no regular file.
     """
     with _told(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
     try:
-        if not _lock(descriptor):
-            raise CheckpointError(f"{path} is in use by another process")
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        if _lock(descriptor) is False:
+            raise CheckpointError(
+                f"{path} is in use by another process: wait for it, or name another"
+            )
         yield
     finally:
         os.close(descriptor)
@@ -102,10 +160,8 @@ def locked(path: Path) -> Iterator[None]:
 def sweep(directory: Path) -> None:
     """Remove what processes that are gone left half-written here.
 
-    That is what is older than this process and locked by nobody.
+    That is what is older than this process and was locked by somebody who no longer is.
     """
-    if fcntl is None:
-        return
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(directory)):
             if not _PARTIAL.fullmatch(entry.name) or entry.is_symlink():
@@ -124,36 +180,30 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        meant = Path(*(_PARTIAL.sub(r"\1", part) for part in path.parts))
+        raise CheckpointError(f"cannot write {meant}: {error.strerror or error}") from error
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    return path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}.partial")
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool | None:
+    """Whether the lock is ours now; None where there are no locks."""
     if fcntl is None:
-        return True
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks
-        return True
+        return None
     return True
 
 
 def _abandoned(path: str) -> bool:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
-        return _lock(descriptor)
+        return _lock(descriptor) is True
     finally:
         os.close(descriptor)
-
-
-def _move_into_place(partial: Path, directory: Path, last: str) -> None:
-    if not directory.exists() or not any(directory.iterdir()):
-        os.replace(partial, directory)
-        return
-    for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
-        os.replace(file, directory / file.name)

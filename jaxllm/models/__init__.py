@@ -98,8 +98,17 @@ def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
 
 @cache
 def param_shapes(model: nn.Module) -> Params:
-    """The form that `params` must have: a `jax.ShapeDtypeStruct` for every parameter."""
+    """The form that `params` must have: a `jax.ShapeDtypeStruct` for every parameter.
+
+    Layers are of one form, so one is traced, however many a configuration claims.
+    """
     token_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     length_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), token_BT, token_BT, length_B)
-    return dict(shapes["params"])
+    layers: int = model.config.num_hidden_layers
+    one = model.clone(config=dataclasses.replace(model.config, num_hidden_layers=1))
+    shapes = jax.eval_shape(one.init, jax.random.key(0), token_BT, token_BT, length_B)["params"]
+    repeated: Params = {}
+    for name, form in shapes.items():
+        block, _, number = name.partition(".")
+        repeated |= {f"{block}.{i}": form for i in range(layers)} if number else {name: form}
+    return repeated

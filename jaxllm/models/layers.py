@@ -6,7 +6,7 @@ beside `attend`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,9 +17,11 @@ from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
-from jaxllm.ops.masked import attend_masked
+from jaxllm.ops.masked import attend_masked, attention_weights
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
+
+Mass = bool | Literal["heads"]  # none, summed over queries and heads, or each one's weights
 
 
 class Scope(NamedTuple):
@@ -27,14 +29,14 @@ class Scope(NamedTuple):
 
     position_BT: int32, of the new tokens, -1 for padding. segments: of the cache, oldest first.
     mask_BTS: what each query sees of all slots and then the new tokens, as `attend_masked` takes
-    it, in place of what positions and windows say. mass: whether to say what every slot received;
-    not under a mask.
+    it, in place of what positions and windows say. mass: what to say of the weights; nothing under
+    a mask.
     """
 
     position_BT: jax.Array
     segments: tuple[Segment, ...] = ()
     mask_BTS: jax.Array | None = None
-    mass: bool = False
+    mass: Mass = False
 
 
 class Attended(NamedTuple):
@@ -42,7 +44,8 @@ class Attended(NamedTuple):
 
     q: `[B, T, N, H]`, after rotation. k, v: `[B, T, K, H]`, as the cache keeps them. heads: the
     weighted sums of values, `[B, T, N, H]`. x: the same after the output projection, `[B, T, D]`.
-    mass: what every slot and new token received, float32 `[B, S + T]`; None unless asked for.
+    mass: what every slot and new token received, float32 `[B, S + T]`, or what each head of each
+    query gave them, `[B, N, T, S + T]`; None unless asked for.
     """
 
     q: jax.Array
@@ -129,9 +132,10 @@ def attend(
     if scope.mask_BTS is not None:
         out, mass = attend_masked(q, parts, scope.mask_BTS, scale=scale), None
     else:
-        out, mass = ops.attend(
-            q, scope.position_BT, parts, scale=scale, window=window, mass=scope.mass
-        )
+        at, summed = scope.position_BT, scope.mass is True
+        out, mass = ops.attend(q, at, parts, scale=scale, window=window, mass=summed)
+        if scope.mass == "heads":
+            mass = attention_weights(q, at, parts, scale=scale, window=window)
     x = project_out(out.reshape(*out.shape[:2], -1))
     return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
 

@@ -8,8 +8,37 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops.attention import Part
+from jaxllm.ops.attention import Part, visible
 from jaxllm.ops.entries import dense
+
+
+def attention_weights(
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    parts: Sequence[Part],
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """The softmax weights of `ops.attend`, float32 `[B, N, T, S]` over the slots of all parts.
+
+    Zero where a query does not see a slot, and everywhere for one that sees nothing. All of them
+    are kept at once: B x N x T x S numbers.
+    """
+    B, T, N, H = q_BTNH.shape
+
+    def rows(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (B, *x.shape[1:]))
+
+    k_BSKH = jnp.concatenate([rows(dense(p.k_BSKH).astype(jnp.float32)) for p in parts], axis=1)
+    position_BS = jnp.concatenate([rows(p.position_BS) for p in parts], axis=1)
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)
+    score_BKGTS = scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+    seen_BKGTS = visible(position_BT, position_BS, window=window)[:, None, None]
+    score_BKGTS = jnp.where(seen_BKGTS, score_BKGTS, -jnp.inf)
+    weight_BKGTS = jnp.where(seen_BKGTS, jax.nn.softmax(score_BKGTS, axis=-1), 0.0)
+    return weight_BKGTS.reshape(B, N, T, -1)
 
 
 def attend_masked(

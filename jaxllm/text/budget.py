@@ -11,6 +11,9 @@ from string import Formatter
 from types import GeneratorType
 from typing import Any
 
+from jinja2 import Undefined
+from jinja2.utils import Namespace
+
 from jaxllm.errors import TemplateError
 
 MAX_ITEMS = 1 << 18
@@ -19,6 +22,7 @@ MAX_WIDTH = 9999
 # A text may pass through this many values (a macro, a trim, a concatenation) on its way out.
 TOTAL_PER_OUTPUT = 32
 
+_PLAIN = (int, float, type(None), Undefined, Namespace)
 _SEQUENCES: Any = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
 
 
@@ -66,8 +70,11 @@ class Budget:
             self.check_size(size)
             yield item
 
-    def size(self, value: Any) -> int:
-        """Return the characters and items in a value, shared parts counted each time."""
+    def size(self, value: Any, *, printed: bool = False) -> int:
+        """Return the characters and items in a value, shared parts counted each time.
+
+        printed: refuse what is no data. A function's text says where it lies in memory.
+        """
         if isinstance(value, str):
             return len(value)
         size, items = 0, 0
@@ -82,9 +89,16 @@ class Budget:
                 waiting.extend(part.values())
             elif isinstance(part, _SEQUENCES):
                 waiting += part
+            elif printed and not isinstance(part, _PLAIN):
+                raise TemplateError(f"it prints a {type(part).__name__}, which has no text")
             self.check_items(items + len(waiting))
             self.check_size(size)
         return size + items
+
+    def text(self, value: Any) -> str:
+        """Return the text of a value, which must be data."""
+        self.size(value, printed=True)
+        return str(value)
 
     def check_size(self, size: int) -> None:
         """Refuse a value of more than `max_output` characters."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxllm.errors import TemplateError
-from jaxllm.files import read_json, read_text
+from jaxllm.files import inside, is_there, read_json, read_text
 from jaxllm.text.formats import read_special_tokens
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ class ChatTemplate:
 
 def _read_templates(directory: Path) -> dict[str, str]:
     templates: Any = None
-    if (path := directory / "tokenizer_config.json").exists():
-        templates = read_json(path).get("chat_template")
+    if is_there(path := directory / "tokenizer_config.json"):
+        templates = read_json(inside(directory, path.name)).get("chat_template")
     if isinstance(templates, str):
         templates = [{"name": "default", "template": templates}]
     named = {}
@@ -123,8 +123,8 @@ def _read_templates(directory: Path) -> dict[str, str]:
                 raise TemplateError(
                     f"{path}: chat_template should be a string or a list of names and templates"
                 )
-    if (path := directory / "chat_template.jinja").exists():
-        named["default"] = read_text(path)
+    if is_there(path := directory / "chat_template.jinja"):
+        named["default"] = read_text(inside(directory, path.name))
     return named
 
 

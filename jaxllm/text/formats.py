@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import read_json
+from jaxllm.files import as_schema, inside, is_there, read_json
+from jaxllm.text.bounds import check_tree
 from jaxllm.text.byte_level import read_byte_level
 from jaxllm.text.spm import added_token, read_sentencepiece
 
@@ -49,7 +50,7 @@ class TokenizerTree:
 def find_form(directory: Path) -> tuple[str, ...] | None:
     """Return the names of the files of the first form that is complete in a directory."""
     for names in _FORMS:
-        if all((directory / name).exists() for name in names):
+        if all(is_there(directory / name) for name in names):
             return names
     return None
 
@@ -68,16 +69,15 @@ def read_tree(directory: Path) -> TokenizerTree:
     own_roles: dict[str, str] = {}
     match form[0]:
         case "tokenizer.json":
-            tree = read_json(directory / "tokenizer.json")
+            tree = read_json(inside(directory, form[0]))
         case "vocab.json":
             tree = read_byte_level(
                 directory, add_prefix_space=config.get("add_prefix_space") is True
             )
         case _:
-            tree, own_roles = read_sentencepiece(directory / "tokenizer.model")
-    model, added = tree.get("model"), tree.setdefault("added_tokens", [])
-    if not isinstance(model, dict) or not isinstance(added, list):
-        raise CheckpointError(f"{directory / form[0]}: it needs a 'model' and 'added_tokens'")
+            tree, own_roles = read_sentencepiece(inside(directory, form[0]))
+    check_tree(tree, str(directory / form[0]))
+    model, added = tree["model"], tree.setdefault("added_tokens", [])
     if (unknown := token_text(model.get("unk_token"))) is not None:
         own_roles["unk"] = unknown
 
@@ -123,26 +123,15 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 def _read_config(directory: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / name).exists():
-            config |= read_json(directory / name)
+        if is_there(directory / name):
+            config |= read_json(inside(directory, name))
     return config
 
 
 def _known_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
-    vocab = tree["model"].get("vocab")
-    try:
-        match vocab:
-            case dict():
-                known = dict(vocab)
-            case list():
-                known = {piece: index for index, (piece, _) in enumerate(vocab)}
-            case _:
-                raise TypeError("no vocabulary")
-        known |= {token["content"]: token["id"] for token in tree["added_tokens"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: its vocabulary or added tokens are malformed") from error
-    if not all(isinstance(index, int) and 0 <= index < 2**31 for index in known.values()):
-        raise CheckpointError(f"{path}: a token id is not an integer from 0 to 2**31 - 1")
+    vocab = tree["model"]["vocab"]
+    pieces = vocab if isinstance(vocab, dict) else {p: index for index, (p, _) in enumerate(vocab)}
+    known = pieces | {token["content"]: token["id"] for token in tree["added_tokens"]}
     if len(set(known.values())) != len(known):
         raise CheckpointError(f"{path}: two tokens have the same id")
     return known
@@ -151,10 +140,9 @@ def _known_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
 def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what `added_tokens.json` and `added_tokens_decoder` declare, the latter first."""
     declared: dict[str, dict[str, Any]] = {}
-    if (path := directory / "added_tokens.json").exists():
-        for content, index in read_json(path).items():
-            if not isinstance(index, int):
-                raise CheckpointError(f"{path}: the id of {content!r} should be an integer")
+    if is_there(path := directory / "added_tokens.json"):
+        ids = as_schema(read_json(inside(directory, path.name)), dict[str, int], str(path))
+        for content, index in ids.items():
             declared[content] = added_token(index, content, special=False)
     decoder = config.get("added_tokens_decoder") or {}
     path = directory / "tokenizer_config.json"

@@ -30,10 +30,12 @@ MAX_SOURCE = 1 << 16
 
 # fmt: off
 _FILTERS = (
-    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first",
-    "float", "groupby", "int", "items", "last", "length", "list", "lower", "map", "max", "min",
-    "reject", "rejectattr", "reverse", "safe", "select", "selectattr", "sort", "string", "title",
-    "trim", "unique", "upper", "wordcount",
+    "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items",
+    "last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select",
+    "selectattr", "sort", "unique",
+)
+_OF_TEXT = (
+    "capitalize", "e", "escape", "lower", "safe", "string", "title", "trim", "upper", "wordcount",
 )
 _METHODS: dict[type, tuple[str, ...]] = {
     str: (
@@ -74,11 +76,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "namespace": _Namespace,
             "cycler": self.globals["cycler"],
             "joiner": self.globals["joiner"],
-            "raise_exception": _raise_exception,
+            "raise_exception": self._raise_exception,
             "strftime_now": _strftime_now,
         }
         self.filters = {
             **{name: self.filters[name] for name in _FILTERS},
+            **{name: self._of_text(self.filters[name]) for name in _OF_TEXT},
             "format": self._format,
             "indent": self._indent,
             "join": self._join,
@@ -109,7 +112,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str):
             self.budget.check_method(owner, function.__name__, [*args, *kwargs.values()])
-            if function.__name__ == "join" and len(args) == 1:
+            if function.__name__ != "join":
+                self.budget.size([args, kwargs], printed=True)
+            elif len(args) == 1:
                 args = (list(self.budget.pace(args[0])),)
                 self.budget.check_join(owner, args[0])
         if isinstance(function, LoopContext) and args:
@@ -123,6 +128,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.budget.check_power(left, right)
         elif operator == "%" and isinstance(left, str):
             self.budget.check_percent(left, right)
+            self.budget.size(right, printed=True)
         return self.budget.weigh(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -138,6 +144,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         def bounded(*args: Any, **kwargs: Any) -> str:
             self.budget.check_format(value.__self__, [args, kwargs])
+            self.budget.size([args, kwargs], printed=True)
             return wrapped(*args, **kwargs)
 
         return bounded
@@ -149,29 +156,43 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
+    def _of_text(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter whose value is made a text first."""
+
+        def filtered(value: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self.budget.text(value), *args, **kwargs)
+
+        return filtered
+
+    def _raise_exception(self, message: Any) -> None:
+        raise TemplateError(f"it refused the messages: {self.budget.text(message)}")
+
     def _concatenate(self, parts: list[Any]) -> str:
-        texts = [str(part) for part in parts]
+        texts = [self.budget.text(part) for part in parts]
         self.budget.check_join("", texts)
         return str(self.budget.weigh("".join(texts)))
 
     def _join(self, value: Any, d: str = "", attribute: str | int | None = None) -> str:
         parts = value if attribute is None else map(make_attrgetter(self, attribute), value)
-        texts = [str(part) for part in self.budget.pace(parts)]
-        self.budget.check_join(str(d), texts)
-        return str(d).join(texts)
+        texts, between = [self.budget.text(part) for part in self.budget.pace(parts)], str(d)
+        self.budget.check_join(between, texts)
+        return between.join(texts)
 
     def _replace(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
-        self.budget.check_method(str(value), "replace", [str(old), str(new)])
-        return str(value).replace(str(old), str(new), -1 if count is None else count)
+        text, old, new = map(self.budget.text, (value, old, new))
+        self.budget.check_method(text, "replace", [old, new])
+        return text.replace(old, new, -1 if count is None else count)
 
     def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
-        self.budget.check_percent(str(value), kwargs or args)
-        return str(value) % (kwargs or args)
+        text, values = self.budget.text(value), kwargs or args
+        self.budget.check_percent(text, values)
+        self.budget.size(values, printed=True)
+        return text % values
 
     def _indent(
         self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False
     ) -> str:
-        text, step = str(value), len(width) if isinstance(width, str) else width
+        text, step = self.budget.text(value), len(width) if isinstance(width, str) else width
         self.budget.check_size(len(text) + (len(text.splitlines()) + 1) * step)
         return do_indent(text, width, first, blank)
 
@@ -217,15 +238,11 @@ class _Namespace(Namespace):
 def _printed(context: Context, value: Any) -> str:
     """Return what `{{ value }}` prints; jinja2 would print constants while compiling, unmetered."""
     environment: Any = context.environment
-    return str(environment.budget.weigh(str(value)))
+    return str(environment.budget.weigh(environment.budget.text(value)))
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
-
-
-def _raise_exception(message: Any) -> None:
-    raise TemplateError(f"it refused the messages: {message}")
 
 
 def _strftime_now(format: str) -> str:

@@ -14,6 +14,8 @@ from jaxllm.files import read_bytes
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BPE = 2
+# Every place to cut a piece at is looked at: published models have 2**21 of them.
+_MAX_PIECE, _MAX_TOTAL = 1 << 10, 1 << 23
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 _KINDS = ("", "NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE")
 
@@ -34,6 +36,13 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     except DecodeError as error:
         raise CheckpointError(f"{path} is not a SentencePiece model") from error
     pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
+    longest = max((len(piece) for piece, _, _ in pieces), default=0)
+    total = sum(len(piece) for piece, _, _ in pieces)
+    if longest > _MAX_PIECE or total > _MAX_TOTAL:
+        raise CheckpointError(
+            f"{path}: its pieces have {total:,} characters, the longest {longest:,}; at most"
+            f" {_MAX_TOTAL:,} and {_MAX_PIECE:,} are read"
+        )
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     _check_supported(path, pieces, trainer, normalizer)
 

@@ -1,11 +1,13 @@
 """Safetensors files, tensor by tensor: what is in one, reading it lazily, writing it in a stream.
 
-Reading goes through safetensors' own reader first, which checks the container. What is written here
-has every tensor on a 64-byte boundary, so that it can be mapped into memory and used as it lies.
+A header is believed when it has the declared form and its tensors are the rest of the file, end to
+end. What is written here has every tensor on a 64-byte boundary, so that it can be mapped into
+memory and used as it lies.
 """
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import mmap
@@ -13,13 +15,16 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import ml_dtypes
+import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import CheckpointError
+from jaxllm.files import as_schema, open_regular, parse_json, writing
 
+MAX_HEADER = 1 << 25  # 200,000 tensors
 ALIGNMENT = 64  # bytes: what XLA:CPU needs to use a buffer without copying it
 _FILLER = "__align."  # names of the tensors that only fill gaps: the format allows no holes
 
@@ -38,6 +43,25 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """What a header says of a tensor; offsets are from the header's end."""
+
+    dtype: str
+    shape: Annotated[list[_Count], msgspec.Meta(max_length=8)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class Header(NamedTuple):
+    """A safetensors file's header: metadata, tensors in the order of the file, where they begin."""
+
+    metadata: dict[str, str]
+    entries: dict[str, _Entry]
+    start: int
+
+
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -81,30 +105,57 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
 
     Raises CheckpointError for a file that is no well-formed safetensors file.
     """
-    try:
-        with safe_open(path, framework="numpy"):  # the container is sound, or this raises
-            pass
-        with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size), object_pairs_hook=_without_duplicates)
-    except (SafetensorError, OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from None
-    start = 8 + size
+    header = read_header(path)
     whole = _map(path) if mapped else None
     tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__" or name.startswith(_FILLER):
+    for name, entry in header.entries.items():
+        if name.startswith(_FILLER):
             continue
-        if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{path}: tensor {name} is {entry['dtype']}, which is not known")
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        begin, end = (start + offset for offset in entry["data_offsets"])
+        dtype, shape = _DTYPES[entry.dtype], tuple(entry.shape)
+        begin, end = (header.start + offset for offset in entry.data_offsets)
         if whole is None:
             tensors[name] = LazyTensor(dtype, shape, _reader(path, begin, end, dtype, shape))
         else:
             read, release = _view(whole, begin, end, dtype, shape), _releaser(whole, begin, end)
             tensors[name] = LazyTensor(dtype, shape, read, release)
     return tensors
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file, checked against the file's size.
+
+    Raises CheckpointError for a file that is no well-formed safetensors file.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        if length > min(size - 8, MAX_HEADER):
+            raise CheckpointError(
+                f"{path}: not a safetensors file: a header of {length:,} bytes in a file of"
+                f" {size:,} (at most {MAX_HEADER:,} are read)"
+            )
+        text = file.read(length)
+    where = f"{path}: its safetensors header"
+    content = as_schema(parse_json(text, where), dict[str, Any], where)
+    metadata = as_schema(content.pop("__metadata__", {}), dict[str, str], f"{where}: __metadata__")
+    entries = {n: as_schema(entry, _Entry, f"{where}: {n:.200}") for n, entry in content.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
+    end = 0
+    for name, entry in entries.items():
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{where}: {name} is {entry.dtype!r:.40}, which is not known")
+        nbytes = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
+        if entry.data_offsets != (end, end + nbytes):
+            raise CheckpointError(
+                f"{where}: {name}, {entry.dtype} {entry.shape}, should be at {end} to"
+                f" {end + nbytes}, and is at {entry.data_offsets}"
+            )
+        end += nbytes
+    if 8 + length + end != size:
+        raise CheckpointError(
+            f"{where} speaks of {8 + length + end:,} bytes, the file has {size:,}: cut off?"
+        )
+    return Header(metadata, entries, 8 + length)
 
 
 def write_tensors(
@@ -137,16 +188,11 @@ def write_tensors(
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for item, size in plan:
-                file.write(bytes(size) if item is None else _bytes_of(item))
-                progress(size)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for item, size in plan:
+            file.write(bytes(size) if item is None else _bytes_of(item))
+            progress(size)
 
 
 def first_non_finite(array: np.ndarray) -> int | None:
@@ -161,21 +207,16 @@ def first_non_finite(array: np.ndarray) -> int | None:
     return None
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate name {next(n for n in names if names.count(n) > 1)!r}")
-    return result
-
-
 def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[str, object]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
 
 
 def _map(path: Path) -> mmap.mmap:
-    with open(path, "rb") as file:
-        whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with open_regular(path) as file:
+        try:
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: it is empty by now
+            raise CheckpointError(f"cannot read {path}: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):  # a wish: 2 MB pages read a little faster
         with contextlib.suppress(OSError):
             whole.madvise(mmap.MADV_HUGEPAGE)
@@ -206,17 +247,24 @@ def _reader(
     def read() -> np.ndarray:
         raw = np.empty(end - begin + ALIGNMENT, np.uint8)
         raw = raw[-raw.ctypes.data % ALIGNMENT :][: end - begin]
-        with open(path, "rb", buffering=0) as file:
-            file.seek(begin)
-            done = 0
-            while done < raw.size:
-                count = file.readinto(raw[done:].data)
-                if not count:
-                    raise CheckpointError(f"{path}: ends in the middle of a tensor")
-                done += count
+        with open_regular(path) as file:
+            _fill(raw, file, begin, path)
         return raw.view(dtype).reshape(shape)
 
     return read
+
+
+def _fill(raw: np.ndarray, file: io.BufferedReader, begin: int, path: Path) -> None:
+    try:
+        file.seek(begin)
+        done = 0
+        while done < raw.size:
+            count = file.readinto(raw[done:].data)
+            if not count:
+                raise CheckpointError(f"{path}: ends in the middle of a tensor")
+            done += count
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _bytes_of(tensor: LazyTensor) -> "memoryview[int]":

@@ -147,7 +147,7 @@ def _widened(digits: int, x_RI: jax.Array, weights: Sequence[Leaf]) -> Products:
     dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
     products = []
     for weight in weights:
-        matrix, scale_O = weight.widened()
+        matrix, scale_O = weight.widened(dtype)
         y_RO = product(x_RI, native.widen(matrix, dtype, columns=weight.shape[1]))
         products.append(y_RO if scale_O is None else y_RO * scale_O[None])
     return tuple(products)
@@ -160,11 +160,14 @@ def _plain(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
 
 
 def round_to_int8(x_RI: jax.Array) -> jax.Array:
-    """x as int8 with a scale for each 512 columns stands for it: float32 of the same shape."""
+    """x as int8 with a scale for each 512 columns stands for it: float32 of the same shape.
+
+    The kernels round to the same integers, bit for bit: by the same operations in the same order.
+    """
     rows, columns = x_RI.shape
     width = -(-columns // ROUNDED) * ROUNDED
     x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
     x_RCG = x_RCG.reshape(rows, -1, ROUNDED)
-    step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) / 127
+    step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) * (1 / 127)
     x_RCG = jnp.round(x_RCG / jnp.where(step == 0, 1.0, step)) * step
     return x_RCG.reshape(rows, width)[:, :columns]

@@ -4,13 +4,13 @@ Norms, rotary angles, softmax, accumulation and logits are float32 whatever is c
 """
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.files import as_schema, compile_pattern, complaints_of
 from jaxllm.weights.formats import Weight, as_format, parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, first_match, map_leaves
@@ -32,6 +32,7 @@ class Override:
     output: str | None = None
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.weights is not None:
             parse(self.weights)
         for name in ("activations", "output"):
@@ -66,18 +67,14 @@ class Precision:
     overrides: tuple[tuple[str, Override], ...] = ()
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         _check("weights", self.weights)
         _check("activations", self.activations)
         _check("cache", self.cache, CACHE_DTYPES)
         if self.quantize is not None:
             rules_of(self.quantize)
         for regex, _ in self.overrides:
-            try:
-                re.compile(regex)
-            except re.error as error:
-                raise ConfigError(
-                    f"precision override {regex!r} is no valid regex: {error}"
-                ) from None
+            compile_pattern(regex, "precision override")
 
     @classmethod
     def uniform(cls, dtype: str) -> "Precision":
@@ -85,21 +82,14 @@ class Precision:
         return cls(weights=dtype, activations=dtype, cache=dtype)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Precision":
-        """From what JSON holds, as `dataclasses.asdict` gives it; overrides may be left out.
+    def from_dict(cls, data: Any, where: str = "precision") -> "Precision":
+        """From what JSON holds, as `dataclasses.asdict` gives it; fields may be left out.
 
-        Raises ConfigError for a field that there is not, or a value that is none.
+        where: its place, for messages. Raises ConfigError for a field that there is not, or a value
+        that is none.
         """
-        try:
-            rows = [(regex, Override(**fields)) for regex, fields in data.get("overrides", ())]
-            fields = {**data, "overrides": tuple(rows)}
-            if isinstance(fields.get("quantize"), Sequence | Mapping):
-                fields["quantize"] = freeze(fields["quantize"])
-            return cls(**fields)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"precision: {error}") from None
+        precision: Precision = as_schema(data, cls, where, ConfigError)
+        return precision
 
     def in_dtype(self, dtype: str) -> "Precision":
         """With weights, activations and cache in one format; what is quantized stays so."""
@@ -155,6 +145,11 @@ def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
 def cast(params: Params, precision: Precision) -> Params:
     """The parameters with every leaf in the format that `precision` keeps it in."""
     return map_leaves(precision.keep, params)
+
+
+def _check_fields(instance: Any) -> None:
+    if complaints := complaints_of(instance):
+        raise ConfigError(f"precision: {'; '.join(complaints)}")
 
 
 def _check(name: str, dtype: str, known: Mapping[str, Any] = DTYPES) -> None:

@@ -1,11 +1,11 @@
 """Quantization as a transform of parameters, driven by an ordered table of path rules."""
 
-import re
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.files import as_schema, compile_pattern
 from jaxllm.weights.formats import Weight, as_format, dense, parse
 from jaxllm.weights.paths import Params, first_match, map_leaves
 
@@ -31,16 +31,12 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
         if rules.startswith("int4"):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         return [*rows, (".*", rules)]
-    for row in rules:
-        if not isinstance(row, Sequence) or len(row) != 2 or not isinstance(row[0], str):
-            raise ConfigError(f"a quantization rule is (regex, format or None), got {row!r:.60}")
-        try:
-            re.compile(row[0])
-        except re.error as error:
-            raise ConfigError(f"quantization: {row[0]!r} is no valid regex: {error}") from None
-        if row[1] is not None:
-            parse(row[1])
-    return [(regex, name) for regex, name in rules]
+    rows = as_schema(rules, list[tuple[str, str | None]], "quantization rules", ConfigError)
+    for regex, name in rows:
+        compile_pattern(regex, "quantization rule")
+        if name is not None:
+            parse(name)
+    return list(rows)
 
 
 def format_at(rules: Rules, path: str, ndim: int) -> str | None:

@@ -1,6 +1,7 @@
 """Caches on disk: what is read is what was written, and only for the model it was written with."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 import jaxllm
 from jaxllm.cache import drop_range, fingerprint, fork, load_cache, save_cache
-from jaxllm.cache.files import _digest, _header
-from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
+from jaxllm.cache.files import _digest
+from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError, JaxllmError
+from jaxllm.weights.files import read_header
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import KINDS, entries, filled, lm_of, peek
 from tests.twins import random_model, tokens
@@ -106,24 +108,14 @@ def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
     save_file({"x": np.zeros(1)}, tmp_path / "other")
     with pytest.raises(CheckpointError, match="not a file that save_cache wrote"):
         load_cache(tmp_path / "other", model, params)
-    for missing in ("tokens", "segments", "contents"):
-        header = _header(file)
-        del header[missing]
-        metadata = {"format": "jaxllm-cache", "header": json.dumps(header)}
-        save_file(load_file(file), tmp_path / "e", metadata=metadata)
-        with pytest.raises(CheckpointError, match=missing):
-            load_cache(tmp_path / "e", model, params)
     arrays = load_file(file)
     for name, array in {"0.k.1": np.zeros((1, 9, 2, 5), np.float32), "0.token_BS": None}.items():
         changed = {n: a for n, a in {**arrays, name: array}.items() if a is not None}
-        real = {n: a for n, a in changed.items() if not n.startswith("__")}
-        header = json.dumps({**_header(file), "contents": _digest(real)})
-        save_file(real, tmp_path / "f", metadata={"format": "jaxllm-cache", "header": header})
         with pytest.raises(CheckpointError, match=name):
-            load_cache(tmp_path / "f", model, params)
-    with pytest.raises(CheckpointError, match="not a readable"):
+            load_cache(_written(tmp_path / "f", header_of(file), changed), model, params)
+    with pytest.raises(CheckpointError, match="cannot read"):
         load_cache(tmp_path / "nowhere", model, params)
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError, match="cannot write"):
         save_cache(tmp_path / "no" / "folder", filled(lm, tokens(1, 9)), model, params)
 
     def interrupted(*_: Any) -> None:
@@ -133,6 +125,74 @@ def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
     with pytest.raises(KeyboardInterrupt):
         save_cache(file, filled(lm, tokens(1, 5)), model, params)
     assert file.read_bytes() == whole
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(read_header(file).metadata["header"])
+    return found
+
+
+def _written(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
+    """A cache file with a digest that is right, as whoever means harm would write it."""
+    real = {n: np.ascontiguousarray(a) for n, a in arrays.items() if not n.startswith("__")}
+    header = {**header, "digest": _digest(header, real)}
+    save_file(real, path, metadata={"format": "jaxllm-cache", "header": json.dumps(header)})
+    return path
+
+
+# What a header may not say, and what the refusal names; digests are brought up to date.
+HEADERS: dict[str, tuple[dict[str, Any], str]] = {
+    "an earlier cursor": ({"cursor": 3}, "its cursor is 3, its tail has 9 slots"),
+    "a negative cursor": ({"cursor": -3}, "cursor must be a whole number >= 0, got -3"),
+    "a capacity beyond the machine": ({"capacity": 10**9}, "this machine has"),
+    "a capacity beyond int32": ({"capacity": 10**12}, "capacity must be a whole number < "),
+    "a smaller capacity": ({"capacity": 8}, "9 slots are used, more than 8"),
+    "an unknown field": ({"colour": 1}, "unknown field colour"),
+    "a missing field": ({"segments": None}, "segments"),
+    "another kind": ({"weights": 5}, "weights must be a text, got 5"),
+    "an older version": ({"version": 1}, "version 1 of the format"),
+    "a field of the model": ({"config": {"colour": 1}}, "the cache's config has"),
+    "another dtype": ({"cache_dtype": "float8"}, "cache dtype must be one of"),
+    "no segments": ({"segments": 0}, "segments must be"),
+    "more segments": ({"segments": 2}, "1.k.0 is"),
+}
+
+
+def test_a_header_is_believed_no_more_than_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxllm.files.memory.machine_memory", lambda: 1 << 30)
+    model, params = lm = random_model("llama")
+    file = tmp_path / "c"
+    save_cache(file, filled(lm, tokens(1, 9)), model, params)
+    arrays = load_file(file)
+    for change, words in HEADERS.values():
+        changed = {n: v for n, v in {**header_of(file), **change}.items() if v is not None}
+        with pytest.raises(JaxllmError, match=re.escape(words)):
+            load_cache(_written(tmp_path / "d", changed, arrays), model, params)
+        # Without the digest any change at all is found.
+        metadata = {"format": "jaxllm-cache", "header": json.dumps(changed)}
+        save_file(arrays, tmp_path / "e", metadata=metadata)
+        with pytest.raises(JaxllmError):
+            load_cache(tmp_path / "e", model, params)
+
+
+def test_tensors_that_no_cache_has_are_refused(tmp_path: Path) -> None:
+    model, params = lm = random_model("llama")
+    file = tmp_path / "c"
+    save_cache(file, filled(lm, tokens(2, 9)), model, params)
+    arrays, header = load_file(file), header_of(file)
+    for name, array, words in (
+        ("0.token_BS", arrays["0.token_BS"] + 131, "token ids outside the vocabulary of 131"),
+        ("0.position_BS", arrays["0.position_BS"] + 1, "not below next_position_B"),
+        ("next_position_B", arrays["next_position_B"] + (1 << 25), "next_position_B is above"),
+        ("0.k.0", arrays["0.k.0"][:1], "its tail is not of 2 rows"),
+        ("next_position_B", arrays["next_position_B"][:0], "next_position_B is missing"),
+        ("extra", np.zeros(1), "extra is not part of this cache"),
+    ):
+        written = _written(tmp_path / "d", header, {**arrays, name: array})
+        with pytest.raises(CheckpointError, match=words):
+            load_cache(written, model, params)
 
 
 def test_the_fingerprint_sees_names_bits_and_formats() -> None:

@@ -24,7 +24,7 @@ from jaxllm.cache.sequences import (
 from jaxllm.decode.batch import Code, TokenBatch, decode
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.weights.precision import Precision
-from tests.twins import BOTH, assert_close, random_model, tokens
+from tests.twins import BOTH, assert_close, in_both, random_model, tokens
 
 SEQUENCES, CAPACITY = 4, 24
 A, B = tokens(2, 9, seed=1)[0], tokens(2, 9, seed=2)[0]
@@ -81,7 +81,7 @@ def mixed() -> TokenBatch:
     return TokenBatch(tokens=[left[s].pop(0) for s in order], sequences=order, wanted="all")
 
 
-@pytest.mark.parametrize("n_ubatch", [1, 512])
+@in_both("lm", n_ubatch=[512, 1])
 def test_each_sequence_of_a_mixed_batch_is_as_alone(lm: Any, n_ubatch: int) -> None:
     batch = mixed()
     status, outputs, state = decode(*lm, empty(lm), batch, n_ubatch=n_ubatch)

@@ -18,7 +18,7 @@ from jaxllm.decode.beam import BeamResult, beam_search
 from jaxllm.decode.generate import Finish
 from jaxllm.decode.sampling import Context, Processor, Sampler
 from jaxllm.errors import CacheMismatchError, CapacityError, SamplingError, TokenError
-from tests.twins import BOTH, VOCAB, load_twin, random_model, save_random, tokens
+from tests.twins import BOTH, VOCAB, in_both, load_twin, random_model, save_random, tokens
 
 BEAMS = 4
 DEMO = Path(jaxllm.__file__).parent / "demo"
@@ -105,7 +105,7 @@ def assert_equal(result: BeamResult, expected: Any, eos: Any, new: int) -> None:
     assert result.token_BNT.shape[-1] == new
 
 
-@pytest.mark.parametrize("early_stopping", MODES)
+@in_both("twin", early_stopping=MODES)
 def test_sequences_and_scores_are_those_of_transformers(twin: Any, early_stopping: Any) -> None:
     prompts, lengths = rows([5, 9, 2])
     free = beam_search(

@@ -13,7 +13,7 @@ from jaxllm.decode.generate import Finish
 from jaxllm.decode.options import make_sampler
 from jaxllm.decode.sampling import Context, Processor, Sampler
 from jaxllm.errors import CapacityError, SamplingError
-from tests.twins import BOTH, random_model, tokens
+from tests.twins import BOTH, in_both, random_model, tokens
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -21,6 +21,7 @@ def lm(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
 
+@in_both("lm")
 def test_the_loop_equals_decode_steps(lm: Any) -> None:
     model, params = lm
     prompt = tokens(2, 7)
@@ -57,6 +58,7 @@ def test_a_stream_is_the_loop_a_token_at_a_time(lm: Any, seed: int) -> None:
     assert (np.asarray(whole.token_BT)[1, 4:] == -1).all()
 
 
+@in_both("lm")
 def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
     model, params = lm
     lengths = [2, 9, 5]

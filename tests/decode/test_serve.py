@@ -16,7 +16,7 @@ from jaxllm.decode.options import make_sampler
 from jaxllm.decode.sampling import Processor, Sampler
 from jaxllm.decode.serve import Event, Request, serve
 from jaxllm.errors import CapacityError, SamplingError, TokenError
-from tests.twins import BOTH, random_model, tokens
+from tests.twins import BOTH, in_both, random_model, tokens
 
 
 class Warming(Processor):
@@ -92,6 +92,7 @@ def check_alone(lm: Any, request: Request, events: list[Event]) -> None:
     assert [e.finish for e in events] == [None] * (len(ids) - 1) + [finish]
 
 
+@in_both("lm")
 def test_twelve_requests_on_three_rows_each_get_what_they_get_alone(lm: Any) -> None:
     requests = [a_request(i) for i in range(12)]
     eos = alone(lm, requests[4])[0][3]

@@ -14,10 +14,11 @@ import scipy.stats
 import torch
 
 from jaxllm import cli
-from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
+from jaxllm.errors import CapacityError, CheckpointError, ConfigError, NonFiniteError, TokenError
 from jaxllm.evaluate.data import loader
 from jaxllm.evaluate.perplexity import Perplexity, perplexity, token_logprobs
 from jaxllm.evaluate.score import score
+from jaxllm.files import locked
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import map_leaves
 from tests.twins import Twin, load_twin
@@ -170,10 +171,64 @@ def test_an_interrupted_evaluation_goes_on_from_its_journal(
     changed = map_leaves(lambda _, leaf: leaf * 1.01, twin.params)
     with pytest.raises(ConfigError, match="an evaluation with another model"):
         token_logprobs(twin.model, changed, made, journal=journal)
-    for content in ("", "[1]\n", "{}\n", "text\n"):
+    for content in ("[1]\n", "{}\n", "text\n", "text", '{"owner": {}}\n'):
         journal.write_text(content)
-        with pytest.raises(ConfigError, match="is no journal"):
+        with pytest.raises(CheckpointError, match="journal"):
             token_logprobs(twin.model, twin.params, made, journal=journal)
+        assert journal.read_text() == content
+
+
+@pytest.fixture(scope="module")
+def journaled(
+    trained: tuple[Twin, list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Callable[[Path], np.ndarray], str, np.ndarray]:
+    """A short evaluation that keeps a journal, the journal it leaves, and its numbers."""
+    twin, ids = trained
+    made = loader([ids[:150]], window=WINDOW, stride=20, batch=3)
+
+    def run(path: Path) -> np.ndarray:
+        return token_logprobs(twin.model, twin.params, made, journal=path)
+
+    path = tmp_path_factory.mktemp("journal") / "journal"
+    whole = run(path)
+    return run, path.read_text(), whole
+
+
+def test_a_journal_cut_anywhere_begins_again_or_goes_on(journaled: Any, tmp_path: Path) -> None:
+    run, text, whole = journaled
+    ends = [i + 1 for i, c in enumerate(text) if c == "\n"]
+    for cut in (0, 1, ends[0] // 2, ends[0] - 1, ends[0], ends[0] + 9, ends[1]):
+        journal = tmp_path / f"cut {cut}"
+        journal.write_text(text[:cut])
+        np.testing.assert_array_equal(run(journal), whole)
+        assert journal.read_text() == text
+
+
+def test_a_journal_that_was_altered_is_refused_by_its_line(journaled: Any, tmp_path: Path) -> None:
+    run, text, _ = journaled
+    first, second, third, *rest = text.splitlines(keepends=True)
+    journal = tmp_path / "journal"
+    digit = second.index("-") + 1
+    for altered, line in (
+        (first + second[:digit] + "9" + second[digit + 1 :] + third, "line 2"),
+        (first + third, "line 2"),
+        (first + second + second, "line 3"),
+        (first + second + third + "".join(rest) + second, "line"),
+        (text.replace("data", "date", 1), "line 1"),
+    ):
+        journal.write_text(altered)
+        with pytest.raises(CheckpointError, match=line):
+            run(journal)
+        assert journal.read_text() == altered
+
+
+def test_one_process_at_a_time_has_a_journal(journaled: Any, tmp_path: Path) -> None:
+    run, text, whole = journaled
+    journal = tmp_path / "journal"
+    with locked(journal), pytest.raises(CheckpointError, match="in use by another process"):
+        run(journal)
+    np.testing.assert_array_equal(run(journal), whole)
+    assert journal.read_text() == text
 
 
 def test_what_cannot_be_run_is_refused(trained: tuple[Twin, list[int]]) -> None:
@@ -197,7 +252,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def command(*args: object, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as caught:
             cli.main()
         out, err = capsys.readouterr()

@@ -13,3 +13,13 @@ def kernels() -> Iterator[None]:
     before = native.isa()
     yield
     native.isa(before)
+
+
+@pytest.fixture(params=native.INSTRUCTION_SETS)
+def isa(request: pytest.FixtureRequest, kernels: None) -> str:
+    """Each instruction set in turn, taken; what this machine has not is skipped by its name."""
+    name: str = request.param
+    if name not in native.available():
+        pytest.skip(f"{name} is not there: it takes {native.INSTRUCTION_SETS[name]}")
+    native.isa(name)
+    return name

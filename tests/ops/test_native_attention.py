@@ -1,4 +1,4 @@
-"""The attention kernel, on every instruction set that this machine runs, against brute force."""
+"""Attention as XLA calls the kernel, on every instruction set there is, against brute force."""
 
 import itertools
 from functools import partial
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import ops
-from tests.ops.isa import each_isa
+from jaxllm.ops import native
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -37,14 +37,10 @@ def brute_force(
     return out
 
 
-@pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("kept", ["float32", "int8"])  # test_kernels.py has the others
 def test_attention_reads_the_cache_in_place(kept: str) -> None:
     rng = np.random.default_rng(6)
-    for B, T, N, K, H, S, window in (
-        (1, 1, 4, 2, 20, 90, None),
-        (3, 1, 4, 4, 16, 30, 7),
-        (2, 5, 6, 2, 16, 70, None),
-    ):
+    for B, T, N, K, H, S, window in ((3, 1, 4, 4, 20, 30, 7), (2, 5, 6, 2, 16, 70, None)):
 
         def part(
             rows: int, slots: int, places: int | None = None, K: int = K, H: int = H
@@ -68,7 +64,8 @@ def test_attention_reads_the_cache_in_place(kept: str) -> None:
         ]
         expected = brute_force(q, at, plain, 0.3, window)
         attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
-        for isa in each_isa():
+        for isa in native.available():
+            native.isa(isa)
             out = attend(jnp.asarray(q), jnp.asarray(at), parts)[0]
             np.testing.assert_allclose(out, expected, atol=5e-6, err_msg=isa)
             bad = jnp.asarray(q).at[0, 0, 0, 0].set(jnp.nan)
@@ -84,12 +81,12 @@ def in_numpy(parts: list[ops.Part]) -> Parts:
     return [(dense(p.k_BSKH), dense(p.v_BSKH), np.asarray(p.position_BS)) for p in parts]
 
 
-@pytest.mark.parametrize("heads", [(4, 4, 32), (8, 1, 64), (6, 2, 96), (4, 2, 40)])
+@pytest.mark.parametrize("heads", [(8, 1, 64), (4, 2, 40)])
 def test_bfloat16_queries_meet_a_bfloat16_cache(heads: tuple[int, int, int]) -> None:
     """Weights are rounded to bfloat16 before they meet values, and so is the result."""
     N, K, H = heads
     rng = np.random.default_rng(7)
-    for B, T, S, window in ((1, 1, 130, None), (2, 1, 30, 9), (2, 37, 70, None)):
+    for B, T, S, window in ((2, 1, 130, 9), (2, 37, 70, None)):
 
         def part(rows: int, position: np.ndarray, K: int = K, H: int = H) -> ops.Part:
             x = rng.normal(0, 1, (2, rows, position.shape[1], K, H)).astype(np.float32)
@@ -106,7 +103,8 @@ def test_bfloat16_queries_meet_a_bfloat16_cache(heads: tuple[int, int, int]) -> 
         expected = brute_force(q_32, at, plain, 0.3, window)
         bound = brute_force(q_32, at, [(k, abs(v), p) for k, v, p in plain], 0.3, window)
         attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
-        for isa in each_isa():
+        for isa in native.available():
+            native.isa(isa)
             out = attend(q, jnp.asarray(at), parts)[0]
             assert out.dtype == jnp.bfloat16
             off = abs(np.asarray(out, np.float32) - expected) / (bound + 1e-6)
@@ -119,7 +117,8 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(kept: str) ->
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 20, 2, 32)), kept) for _ in "qkv")
     at = jnp.arange(20)[None]
     attend = jax.jit(partial(ops.attend, scale=0.3, window=None))
-    for isa, bad in itertools.product(each_isa(), (np.nan, np.inf)):
+    for isa, bad in itertools.product(native.available(), (np.nan, np.inf)):
+        native.isa(isa)
         before = np.asarray(attend(q, at, [ops.Part(k, v, at)])[0], np.float32)
         after = attend(q, at, [ops.Part(k, v.at[0, 11, 1].set(bad), at)])[0]
         after = np.asarray(after, np.float32)

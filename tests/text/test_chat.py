@@ -339,3 +339,25 @@ def test_templates_are_values() -> None:
     assert ChatTemplate(CHATML, TOKENS) == ChatTemplate(CHATML, TOKENS)
     assert len({ChatTemplate(CHATML), ChatTemplate(CHATML)}) == 1
     assert json.dumps(HI) == '[{"role": "user", "content": "Hi"}]'
+
+
+METHOD = "''.join"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''|attr('format_map') }}", f"{{{{ {METHOD} }}}}", f"{{{{ [{METHOD}] }}}}",
+        f"{{{{ {METHOD}|string }}}}", f"{{{{ {METHOD} ~ 'x' }}}}", f"{{{{ '%s' % {METHOD} }}}}",
+        f"{{{{ '{{}}'.format({METHOD}) }}}}", f"{{{{ [{METHOD}]|join }}}}", "{{ range }}",
+        f"{{{{ [{METHOD}]|map('string')|list }}}}", f"{{{{ {METHOD}|replace('a', 'b') }}}}",
+        f"{{{{ '%s'|format({METHOD}) }}}}", "{{ cycler('a') }}", "{{ [1]|map('string') }}",
+        f"{{{{ raise_exception({METHOD}) }}}}", f"{{{{ {{'a': [{METHOD}]}} }}}}", "{{ dict }}",
+        f"{{{{ {METHOD}|e }}}}", f"{{{{ {METHOD}|upper }}}}", f"{{{{ {METHOD}|indent }}}}",
+        f"{{{{ '{{a}}'.format_map({{'a': {METHOD}}}) }}}}",
+    ],
+)  # fmt: skip
+def test_no_template_prints_where_a_function_lies_in_memory(source: str) -> None:
+    with pytest.raises(TemplateError, match="which has no text") as caught:
+        ChatTemplate(source).render([])
+    assert "0x" not in str(caught.value)

@@ -4,7 +4,7 @@ Nothing here decides anything: `weights.linear` and `ops.attention` ask `enabled
 in plain JAX that gives the same numbers. The kernels share their rows out over XLA's own threads.
 
 JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA names the
-instruction set, one of `portable`, `avx2`, `avx512`; by default the best that the machine has.
+instruction set, one of `INSTRUCTION_SETS`; by default the best that the machine has.
 """
 
 import ctypes
@@ -22,6 +22,12 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
+# What each is compiled for, and taken only where the processor says that it has all of it.
+INSTRUCTION_SETS = {
+    "portable": "any processor",
+    "avx2": "AVX2, FMA and F16C",
+    "avx512": "AVX-512 F, BW, VL and DQ, VNNI and BF16",
+}
 MAX_ROWS = 16  # up to so many, `linear` is faster than XLA's product
 FAST_PRODUCTS = ("avx512",)  # where it is for any number of bfloat16 or int8 rows
 
@@ -59,11 +65,24 @@ def isa(name: str | None = None) -> str | None:
     Raises ConfigError for one that this machine has not.
     """
     loaded = kernels()
-    if loaded is None:
-        return None
+    return None if loaded is None else _take(loaded, name)
+
+
+def available() -> list[str]:
+    """The instruction sets that this machine, and the library as it was built, have."""
+    loaded = kernels()
+    return [name for name in INSTRUCTION_SETS if loaded and loaded.jaxllm_kernels(name.encode())]
+
+
+def _take(loaded: ctypes.CDLL, name: str | None) -> str:
     found = loaded.jaxllm_isa(name.encode() if name else None)
+    if found is None and name not in INSTRUCTION_SETS:
+        raise ConfigError(f"no instruction set {name!r}: there are {', '.join(INSTRUCTION_SETS)}")
     if found is None:
-        raise ConfigError(f"this machine has no kernels for the instruction set {name!r}")
+        raise ConfigError(
+            f"this machine has no kernels for the instruction set {name!r}, which takes"
+            f" {INSTRUCTION_SETS[str(name)]}"
+        )
     return str(found.decode())
 
 
@@ -74,8 +93,8 @@ def kernels() -> ctypes.CDLL | None:
         return None
     loaded = ctypes.CDLL(path)
     loaded.jaxllm_isa.restype = ctypes.c_char_p
-    if (name := os.environ.get("JAXLLM_ISA")) and loaded.jaxllm_isa(name.encode()) is None:
-        raise ConfigError(f"JAXLLM_ISA: this machine has no instruction set {name!r}")
+    loaded.jaxllm_kernels.restype = ctypes.c_void_p
+    _take(loaded, os.environ.get("JAXLLM_ISA"))
     for name in ("linear", "widen", "take", "attend", "write", "read"):
         capsule = jax.ffi.pycapsule(getattr(loaded, f"jaxllm_{name}"))
         jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
@@ -108,8 +127,8 @@ def linear(
 ) -> list[jax.Array]:
     """`x @ weight.T` of each: float32 `[R, O]`, each row in the same order of additions whatever R.
 
-    x_RI: float32 or bfloat16. columns: I of all weights. digits: 3 keeps float32's 24 bits of x
-    where weights are integers, 1 rounds x to int8 in blocks of 512 columns.
+    x_RI: float32 or bfloat16. columns: I of all weights. digits: of x to base 256 where weights are
+    integers: 1 rounds it to int8 in blocks of 512 columns, 3 keeps all of it.
     """
     rows = x_RI.shape[0]
     out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]
@@ -180,6 +199,9 @@ def write(cursor: jax.Array, old: Sequence[jax.Array], new: Sequence[jax.Array])
 
 
 def read(x: jax.Array) -> jax.Array:
-    """Read an array once, as fast as memory gives it: the sum of its 8-byte words, uint32."""
+    """Read an array once, as fast as memory gives it: the sum of its 8-byte words, uint32.
+
+    Where its bytes are no multiple of 8, zeros fill the last word.
+    """
     total: jax.Array = jax.ffi.ffi_call("jaxllm_read", jax.ShapeDtypeStruct((), jnp.uint32))(x)
     return total

@@ -70,6 +70,11 @@ class QTensor(Leaf, struct.PyTreeNode):
 
     def dense(self, dtype: Any = None) -> jax.Array:
         """The weights themselves, computed in float32."""
+        weights: jax.Array = self._dense(dtype)
+        return weights
+
+    @partial(jax.jit, static_argnums=1)  # where nothing around it is compiled, it is, as a whole
+    def _dense(self, dtype: Any) -> jax.Array:
         q, scale = self.integers(), self.scale.astype(jnp.float32)
         grouped = q.reshape(*scale.shape, q.shape[-1] // scale.shape[-1]).astype(jnp.float32)
         weight = (grouped * scale[..., None]).reshape(q.shape)[..., : self.columns]
@@ -89,11 +94,14 @@ class QTensor(Leaf, struct.PyTreeNode):
         kind = native.Kind.INT8 if self.bits == 8 else native.Kind.INT4
         return native.Matrix(kind, jax.tree.leaves(self), self.group)
 
-    def widened(self) -> tuple[native.Matrix, jax.Array | None]:
-        if self.group is not None:
+    def widened(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
+        if self.group is not None or dtype != jnp.bfloat16:
             return self.matrix(), None
-        ones = self.replace(scale=jnp.ones_like(self.scale))  # integers are exact in bfloat16
-        return ones.matrix(), self.scale[:, 0].astype(jnp.float32)
+        # Integers are exact in bfloat16, and so are powers of two times them; without those, a sum
+        # could overflow before it is scaled.
+        scale_O, power = jnp.frexp(self.scale[:, 0].astype(jnp.float32))
+        powers = self.replace(scale=jnp.ldexp(jnp.float32(1), power)[:, None])
+        return powers.matrix(), scale_O
 
     def pieces(self) -> dict[str, jax.Array]:
         parts = {".data": self.data, ".scale": self.scale, ".zero": self.zero}
@@ -170,23 +178,18 @@ def parse(name: str) -> Integer | None:
 
 
 def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
-    """One row times integers, as `_row_sum` does it, a group at a time."""
-    data, scale_OG = weight.data, weight.scale.astype(jnp.float32)
+    """One row times integers: their bytes where they lie, scaled first, which XLA:CPU fuses."""
+    data, size = weight.data, weight.data.shape[1] // weight.scale.shape[1]
+    scale = jnp.repeat(weight.scale.astype(jnp.float32), size, axis=1)
     width = data.shape[1] * 8 // weight.bits
     x_1I = jnp.pad(x_1I.astype(jnp.float32), ((0, 0), (0, width - x_1I.shape[1])))
     if weight.bits == 8:
-        product = data.astype(jnp.float32) * x_1I
-    else:
-        low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
-        middle = 8.0 if weight.zero is None else 0.0
-        product = ((data & 15).astype(jnp.float32) - middle) * low
-        product += ((data >> 4).astype(jnp.float32) - middle) * high
-    rows, groups = scale_OG.shape
-    part_OG = product.reshape(rows, groups, product.shape[1] // groups).sum(axis=2)
-    if weight.zero is not None:
-        whole_1G = x_1I.reshape(1, groups, width // groups).sum(axis=2)
-        part_OG -= weight.zero.astype(jnp.float32) * whole_1G
-    return (part_OG * scale_OG).sum(axis=1)[None]
+        return (data.astype(jnp.float32) * scale * x_1I).sum(axis=1)[None]
+    low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
+    zero = 8.0 if weight.zero is None else jnp.repeat(weight.zero.astype(jnp.float32), size, axis=1)
+    product = ((data & 15).astype(jnp.float32) - zero) * scale * low
+    product += ((data >> 4).astype(jnp.float32) - zero) * scale * high
+    return product.sum(axis=1)[None]
 
 
 @partial(jax.jit, static_argnums=1)

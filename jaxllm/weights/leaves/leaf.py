@@ -70,8 +70,8 @@ class Leaf:
         """The pieces as the native kernels take them."""
         raise NotImplementedError
 
-    def widened(self) -> tuple[Matrix, jax.Array | None]:
-        """A matrix for the kernels to expand, and the scales `[O]` that its product is to have."""
+    def widened(self, dtype: Any) -> tuple[Matrix, jax.Array | None]:
+        """A matrix for the kernels to expand to `dtype`, and what its product's `[O]` are times."""
         return self.matrix(), None
 
     def pieces(self) -> dict[str, jax.Array]:

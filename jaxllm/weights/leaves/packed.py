@@ -74,6 +74,7 @@ class Packed(Leaf, struct.PyTreeNode):
     def pieces(self) -> dict[str, jax.Array]:
         return {f".{name}": getattr(self, name) for name in _PIECES}
 
+    @jax.jit
     def _rows(self, index: jax.Array) -> jax.Array:
         byte = _matrix(self.sign_mantissa)[index].astype(jnp.uint16)
         nibble = _matrix(self.nibbles)[index].reshape(index.shape[0], -1, 64)

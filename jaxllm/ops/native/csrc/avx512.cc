@@ -4,7 +4,7 @@
 // columns in order, so its bits depend on nothing but its own two rows.
 //
 // One file for each way of multiplying: floats.h and packed.h by what the weights are, and for integer
-// weights digits.h, rounded.h and halves.h by what the input is.
+// weights scaled.h, rounded.h and halves.h by what the input is.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -24,35 +24,26 @@ namespace {
 #include "avx512/expanded.h"
 #include "avx512/packed.h"
 #include "avx512/integers.h"
-#include "avx512/digits.h"
+#include "avx512/scaled.h"
 #include "avx512/rounded.h"
 #include "avx512/halves.h"
 #include "avx512/attention.h"
 
-// Integers times bfloat16, exactly: not by way of digits.
-bool by_bf16(const Weight& w, const Input& in) { return integers(w) && in.bf16 && in.digits > 1; }
-
 size_t prepared_bytes(const Weight& w, const Input& in) {
-  if (integers(w) && !by_bf16(w, in))
-    return in.rows * (in.digits == 1 ? up(in.columns, kRounded) / kRounded * sizeof(Block)
-                                     : chunks_of(in) * sizeof(Chunk));
-  return in.rows * stride_of(in) * bytes_of(kept_of(w, in));
+  return in.rows * (rounded(w, in) ? blocks_of(in) * sizeof(Block) : stride_of(in) * bytes_of(kept_of(w, in)));
 }
 
 void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
-  const int64_t width = up(in.columns, in.digits == 1 ? kRounded : 128), chunks = chunks_of(in);
-  std::vector<float> x(width);
+  const int64_t count = blocks_of(in), wide = up(in.columns, 128), stride = stride_of(in);
+  const Kept kept = kept_of(w, in);
+  std::vector<float> x(count * kRounded);
   for (int64_t r = begin; r < end; r++) {
-    if (integers(w) && !by_bf16(w, in)) {
-      input_row(in, r, width, x.data());
-      for (int64_t c = 0; in.digits > 1 && c < chunks; c++)
-        write_chunk(w, &x[128 * c], static_cast<Chunk*>(prepared)[r * chunks + c]);
-      for (int64_t b = 0, count = width / kRounded; in.digits == 1 && b < count; b++)
+    if (rounded(w, in)) {
+      input_row(in, r, count * kRounded, x.data());
+      for (int64_t b = 0; b < count; b++)
         write_block(w, &x[kRounded * b], static_cast<Block*>(prepared)[r * count + b]);
       continue;
     }
-    const int64_t wide = up(in.columns, 128), stride = stride_of(in);
-    const Kept kept = kept_of(w, in);
     if (kept == Kept::kBF16) {
       uint16_t* to = static_cast<uint16_t*>(prepared) + r * stride;
       memcpy(to, static_cast<const uint16_t*>(in.x) + r * in.columns, 2 * in.columns);
@@ -81,9 +72,8 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
       return in.rows > 4 ? multiply_packed_bf16(w, in, x, begin, end, y)
                          : multiply_packed<true>(w, in, x, begin, end, y);
     default:
-      if (by_bf16(w, in)) return multiply_by_bf16(w, in, x, begin, end, y);
-      return in.digits == 1 ? multiply_by_int8(w, in, x, begin, end, y)
-                            : multiply_by_digits(w, in, x, begin, end, y);
+      if (in.rounded) return multiply_by_int8(w, in, x, begin, end, y);
+      return in.bf16 ? multiply_by_bf16(w, in, x, begin, end, y) : multiply_scaled(w, in, x, begin, end, y);
   }
 }
 

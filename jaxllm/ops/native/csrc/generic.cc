@@ -37,7 +37,7 @@ bool finite(const float* x, int64_t count) {
 }
 
 int64_t width_of(const Input& in) {
-  const int64_t whole = in.digits == 1 ? kRounded : 128;
+  const int64_t whole = in.rounded ? kRounded : 128;
   return (in.columns + whole - 1) / whole * whole;
 }
 
@@ -45,14 +45,13 @@ size_t prepared_bytes(const Weight&, const Input& in) { return 4 * in.rows * wid
 
 void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
   const int64_t width = width_of(in);
-  const bool integers = w.kind == Kind::kInt8 || w.kind == Kind::kInt4;
   for (int64_t r = begin; r < end; r++) {
     float* x = static_cast<float*>(prepared) + r * width;
     input_row(in, r, width, x);
-    for (int64_t c = 0; integers && in.digits == 1 && c < width; c += kRounded) {
+    for (int64_t c = 0; integers(w) && in.rounded && c < width; c += kRounded) {
       if (!finite(x + c, kRounded)) continue;
-      const float step = largest(x + c, kRounded) / 127, by = step > 0 ? 1 / step : 0;
-      for (int i = 0; i < kRounded; i++) x[c + i] = nearbyintf(x[c + i] * by) * step;
+      const float step = step_of(largest(x + c, kRounded)), by = step > 0 ? step : 1;
+      for (int i = 0; i < kRounded; i++) x[c + i] = nearbyintf(x[c + i] / by) * step;
     }
   }
 }

@@ -9,7 +9,8 @@ namespace jaxllm {
 enum class Kind : int32_t { kF32, kBF16, kF16, kInt8, kInt4, kPacked };
 
 // A weight matrix [rows, columns] in any of the formats of jaxllm/weights/qtensor.py, which says
-// how each is laid out. `stride` is the distance between rows of `data`, in bytes.
+// how each is laid out. `stride` is the distance between rows of `data`, in bytes. Here as in all
+// that follows, arrays are aligned to their elements and no further, and any size may be 0.
 struct Weight {
   Kind kind;
   int64_t rows, columns, stride;
@@ -25,19 +26,21 @@ struct Weight {
   int32_t base;
   const int32_t *escape_begin, *escape_column;
   const uint16_t* escape_value;
+  int32_t escapes;  // of all rows
 };
 
-// Activations [rows, columns]. `digits`: how many base-256 digits stand for each number where
-// weights are integers: 3 is exact to float32's 24 bits of the largest in each 128 columns, 1 is
-// dynamic quantization to int8, with a step for each kRounded columns (round_to_int8 of
-// weights/linear.py).
+// Activations [rows, columns]. `rounded`: where weights are integers, these are too, with a step for
+// each kRounded columns: the same ones as round_to_int8 of weights/linear.py makes, bit for bit.
+// Otherwise a product is as exact as float32 is to the sum of its terms' magnitudes, whatever their
+// sizes: no input may lose bits for a larger one beside it, nor a sum overflow that a scale would
+// have brought back.
 constexpr int64_t kRounded = 512;
 
 struct Input {
   const void* x;
   bool bf16;
   int64_t rows, columns;
-  int digits;
+  bool rounded;
 };
 
 // Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S]: rows

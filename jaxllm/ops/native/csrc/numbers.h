@@ -42,6 +42,8 @@ static inline float element(Kind kind, const void* data, int64_t i) {
   }
 }
 
+static inline bool integers(const Weight& w) { return w.kind == Kind::kInt8 || w.kind == Kind::kInt4; }
+
 static inline float scale_at(const Weight& w, int64_t i) {
   return element(w.half ? Kind::kF16 : Kind::kF32, w.scale, i);
 }
@@ -51,6 +53,16 @@ static inline int nibble_at(const uint8_t* nibbles, int64_t p) {
   const int64_t block = p / 64;
   const uint8_t byte = nibbles[block / 2 * 64 + p % 64];
   return block & 1 ? byte >> 4 : byte & 15;
+}
+
+// The escapes of a packed row, `begin <= i < end`; nothing outside the arrays, whatever they hold.
+struct Range {
+  int32_t begin, end;
+};
+
+static inline Range escapes_of(const Weight& w, int64_t o) {
+  const auto inside = [&](int32_t i) { return i < 0 ? 0 : (i < w.escapes ? i : w.escapes); };
+  return {inside(w.escape_begin[o]), inside(w.escape_begin[o + 1])};
 }
 
 // `count` columns of row o from `from` on (a multiple of 128; count at most 128), as floats.
@@ -73,7 +85,8 @@ static void row_part(const Weight& w, int64_t o, int64_t from, int64_t count, fl
       const uint16_t e = uint16_t(w.base + nibble_at(nibbles, p));
       out[i] = from_bf16(uint16_t((row[p] & 128) << 8 | e << 7 | (row[p] & 127)));
     }
-    for (int32_t e = w.escape_begin[o]; e < w.escape_begin[o + 1]; e++) {
+    const Range escapes = escapes_of(w, o);
+    for (int32_t e = escapes.begin; e < escapes.end; e++) {
       const int64_t i = w.escape_column[e] - from;
       if (i >= 0 && i < count) out[i] = from_bf16(w.escape_value[e]);
     }
@@ -116,4 +129,12 @@ static void input_row(const Input& in, int64_t r, int64_t width, float* out) {
     memcpy(out, static_cast<const float*>(in.x) + r * in.columns, 4 * in.columns);
   }
   for (int64_t i = in.columns; i < width; i++) out[i] = 0;
+}
+
+// What one step of a rounded block stands for: in this one order of operations, as round_to_int8 has
+// it, for a quotient that is one bit off falls on the other side of a half; and 0 where XLA's threads,
+// which flush what a float cannot hold normally, have 0.
+static inline float step_of(float largest) {
+  const float step = largest * (1.0f / 127);
+  return step < 0x1p-126f ? 0 : step;
 }

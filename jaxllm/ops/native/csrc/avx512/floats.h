@@ -46,7 +46,7 @@ __m512 add_product(__m512 sum, __m512i w, const uint8_t* x) {
 enum class Kept { kOrder, kEvenOdd, kBF16 };
 
 Kept kept_of(const Weight& w, const Input& in) {
-  if (w.kind == Kind::kF32 || w.kind == Kind::kF16) return Kept::kOrder;
+  if (w.kind == Kind::kF32 || w.kind == Kind::kF16 || (integers(w) && !in.bf16)) return Kept::kOrder;
   return in.bf16 ? Kept::kBF16 : Kept::kEvenOdd;
 }
 

@@ -1,5 +1,11 @@
 // Integers times bfloat16: 8 bits hold them exactly, so the products are BF16's own.
 
+// Some columns of a weight row as bfloat16, 32 to a register.
+template <int N>
+struct Some {
+  __m512i r[N];
+};
+
 // 64 columns in order.
 struct Int8Rows {
   static constexpr int kRegisters = 2;
@@ -34,6 +40,22 @@ void in_places(uint16_t* x) {
   for (int n = 0; n < 4; n++)
     for (int b = 0; b < 4; b++) memcpy(x + 32 * n + 8 * b, block[b] + 8 * n, 16);
 }
+
+// Rows that have been expanded before, from row `first` on.
+template <int N>
+struct ExpandedRows {
+  static constexpr int kRegisters = N;
+  const uint16_t* data;
+  int64_t stride, first;
+
+  Some<N> at(int64_t o, int64_t c, bool) const {
+    const uint16_t* p = data + (o - first) * stride + c;
+    Some<N> out;
+    JAXLLM_UNROLL
+    for (int n = 0; n < N; n++) out.r[n] = _mm512_loadu_si512(p + 32 * n);
+    return out;
+  }
+};
 
 template <bool Zero>
 struct Int4Rows {
@@ -148,10 +170,12 @@ void multiply_rows(const Weight& w, const Source& source, const Input& in, const
       for (int n = 0; n < N; n++) _mm512_storeu_si512(out + c + 32 * n, some.r[n]);
     }
   };
-  by_expanded<N>(in, begin, end, expand, all);
+  by_expanded<uint16_t>(in, begin, end, expand, [&](const uint16_t* rows, int64_t stride, int64_t b, int64_t e) {
+    all(ExpandedRows<N>{rows, stride, b}, b, e);
+  });
 }
 
-void multiply_by_bf16(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+void multiply_halves(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   const Scales scales = scales_of(w);
   if (w.kind == Kind::kInt8) {
     const Int8Rows rows(w);
@@ -161,4 +185,26 @@ void multiply_by_bf16(const Weight& w, const Input& in, const uint8_t* x, int64_
   }
   if (w.zero) return multiply_rows<Scales::kLanes>(w, Int4Rows<true>(w), in, x, begin, end, y);
   return multiply_rows<Scales::kLanes>(w, Int4Rows<false>(w), in, x, begin, end, y);
+}
+
+// One output by itself: slowly, from the weights' own numbers.
+float product(const Weight& w, const Input& in, int64_t o, int64_t r) {
+  double sum = 0;
+  for (int64_t from = 0; from < in.columns; from += 128) {
+    const int64_t count = in.columns - from < 128 ? in.columns - from : 128;
+    float part[128];
+    row_part(w, o, from, count, part);
+    for (int64_t i = 0; i < count; i++)
+      sum += double(part[i]) * element(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, r * in.columns + from + i);
+  }
+  return float(sum);
+}
+
+// Sums that are scaled after they were added up overflow where inputs are huge: an output that is not
+// finite is computed once more, from weights that are scaled before.
+void multiply_by_bf16(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  multiply_halves(w, in, x, begin, end, y);
+  for (int64_t r = 0; r < in.rows; r++)
+    for (int64_t o = begin; o < end; o++)
+      if (float& out = y[r * w.rows + o]; !std::isfinite(out)) out = product(w, in, o, r);
 }

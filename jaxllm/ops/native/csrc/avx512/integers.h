@@ -1,8 +1,10 @@
 // What products with integer weights share: their scales by lanes, and 8-bit products.
 
-bool integers(const Weight& w) { return w.kind == Kind::kInt8 || w.kind == Kind::kInt4; }
+bool rounded(const Weight& w, const Input& in) { return integers(w) && in.rounded; }
 
 int64_t chunks_of(const Input& in) { return up(in.columns, 128) / 128; }
+
+int64_t blocks_of(const Input& in) { return up(in.columns, kRounded) / kRounded; }
 
 bool split(const Weight& w) { return w.kind == Kind::kInt8 && w.group < 128 && w.groups > 1; }
 

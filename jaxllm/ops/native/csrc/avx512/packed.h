@@ -31,7 +31,7 @@ Pair expanded(const uint8_t* bytes, __m512i index, const Exponents& e) {
 struct Escapes {
   const Weight& w;
   int32_t at, end;
-  Escapes(const Weight& w, int64_t o) : w(w), at(w.escape_begin[o]), end(w.escape_begin[o + 1]) {}
+  Escapes(const Weight& w, Range range) : w(w), at(range.begin), end(range.end) {}
 
   int32_t next() const { return at < end ? w.escape_column[at] : INT32_MAX; }
 
@@ -40,7 +40,8 @@ struct Escapes {
     alignas(64) uint16_t plain[64];
     _mm512_store_si512(plain, pair.first);
     _mm512_store_si512(plain + 32, pair.second);
-    for (; next() < c + 64; at++) plain[w.escape_column[at] - c] = w.escape_value[at];
+    for (; next() < c + 64; at++)
+      if (next() >= c) plain[next() - c] = w.escape_value[at];
     pair = {_mm512_load_si512(plain), _mm512_load_si512(plain + 32)};
     return next();
   }
@@ -64,7 +65,7 @@ void packed_tile(const Weight& w, const uint8_t* x, int64_t x_stride, int64_t o,
   int32_t next[O];
   escapes.reserve(O);
   for (int i = 0; i < O; i++) {
-    escapes.emplace_back(w, o + i);
+    escapes.emplace_back(w, escapes_of(w, o + i));
     next[i] = escapes[i].next();
   }
   x += r * x_stride;
@@ -103,8 +104,9 @@ void expand_packed(const Weight& w, int64_t o, uint16_t* out) {
     _mm512_storeu_si512(out + c, pair.first);
     _mm512_storeu_si512(out + c + 32, pair.second);
   }
-  for (int32_t i = w.escape_begin[o]; i < w.escape_begin[o + 1]; i++)
-    out[w.escape_column[i]] = w.escape_value[i];
+  const Range escapes = escapes_of(w, o);
+  for (int32_t i = escapes.begin; i < escapes.end; i++)
+    if (w.escape_column[i] >= 0 && w.escape_column[i] < w.stride) out[w.escape_column[i]] = w.escape_value[i];
 }
 
 template <bool Dot>
@@ -119,11 +121,7 @@ void multiply_packed(const Weight& w, const Input& in, const uint8_t* x, int64_t
 
 void multiply_packed_bf16(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   const auto expand = [&](int64_t o, uint16_t* out) { expand_packed(w, o, out); };
-  by_expanded<1>(in, begin, end, expand, [&](const ExpandedRows<1>& rows, int64_t begin, int64_t end) {
-    Weight plain = w;
-    plain.kind = Kind::kBF16;
-    plain.stride = 2 * rows.stride;
-    plain.data = reinterpret_cast<const uint8_t*>(rows.data) - rows.first * plain.stride;
-    multiply_floats<BF16, true>(plain, in, x, begin, end, y);
+  by_expanded<uint16_t>(in, begin, end, expand, [&](const uint16_t* rows, int64_t stride, int64_t b, int64_t e) {
+    multiply_floats<BF16, true>(plain_rows(w, Kind::kBF16, rows, 2 * stride, b, w.columns), in, x, b, e, y);
   });
 }

@@ -1,7 +1,10 @@
 // Integers times inputs rounded to int8.
 
-// As many columns of an input row as share a step. Bytes as in Chunk. `bias`: what the unsigned weights' offset adds, by chunk (and half, where scales are of
-// less than a chunk); `whole`, for weights with a scale a row, of all chunks together.
+// As many columns of an input row as share a step. Byte j of half h of a chunk of 128 stands for column
+// 64 h + j (8-bit weights) or 32 (j / 16) + 16 h + j % 16 (4-bit ones, whose low and high bits lie so).
+// `bias`: what the unsigned weights' offset adds, a 32-bit lane of four bytes at a time, by chunk (and
+// half, where scales are of less than a chunk); `whole`, for weights with a scale a row, of all chunks
+// together.
 constexpr int64_t kChunks = kRounded / 128;
 
 struct alignas(64) Block {
@@ -20,17 +23,15 @@ void write_block(const Weight& w, const float* x, Block& out) {
     wild |= _mm512_fpclass_ps_mask(v, 0x99);
     most = _mm512_max_ps(most, _mm512_abs_ps(v));
   }
-  const float top = _mm512_reduce_max_ps(most);
   memset(&out, 0, sizeof out);
-  out.step = wild ? NAN : top / 127;
-  if (wild || out.step < 0x1p-126f) return;
-  const __m512i limit = _mm512_set1_epi32(127), ones = _mm512_set1_epi8(1), none = _mm512_setzero_si512();
+  out.step = wild ? NAN : step_of(_mm512_reduce_max_ps(most));
+  if (wild || out.step == 0) return;
+  const __m512i ones = _mm512_set1_epi8(1), none = _mm512_setzero_si512();
   __m512i whole = none;
   for (int64_t c = 0; c < kChunks; c++) {
     for (int i = 0; i < 8; i++) {
-      const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(x + 128 * c + 16 * i), _mm512_set1_ps(127 / top));
-      __m512i n = _mm512_min_epi32(_mm512_cvtps_epi32(v), limit);
-      n = _mm512_max_epi32(n, _mm512_sub_epi32(none, limit));
+      const __m512 v = _mm512_div_ps(_mm512_loadu_ps(x + 128 * c + 16 * i), _mm512_set1_ps(out.step));
+      const __m512i n = _mm512_cvtps_epi32(v);
       const int h = four ? i % 2 : i / 4, j = 16 * (four ? i / 2 : i % 4);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(&out.digit[c][h][j]), _mm512_cvtepi32_epi8(n));
     }
@@ -125,14 +126,15 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
         }
       }
     JAXLLM_UNROLL
-    for (int j = 0; j < R; j++) {
-      const __m512 step = _mm512_set1_ps(x[j * blocks + b].step);
+    for (int i = 0; i < O; i++) {
+      const __m512 scale = _mm512_set1_ps(kRow ? scale_at(w, o + i) : 1);
       JAXLLM_UNROLL
-      for (int i = 0; i < O; i++)
-        sum[i][j] = _mm512_fmadd_ps(kRow ? _mm512_cvtepi32_ps(total[i][j]) : part[i][j], step, sum[i][j]);
+      for (int j = 0; j < R; j++) {  // scaled first: steps may be so large that nothing else fits
+        const __m512 block = kRow ? _mm512_mul_ps(_mm512_cvtepi32_ps(total[i][j]), scale) : part[i][j];
+        sum[i][j] = _mm512_fmadd_ps(block, _mm512_set1_ps(x[j * blocks + b].step), sum[i][j]);
+      }
     }
   }
-  if (kRow) scale_rows(sum, w, o);
   put(sum, w, o, r, y);
 }
 

@@ -62,10 +62,15 @@ void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   }
 }
 
-// The same, by as many weight rows at once as the second cache holds beside the input, where they
-// are needed again for the next four input rows.
+// As many weight rows as the second cache holds beside the input, in whole tiles; never none.
+int64_t rows_in_cache(int64_t row_bytes) {
+  const int64_t most = (256 << 10) / (row_bytes > 0 ? row_bytes : 1);
+  return up(most > 0 ? most : 1, 4);
+}
+
+// The same by as many at once as that, where they are needed again for the next four input rows.
 template <class Tiles>
 void blocks(int64_t begin, int64_t end, int64_t row_bytes, int64_t rows, const Tiles& some) {
-  const int64_t most = rows <= 4 ? end - begin : up((256 << 10) / row_bytes, 4);
+  const int64_t most = rows <= 4 ? end - begin : rows_in_cache(row_bytes);
   for (int64_t b = begin; b < end; b += most) some(b, b + most < end ? b + most : end);
 }

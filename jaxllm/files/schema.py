@@ -1,0 +1,96 @@
+"""Declared schemas: what a file brings is checked against the annotations of what it is to become.
+
+A schema is any annotation that msgspec knows, with its bounds: `Annotated[int, Meta(ge=1)]`.
+"""
+
+import dataclasses
+import re
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from jaxllm.errors import CheckpointError, JaxllmError
+
+# What the writer of a JSON file calls msgspec's types.
+_WORDS = {
+    "int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false",
+    "array": "a list", "object": "an object", "null": "null",
+}  # fmt: skip
+
+
+def as_schema(
+    value: Any, schema: Any, where: str, error: type[JaxllmError] = CheckpointError
+) -> Any:
+    """What JSON brought as a value of `schema`: a msgspec.Struct, a TypedDict, or any annotation.
+
+    Nothing is coerced: a text is no number, a bool no integer. A dataclass takes no field that it
+    does not have. Raises `error` with `where`, the path of the field that does not fit, and its
+    value.
+    """
+    try:
+        fitting = msgspec.convert(value, schema, strict=True)
+    except msgspec.ValidationError as problem:
+        raise error(f"{where}: {_said(problem, value)}") from None
+    if unknown := _unknown(value, fitting):
+        raise error(f"{where}: unknown {', '.join(unknown)}")
+    return fitting
+
+
+def complaints_of(instance: Any) -> list[str]:
+    """What is wrong with the fields of a dataclass, by its annotations: "size must be ..."."""
+    found = []
+    for name, hint in _hints(type(instance)).items():
+        value = getattr(instance, name)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint):
+            continue
+        try:
+            msgspec.convert(value, hint, strict=True)
+        except msgspec.ValidationError as problem:
+            if get_origin(hint) is Literal:
+                known = ", ".join(map(str, get_args(hint)))
+                found.append(f"{name} must be one of {known}, got {value!r:.60}")
+            else:
+                found.append(_said(problem, value, name))
+    return found
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
+    """msgspec's message in the words of whoever wrote the file: "rope.factor must be ..., got 0".
+
+    value: what was checked; name: what it is called, before the path within it.
+    """
+    message, _, within = str(problem).partition(" - at ")
+    is_key, _, path = within.strip("`").rpartition("` in `")
+    path = path.removeprefix("$")
+    where = f"{'a name in ' if is_key else ''}{f'{name}{path}'.removeprefix('.')}"
+    expected = re.fullmatch(r"Expected `(.*?)`(.*?)(?:, got .*)?", message)
+    if expected is None:
+        message = message.replace("`", "").removeprefix("Object ")
+        return f"{where}: {message}" if where else message
+    kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ")]
+    got = ""
+    if not is_key and "[...]" not in path:  # a name in an object, which msgspec leaves out
+        for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(index)] if index else value[key]
+        got = f", got {value!r:.60}"
+    return f"{where} must be {' or '.join(kinds)}{expected[2]}{got}".lstrip()
+
+
+def _unknown(value: Any, fitting: Any) -> list[str]:
+    """The names in what was read that the dataclasses it became have no field for."""
+    if dataclasses.is_dataclass(fitting) and isinstance(value, dict):
+        names = {field.name for field in dataclasses.fields(fitting)}
+        within = [(value[name], getattr(fitting, name)) for name in value.keys() & names]
+        here = [str(name) for name in value if name not in names]
+    elif isinstance(fitting, dict) and isinstance(value, dict):
+        here, within = [], [(value.get(name), part) for name, part in fitting.items()]
+    elif isinstance(fitting, list | tuple) and isinstance(value, list | tuple):
+        here, within = [], list(zip(value, fitting, strict=True))
+    else:
+        return []
+    return here + [name for pair in within for name in _unknown(*pair)]

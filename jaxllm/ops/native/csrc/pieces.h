@@ -1,0 +1,175 @@
+// XLA's buffers as the kernels' structures. Nothing is believed of a buffer that has not been checked
+// against all the others: what passes here, a kernel reads within bounds whatever it holds.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxllm {
+
+namespace ffi = xla::ffi;
+using Type = ffi::DataType;
+
+inline ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("jaxllm: " + what); }
+
+constexpr int64_t kAny = -1;
+
+// Whether a buffer has this type and this shape.
+inline bool is(const ffi::AnyBuffer& buffer, Type type, std::initializer_list<int64_t> shape) {
+  const auto size = buffer.dimensions();
+  if (buffer.element_type() != type || size.size() != shape.size()) return false;
+  size_t axis = 0;
+  for (int64_t wanted : shape)
+    if (const int64_t n = size[axis++]; wanted != kAny && wanted != n) return false;
+  return true;
+}
+
+// Bytes of an element; 0 for those of less than a byte, which XLA may pack.
+inline int64_t element_bytes(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case Type::S1: case Type::S2: case Type::S4: case Type::U1: case Type::U2: case Type::U4:
+    case Type::F4E2M1FN: return 0;
+    default: return int64_t(ffi::ByteWidth(buffer.element_type()));
+  }
+}
+
+template <class T>
+const T* data_of(const ffi::AnyBuffer& buffer) {
+  return static_cast<const T*>(buffer.untyped_data());
+}
+
+// Arguments `begin <= i < end`.
+inline ffi::ErrorOr<std::vector<ffi::AnyBuffer>> pieces_of(const ffi::RemainingArgs& args, size_t begin, size_t end) {
+  std::vector<ffi::AnyBuffer> all;
+  if (end > args.size()) return ffi::Unexpected(wrong("more pieces are announced than there are"));
+  for (size_t i = begin; i < end; i++) {
+    const auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+    all.push_back(buffer.value());
+  }
+  return all;
+}
+
+// What elements of floats and of int8 a kind has; INVALID for kinds that are not one array.
+inline Type type_of(Kind kind) {
+  switch (kind) {
+    case Kind::kF32: return Type::F32;
+    case Kind::kBF16: return Type::BF16;
+    case Kind::kF16: return Type::F16;
+    case Kind::kInt8: return Type::S8;
+    default: return Type::INVALID;
+  }
+}
+
+inline int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
+
+// The weight of these pieces; `group` 0: a scale for a whole row.
+inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, int32_t kind, int64_t group,
+                                      int64_t columns) {
+  if (piece.empty() || piece[0].dimensions().size() != 2 || columns < 0)
+    return ffi::Unexpected(wrong("a weight is a matrix"));
+  Weight w = {};
+  w.kind = static_cast<Kind>(kind);
+  w.rows = piece[0].dimensions()[0];
+  w.columns = columns;
+  w.data = data_of<uint8_t>(piece[0]);
+  w.stride = piece[0].dimensions()[1] * element_bytes(piece[0]);
+  const bool four = w.kind == Kind::kInt4;
+  switch (w.kind) {
+    case Kind::kF32:
+    case Kind::kBF16:
+    case Kind::kF16:
+      if (piece.size() != 1 || !is(piece[0], type_of(w.kind), {w.rows, columns}))
+        return ffi::Unexpected(wrong("a weight of floats is one array [rows, columns] of its kind"));
+      return w;
+    case Kind::kInt8:
+    case Kind::kInt4: {
+      const int64_t width = whole(columns, 128);
+      w.group = group ? group : width;
+      w.groups = group ? width / group : 1;
+      const bool grouped = group == 32 || group == 64 || group == 128;
+      const bool scaled = piece.size() >= 2 && (is(piece[1], Type::F32, {w.rows, w.groups}) ||
+                                                is(piece[1], Type::F16, {w.rows, w.groups}));
+      if (!grouped && (four || group)) return ffi::Unexpected(wrong("a group is of 32, 64 or 128 columns"));
+      if (!is(piece[0], four ? Type::U8 : Type::S8, {w.rows, four ? width / 2 : width}) || !scaled)
+        return ffi::Unexpected(wrong("integers [rows, whole 128 columns] and scales [rows, groups] do not fit"));
+      if (piece.size() > 2 && !(four && piece.size() == 3 && is(piece[2], Type::U8, {w.rows, w.groups})))
+        return ffi::Unexpected(wrong("zero points are for 4 bits, uint8 [rows, groups]"));
+      w.half = piece[1].element_type() == Type::F16;
+      w.scale = piece[1].untyped_data();
+      if (piece.size() > 2) w.zero = data_of<uint8_t>(piece[2]);
+      return w;
+    }
+    case Kind::kPacked: {
+      const bool fits = piece.size() == 6 && is(piece[0], Type::U8, {w.rows, whole(columns, 64)}) &&
+                        is(piece[1], Type::U8, {w.rows, whole(columns, 128) / 2}) && is(piece[2], Type::S32, {}) &&
+                        is(piece[3], Type::S32, {w.rows + 1}) && is(piece[4], Type::S32, {kAny}) &&
+                        is(piece[5], Type::BF16, {piece[4].dimensions()[0]});
+      if (!fits) return ffi::Unexpected(wrong("the six pieces of packed bfloat16 do not fit each other"));
+      w.nibbles = data_of<uint8_t>(piece[1]);
+      w.nibble_stride = piece[1].dimensions()[1];
+      w.base = *data_of<int32_t>(piece[2]);
+      w.escape_begin = data_of<int32_t>(piece[3]);
+      w.escape_column = data_of<int32_t>(piece[4]);
+      w.escape_value = data_of<uint16_t>(piece[5]);
+      w.escapes = int32_t(piece[4].dimensions()[0]);
+      return w;
+    }
+  }
+  return ffi::Unexpected(wrong("no weight is of kind " + std::to_string(kind)));
+}
+
+// The parts of a cache, for queries whose K they decide: for each its k, v and positions, and after
+// them the two scales where k is int8.
+inline ffi::ErrorOr<std::vector<Part>> parts_of(const std::vector<ffi::AnyBuffer>& piece, Queries& queries) {
+  const int64_t B = queries.B, H = queries.H;
+  std::vector<Part> parts;
+  for (size_t i = 0; i < piece.size();) {
+    if (i + 3 > piece.size() || piece[i].dimensions().size() != 4 || piece[i + 1].dimensions().size() != 4 ||
+        piece[i + 2].dimensions().size() != 2)
+      return ffi::Unexpected(wrong("a part has k and v [B, S, K, H] and positions [B, S]"));
+    const ffi::AnyBuffer &k = piece[i], &v = piece[i + 1], &at = piece[i + 2];
+    const int64_t k_rows = k.dimensions()[0], v_rows = v.dimensions()[0], at_rows = at.dimensions()[0];
+    const int64_t slots = k.dimensions()[1], K = k.dimensions()[2];
+    Part part = {};
+    bool known = false;
+    for (Kind kind : {Kind::kF32, Kind::kBF16, Kind::kF16, Kind::kInt8})
+      if (type_of(kind) == k.element_type()) {
+        part.kind = kind;
+        known = true;
+      }
+    for (int64_t rows : {k_rows, v_rows, at_rows}) known = known && (rows == 1 || rows == B);
+    if (!parts.empty()) known = known && K == queries.K;
+    if (!known || !is(v, k.element_type(), {v_rows, slots, K, H}) || k.dimensions()[3] != H ||
+        !is(at, Type::S32, {at_rows, slots}))
+      return ffi::Unexpected(wrong("the rows, slots, heads or types of queries, keys, values and positions differ"));
+    queries.K = K;
+    part.slots = slots;
+    part.one_k = k_rows == 1;
+    part.one_v = v_rows == 1;
+    part.one_position = at_rows == 1;
+    part.k = k.untyped_data();
+    part.v = v.untyped_data();
+    part.position = data_of<int32_t>(at);
+    i += 3;
+    if (part.kind == Kind::kInt8) {
+      if (i + 2 > piece.size() || !is(piece[i], Type::F32, {k_rows, slots, K}) ||
+          !is(piece[i + 1], Type::F32, {v_rows, slots, K}))
+        return ffi::Unexpected(wrong("int8 keys and values have float32 scales [B, S, K]"));
+      part.k_scale = data_of<float>(piece[i]);
+      part.v_scale = data_of<float>(piece[i + 1]);
+      i += 2;
+    }
+    parts.push_back(part);
+  }
+  if (!queries.K || queries.N % queries.K)
+    return ffi::Unexpected(wrong("the heads of queries are no multiple of the keys'"));
+  return parts;
+}
+
+}  // namespace jaxllm

@@ -1,0 +1,28 @@
+"""The border of options: everything that may be asked of a generation, in one table.
+
+`LM.generate`, `LM.stream`, requests to `LM.serve`, lines of a batch file, the commands' flags and
+generation_config.json are all checked by it, before anything is loaded or run. The names are those
+of Hugging Face; common names of other libraries are answered with ours.
+"""
+
+from jaxllm.options.check import Kind, check_options, check_values, check_ways, row_options, way_of
+from jaxllm.options.table import BEAMS, CONTRAST, DRAFTS, GUIDANCE, OPTIONS, PLAIN, Option
+from jaxllm.options.typed import Ends, GenerateOptions
+
+__all__ = [
+    "BEAMS",
+    "CONTRAST",
+    "DRAFTS",
+    "GUIDANCE",
+    "OPTIONS",
+    "PLAIN",
+    "Ends",
+    "GenerateOptions",
+    "Kind",
+    "Option",
+    "check_options",
+    "check_values",
+    "check_ways",
+    "row_options",
+    "way_of",
+]

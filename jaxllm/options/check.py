@@ -1,0 +1,121 @@
+"""The checks: unknown names, values, and options that do not go together."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.decode.options import PROCESSORS
+from jaxllm.errors import SamplingError, nearest
+from jaxllm.options.spellings import SPELLINGS
+from jaxllm.options.table import (
+    BEAMS,
+    CONTRAST,
+    DRAFTS,
+    GUIDANCE,
+    OPTIONS,
+    PLAIN,
+    SERVE,
+    STREAM,
+)
+
+Kind = Literal["generate", "stream", "serve"]
+
+
+def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[str, Any]:
+    """The options that were given (None is not), checked without a model, as they are used.
+
+    kind: what they are for. What only the model knows is checked later: whether ids are in its
+    vocabulary, whether a text fits into its context.
+
+    Raises SamplingError, with all complaints, for unknown names (and says what may be meant),
+    values of the wrong type or out of range, and options that do not go together.
+    """
+    if unknown := [f"no option {name}{_meant(name)}" for name in options if name not in OPTIONS]:
+        raise SamplingError("; ".join(unknown))
+    chosen = check_values({k: v for k, v in options.items() if v is not None})
+    check_ways(chosen, way_of(chosen, kind))
+    return chosen
+
+
+def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]:
+    """The values of known options as they are used; raises SamplingError with all that are wrong.
+
+    source: of the options, for messages.
+    """
+    chosen, wrong = {}, []
+    for name, value in options.items():
+        option = OPTIONS[name]
+        try:
+            chosen[name] = option.check(value)
+        except SamplingError as error:
+            wrong.append(f"{source}{error}")
+        except (TypeError, ValueError, OverflowError):
+            wrong.append(f"{source}{name} must be {option.meaning}; got {value!r:.60}")
+    if wrong:
+        raise SamplingError("; ".join(wrong))
+    return chosen
+
+
+def way_of(options: Mapping[str, Any], kind: Kind = "generate") -> str:
+    """Which way of decoding these options ask for. Raises SamplingError where they ask for two."""
+    asked = {
+        BEAMS: options.get("num_beams", 1) > 1,
+        DRAFTS: not {"assistant_model", "prompt_lookup_num_tokens"}.isdisjoint(options),
+        CONTRAST: "penalty_alpha" in options,
+        GUIDANCE: options.get("guidance_scale", 1) != 1,  # 1 is transformers' value for none
+    }
+    ways = [way for way, is_asked in asked.items() if is_asked]
+    if len(ways) > 1:
+        raise SamplingError(f"{' and '.join(ways)} cannot be had at once")
+    if ways and kind == "stream":
+        raise SamplingError(f"stream gives one text as it is decoded, not {ways[0]}; use generate")
+    if ways and kind == "serve":
+        named = [name for name in ways_options(ways[0]) if name in options]
+        raise SamplingError(f"{SERVE} takes no {named[0]}")
+    return ways[0] if ways else {"generate": PLAIN, "stream": STREAM, "serve": SERVE}[kind]
+
+
+def ways_options(way: str) -> list[str]:
+    """The options that only this way of decoding has."""
+    return [name for name, option in OPTIONS.items() if option.ways == (way,)]
+
+
+def check_ways(options: Mapping[str, Any], way: str) -> None:
+    """Raise SamplingError for an option that this way of decoding does not take, or for two of
+    which one excludes the other."""
+    for name, value in options.items():
+        option = OPTIONS[name]
+        if way not in option.ways and not _same(value, option.default):
+            goes = "" if way in (STREAM, SERVE) else f", which goes with {' or '.join(option.ways)}"
+            raise SamplingError(f"{way} takes no {name}{goes}")
+    for one, other in (
+        ("assistant_model", "prompt_lookup_num_tokens"),
+        *(("sampler", name) for name in ("do_sample", "logits_processor", *PROCESSORS)),
+    ):
+        if one in options and other in options:
+            raise SamplingError(f"give {one} or {other}, not both")
+    if options.get("batch_invariant") and options.get("num_return_sequences", 1) > 1:
+        raise SamplingError("batch_invariant takes one sequence a prompt: list the prompt twice")
+
+
+def row_options(options: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:
+    """The options of one prompt among several: its own value where there is one for each."""
+
+    def own(name: str, value: Any) -> Any:
+        per_row = OPTIONS[name].per_row and isinstance(value, list | tuple | np.ndarray)
+        return (
+            value[row] if per_row and not isinstance(value, str) and len(value) == rows else value
+        )
+
+    return {name: own(name, value) for name, value in options.items()}
+
+
+def _meant(name: Any) -> str:
+    if name in SPELLINGS:
+        return f": {SPELLINGS[name]}"
+    return nearest(str(name), OPTIONS) or " (help(jaxllm.LM.generate) has them all)"
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)

@@ -1,0 +1,42 @@
+"""What other libraries call an option, or why it is not here."""
+
+_OURS = {
+    **dict.fromkeys(("stop", "stop_sequences", "stops", "stop_words"), "stop_strings"),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_gen_len", "n_predict", "num_predict"),
+        "max_new_tokens",
+    ),
+    **dict.fromkeys(("n", "num_samples", "best_of"), "num_return_sequences"),
+    **dict.fromkeys(("stop_token_ids", "eos_id", "eos_token", "eos_token_ids"), "eos_token_id"),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
+    **dict.fromkeys(("logprobs", "top_n_tokens", "n_probs"), "top_logprobs"),
+    **dict.fromkeys(("beam_size", "beam_width"), "num_beams"),
+    **dict.fromkeys(("past_key_values", "kv_cache", "prompt_cache"), "cache"),
+    **dict.fromkeys(("draft_model", "draft"), "assistant_model"),
+    **dict.fromkeys(("logits_processors", "processors"), "logits_processor"),
+    **dict.fromkeys(("random_seed", "generator", "rng", "key"), "seed"),
+    "temp": "temperature",
+    "typical": "typical_p",
+    "min_tokens": "min_new_tokens",
+    "mirostat": "mirostat_tau",
+    "cfg_scale": "guidance_scale",
+    "prompt_lookup": "prompt_lookup_num_tokens",
+    "prefill_step_size": "chunk",
+}
+SPELLINGS: dict[str, str] = {
+    theirs: f"it is called {ours} here" for theirs, ours in _OURS.items()
+} | {
+    "max_length": "max_new_tokens is the length without the prompt",
+    "ignore_eos": "eos_token_id=[] ends a text at no token",
+    "streamer": "use LM.stream",
+    "stream": "use LM.stream",
+    "attention_mask": "give prompts without padding, a list of them for a batch",
+    "use_cache": "there is always a cache",
+    "prefix_allowed_tokens_fn": "Python cannot run within a compiled step; write it in JAX, as a"
+    " function of (scores, Context) for logits_processor",
+    "diversity_penalty": "groups of beams are not supported",
+    "num_beam_groups": "groups of beams are not supported",
+    "constraints": "constrained beams are not supported",
+    "force_words_ids": "constrained beams are not supported",
+    "generation_config": "give its fields as options",
+}

@@ -1,0 +1,225 @@
+"""The table: every option, what it must be, what it does, and what it goes with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.cache.kv import KVCache
+from jaxllm.decode.generate import MOST_TOKENS
+from jaxllm.decode.options import PROCESSORS, check_sampling
+from jaxllm.decode.overflow import OVERFLOWS
+from jaxllm.decode.sampling import Sampler
+from jaxllm.options.typed import Assistant
+from jaxllm.options.values import (
+    criteria,
+    early,
+    flag,
+    ids,
+    instance,
+    number,
+    one_or_each,
+    policy,
+    processors,
+    seed,
+    texts,
+    whole_number,
+)
+
+PLAIN, BEAMS, DRAFTS, CONTRAST, GUIDANCE = WAYS = (
+    "plain generation",
+    "beam search",
+    "speculative decoding",
+    "contrastive search",
+    "guidance",
+)
+STREAM, SERVE = "stream", "a request to serve"
+_SAMPLING_WAYS = (PLAIN, STREAM, SERVE, BEAMS, DRAFTS, GUIDANCE)
+
+
+class Option(NamedTuple):
+    """What there is to know of an option.
+
+    check: the value as it is used; its TypeError or ValueError says what is wrong. meaning: what
+    the value must be. help: what it does. default: the value without effect, or the usual one.
+    per_row: a list with a value for each prompt will do. from_file: generation_config.json may set
+    it. ways: of decoding that take it.
+    """
+
+    check: Callable[[Any], Any]
+    meaning: str
+    help: str
+    default: Any = None
+    per_row: bool = False
+    from_file: bool = True
+    ways: tuple[str, ...] = (*WAYS, STREAM, SERVE)
+
+
+def _sampling(name: str) -> Option:
+    """A row of `PROCESSORS` as a row of this table."""
+    row = PROCESSORS[name]
+
+    def check(value: Any) -> Any:
+        check_sampling(name, value)
+        return value
+
+    ways = (*_SAMPLING_WAYS, CONTRAST) if name == "top_k" else _SAMPLING_WAYS
+    return Option(check, row.meaning, row.help, per_row=not row.a_list, ways=ways)
+
+
+_UP = "a whole number from 1 up"
+
+OPTIONS: dict[str, Option] = {
+    "max_new_tokens": Option(
+        one_or_each(lambda n: n if n is None else whole_number(1, MOST_TOKENS)(n)),
+        f"a whole number from 1 to {MOST_TOKENS}, or one for each prompt",
+        "the end: so many tokens after the prompt (256, or what fits)",
+        per_row=True,
+    ),
+    "eos_token_id": Option(
+        ids, "a token id or a list of them", "the end: a token that ends the text, part of it"
+    ),
+    "stop_strings": Option(
+        texts, "a text or a list of them, none empty", "the end: a text before which it ends", ()
+    ),
+    "stopping_criteria": Option(
+        criteria,
+        "a function of (text, token ids) so far, or a list of them",
+        "the end: Python that is asked after every token; (text, ids) -> bool",
+        from_file=False,
+    ),
+    "do_sample": Option(
+        flag,
+        "true or false",
+        "draw tokens; by default the best one, unless a temperature is given",
+        ways=_SAMPLING_WAYS,
+    ),
+    "seed": Option(
+        one_or_each(seed),
+        'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
+        "of the random numbers: the same seed, the same text",
+        0,
+        per_row=True,
+        from_file=False,
+    ),
+    **{name: _sampling(name) for name in PROCESSORS},
+    "sampler": Option(
+        instance(Sampler),
+        "a jaxllm.Sampler",
+        "a chain of your own in place of all options of sampling",
+        from_file=False,
+        ways=_SAMPLING_WAYS,
+    ),
+    "logits_processor": Option(
+        processors,
+        "a list of Processors and functions of (scores [B, V], Context) in JAX",
+        "further processors, before temperature and what follows it",
+        from_file=False,
+        ways=_SAMPLING_WAYS,
+    ),
+    "num_return_sequences": Option(
+        whole_number(1), _UP, "how many texts for each prompt", 1, ways=(PLAIN, BEAMS)
+    ),
+    "num_beams": Option(
+        whole_number(1), _UP, "beam search with so many at a time", 1, ways=(BEAMS,)
+    ),
+    "length_penalty": Option(
+        number(),
+        "a finite number",
+        "beam search: above 0 favours long texts",
+        1.0,
+        ways=(BEAMS,),
+    ),
+    "early_stopping": Option(
+        early,
+        'false, true or "never"',
+        "beam search: when enough has been found",
+        False,
+        ways=(BEAMS,),
+    ),
+    "assistant_model": Option(
+        instance(Assistant),
+        "a jaxllm.LM",
+        "speculative decoding: a smaller model of the same vocabulary",
+        from_file=False,
+        ways=(DRAFTS,),
+    ),
+    "num_assistant_tokens": Option(
+        whole_number(1),
+        _UP,
+        "speculative decoding: how many tokens assistant_model proposes at once",
+        4,
+        ways=(DRAFTS,),
+    ),
+    "prompt_lookup_num_tokens": Option(
+        whole_number(1),
+        _UP,
+        "speculative decoding: so many tokens are proposed from the text itself",
+        ways=(DRAFTS,),
+    ),
+    "max_matching_ngram_size": Option(
+        whole_number(1),
+        _UP,
+        "speculative decoding: how many last tokens are looked for in the text",
+        3,
+        ways=(DRAFTS,),
+    ),
+    "penalty_alpha": Option(
+        number(0, 1),
+        "a number from 0 to 1",
+        "contrastive search: how much likeness to the text costs",
+        ways=(CONTRAST,),
+    ),
+    "guidance_scale": Option(
+        number(),
+        "a finite number, 1 is off",
+        "classifier-free guidance: how far away from negative_prompt",
+        1.0,
+        ways=(GUIDANCE,),
+    ),
+    "negative_prompt": Option(
+        instance(str | Sequence | np.ndarray),
+        "a text or token ids",
+        "classifier-free guidance: what not to say",
+        from_file=False,
+        ways=(GUIDANCE,),
+    ),
+    "top_logprobs": Option(
+        whole_number(0),
+        "a whole number from 0 (off) up",
+        "report so many of each step's likeliest tokens",
+        0,
+        from_file=False,
+        ways=(PLAIN, STREAM),
+    ),
+    "overflow": Option(
+        policy,
+        f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.overflow",
+        "when the context is full: refuse, begin again from its recent half (slide), or keep the"
+        " first tokens and a window (sinks)",
+        from_file=False,
+        ways=(PLAIN, STREAM),
+    ),
+    "cache": Option(
+        instance(KVCache),
+        "a jaxllm.KVCache",
+        "of one row; what the prompt shares with its text is not run again",
+        from_file=False,
+        ways=(PLAIN, STREAM),
+    ),
+    "chunk": Option(
+        whole_number(1), _UP, "tokens of a prompt that are run at once", 256, from_file=False
+    ),
+    "batch_invariant": Option(
+        flag,
+        "true or false",
+        "run each prompt by itself, so that its last bits do not depend on the others",
+        False,
+        from_file=False,
+    ),
+    "pad_token_id": Option(
+        whole_number(-1),
+        "a token id",
+        "accepted, and without effect: padding is known by its position, never by an id",
+    ),
+}

@@ -1,0 +1,116 @@
+"""What an option's value must be: each function gives it back as it is used.
+
+What is wrong is a TypeError or ValueError; the option's `meaning` says more than these could.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.decode.generate import MOST_TOKENS
+from jaxllm.decode.overflow import OVERFLOWS, Overflow
+from jaxllm.decode.sampling import Processor
+from jaxllm.options.typed import Ends
+from jaxllm.whole import is_number, is_whole
+
+MOST_SEED = (1 << 64) - 1
+
+
+def whole_number(least: int, most: int = MOST_SEED) -> Callable[[Any], int]:
+    """A whole number from least to most."""
+
+    def check(x: Any) -> int:
+        if not is_whole(x) or not least <= operator.index(x) <= most:
+            raise ValueError
+        return operator.index(x)
+
+    return check
+
+
+def one_or_each(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A value, or a list with one for each prompt."""
+
+    def each(x: Any) -> Any:
+        many = isinstance(x, list | tuple) or (isinstance(x, np.ndarray | jax.Array) and x.ndim)
+        return [check(one) for one in x] if many else check(x)
+
+    return each
+
+
+def number(least: float = -math.inf, most: float = math.inf) -> Callable[[Any], float]:
+    """A finite number from least to most."""
+
+    def check(x: Any) -> float:
+        if not is_number(x) or not math.isfinite(x) or not least <= x <= most:
+            raise ValueError
+        return float(x)
+
+    return check
+
+
+def instance(kind: Any) -> Callable[[Any], Any]:
+    """A value of this class, or one of several."""
+
+    def check(x: Any) -> Any:
+        if not isinstance(x, kind):
+            raise TypeError
+        return x
+
+    return check
+
+
+def flag(x: Any) -> bool:
+    """True or False."""
+    return bool(instance(bool | np.bool_)(x))
+
+
+def texts(x: Any) -> tuple[str, ...]:
+    """A text or a list of them, none empty, as a tuple."""
+    texts = (x,) if isinstance(x, str) else tuple(instance(list | tuple)(x))
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TypeError
+    return texts
+
+
+def ids(x: Any) -> tuple[int, ...]:
+    """A token id or a list of them, as a tuple."""
+    ids = (x,) if is_whole(x) else tuple(instance(list | tuple | np.ndarray | jax.Array)(x))
+    return tuple(whole_number(0, MOST_TOKENS)(token) for token in ids)
+
+
+def seed(x: Any) -> int | str:
+    """A seed of 64 bits, or that a random one is wanted."""
+    return x if isinstance(x, str) and x == "random" else whole_number(0, MOST_SEED)(x)
+
+
+def early(x: Any) -> bool | str:
+    """Beam search's `early_stopping`."""
+    return x if isinstance(x, str) and x == "never" else flag(x)
+
+
+def policy(x: Any) -> Overflow | None:
+    """What to do when a text outgrows its cache, by name or by itself."""
+    if isinstance(x, str) and x in OVERFLOWS:
+        return OVERFLOWS[x]
+    policy: Overflow = instance(Overflow)(x)
+    return policy
+
+
+def processors(x: Any) -> tuple[Any, ...]:
+    """A list of processors and functions."""
+    found = tuple(instance(list | tuple)(x))
+    if not all(isinstance(p, Processor) or callable(p) for p in found):
+        raise TypeError
+    return found
+
+
+def criteria(x: Any) -> tuple[Ends, ...]:
+    """A function or a list of them, as a tuple."""
+    found = tuple(x) if isinstance(x, list | tuple) else (x,)
+    if not all(map(callable, found)):
+        raise TypeError
+    return found

@@ -1,0 +1,139 @@
+"""`LM.serve`: requests with text and options over `decode.serve`, answered as they finish."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.complete import FINISH_REASONS, Completion, Ending, Parts, reader_of
+from jaxllm.decode.generate import Finish
+from jaxllm.decode.serve import Event, Refusal, Request, serve
+from jaxllm.errors import JaxllmError, NonFiniteError, SamplingError
+from jaxllm.settings import Settings
+from jaxllm.whole import is_whole
+
+Answer = tuple[Any, Completion | JaxllmError]
+Read = Callable[[Any, Mapping[str, Any]], tuple[list[int], Settings]]
+
+
+@dataclasses.dataclass
+class _Open:
+    """A request that is being answered: what reads it, and what came so far."""
+
+    reader: Ending
+    prompt_tokens: int
+    seed: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+
+    def answer(self, event: Event) -> Completion | JaxllmError | None:
+        """What this event makes of the request: None while it goes on."""
+        if event.token is not None and event.logprob is not None:
+            self.tokens.append(event.token)
+            self.logprobs.append(event.logprob)
+        if event.finish is None:
+            return None
+        if event.finish == Finish.NON_FINITE:
+            return NonFiniteError("the model returned NaN or infinite logits")
+        return Completion(
+            self.reader.whole(self.tokens),
+            self.tokens,
+            self.logprobs,
+            FINISH_REASONS[event.finish],
+            self.prompt_tokens,
+            seed=self.seed,
+        )
+
+
+def answers(
+    lm: Parts,
+    requests: Iterable[Mapping[str, Any] | None],
+    read: Read,
+    *,
+    rows: int,
+    capacity: int,
+) -> Iterator[Answer]:
+    """`(id, Completion or error)` of each request as it finishes; see `LM.serve`.
+
+    read: a prompt's token ids and settings. Within the loop a request goes by its number, so ids
+    may be anything, equal ones too.
+    """
+    open_: dict[Hashable, _Open] = {}
+    names: dict[Hashable, Any] = {}
+
+    def opened() -> Iterator[Request | Refusal | None]:
+        default = _Numbers()
+        for number, request in enumerate(requests):
+            if request is None:
+                yield None
+                continue
+            names[number] = default.name_of(request, number)
+            try:
+                made, open_[number] = _opened(lm, number, request, read)
+                yield made
+            except JaxllmError as error:
+                yield Refusal(number, error)
+
+    for event in serve(lm.model, lm.params, opened(), rows=rows, capacity=capacity):
+        answer = event.error if event.error is not None else open_[event.id].answer(event)
+        if answer is not None:
+            open_.pop(event.id, None)
+            yield names.pop(event.id), answer
+
+
+class _Numbers:
+    """The ids of requests: the caller's, or the request's number; if a caller has taken that, the
+    next that is free."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._taken: set[int] = set()
+
+    def name_of(self, request: Any, number: int) -> Any:
+        """The id under which this request is answered."""
+        self._next = max(self._next, number)
+        self._taken = {taken for taken in self._taken if taken >= self._next}
+        if isinstance(request, Mapping) and request.get("id") is not None:
+            if is_whole(request["id"]):
+                self._taken.add(int(request["id"]))
+            return request["id"]
+        while self._next in self._taken:
+            self._next += 1
+        self._next += 1
+        return self._next - 1
+
+
+def _opened(lm: Parts, number: int, request: Any, read: Read) -> tuple[Request, _Open]:
+    if not isinstance(request, Mapping):
+        raise SamplingError(
+            f"a request is a mapping with a prompt and options, got {request!r:.60}"
+        )
+    options = {key: value for key, value in request.items() if key not in _OWN}
+    cancelled = request.get("cancelled")
+    if cancelled is not None and not callable(cancelled):
+        raise SamplingError(
+            f"cancelled must be a function without arguments, got {cancelled!r:.40}"
+        )
+    ids, settings = read(request.get("prompt"), options)
+    reader = reader_of(lm, ids, settings)
+
+    def stops(token: int) -> bool:
+        reader.push(token)
+        return reader.stopped
+
+    seed = settings.seed[0] if isinstance(settings.seed, list) else settings.seed
+    made = Request(
+        id=number,
+        prompt=ids,
+        max_new_tokens=int(np.max(settings.max_new_tokens)),
+        sampler=settings.sampler,
+        seed=seed,
+        eos_token_ids=settings.eos_token_ids,
+        until=stops if settings.asks_after_each_token else None,
+        cancelled=cancelled,
+    )
+    return made, _Open(reader, len(ids), seed)
+
+
+_OWN = ("id", "prompt", "cancelled")

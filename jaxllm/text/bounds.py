@@ -1,0 +1,99 @@
+"""What a tokenizer.json may ask of the `tokenizers` library: its schema, and bounds on its work.
+
+The library takes what it is given: it has no bound on a text that grows tenfold at each of thirty
+normalizers, nor on a regular expression.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from jaxllm.errors import CheckpointError
+from jaxllm.files import as_schema
+from jaxllm.text.regexes import check_regex
+
+MAX_STEPS = 64  # of normalizers, of pre-tokenizers and of decoders
+MAX_GROWTH = 64  # of a text on its way through them
+MAX_PIECE = 1 << 12  # characters of a piece, or of what is put into a text
+MAX_ADDED = 1 << 17
+
+_Piece = Annotated[str, Meta(max_length=MAX_PIECE)]
+_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_SEQUENCES = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+
+
+class _Model(msgspec.Struct):
+    """What pieces there are, and how they join; the library reads the rest."""
+
+    vocab: dict[_Piece, _Id] | list[tuple[_Piece, float]]
+    type: str | None = None
+    merges: list[str | tuple[str, str]] = []
+    unk_token: _Piece | dict[str, Any] | None = None
+    continuing_subword_prefix: _Piece | None = None
+    end_of_word_suffix: _Piece | None = None
+    max_input_chars_per_word: Annotated[int, Meta(ge=0, le=1000)] = 100
+
+
+class _Added(msgspec.Struct):
+    """A token that is found in the text before anything else."""
+
+    id: _Id
+    content: _Piece
+    special: bool = False
+
+
+class _Tree(msgspec.Struct):
+    """A tokenizer.json; its normalizer, pre-tokenizer and decoder are walked step by step."""
+
+    model: _Model
+    added_tokens: Annotated[list[_Added], Meta(max_length=MAX_ADDED)] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
+def check_tree(tree: dict[str, Any], where: str) -> None:
+    """Raise CheckpointError for what is malformed, and for what might be run without an end."""
+    as_schema(tree, _Tree, where)
+    for part, within in _SEQUENCES.items():
+        growth = 1.0
+        for count, step in enumerate(_steps(tree.get(part), within, f"{where}: {part}"), 1):
+            growth *= _growth(step, f"{where}: {part}")
+            if count > MAX_STEPS:
+                raise CheckpointError(f"{where}: {part} has more than {MAX_STEPS} steps")
+        if growth > MAX_GROWTH:
+            raise CheckpointError(
+                f"{where}: {part} can make a text more than {MAX_GROWTH} times as long"
+            )
+
+
+def _steps(step: Any, within: str, where: str) -> Iterator[dict[str, Any]]:
+    """A step, or those of a sequence of them, one after the other."""
+    if step is None:
+        return
+    if not isinstance(step, dict):
+        raise CheckpointError(f"{where} should be an object, got {step!r:.60}")
+    if within not in step:
+        yield step
+        return
+    for part in as_schema(step[within], list[dict[str, Any]], f"{where}: {within}"):
+        yield from _steps(part, within, where)
+
+
+def _growth(step: dict[str, Any], where: str) -> float:
+    """How many times as long a step can make a text; its regex and its texts are checked."""
+    texts = [text for text in step.values() if isinstance(text, str)]
+    if any(len(text) > MAX_PIECE for text in texts):
+        raise CheckpointError(f"{where}: a step puts in more than {MAX_PIECE} characters")
+    pattern = step.get("pattern")
+    regex = pattern.get("Regex") if isinstance(pattern, dict) else None
+    if regex is not None:
+        check_regex(as_schema(regex, str, where), where)
+    content = step.get("content")
+    if step.get("type") == "Replace" and isinstance(content, str):
+        if regex is not None or not isinstance(pattern, dict):
+            return 1.0 + len(content)  # it may match nothing, between any two characters
+        return max(1.0, len(content) / max(1, len(str(pattern.get("String", "")))))
+    return 2.0 if step.get("type") == "ByteLevel" else 1.0

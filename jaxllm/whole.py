@@ -1,0 +1,51 @@
+"""Numbers as arguments, whole ones above all: Python's, numpy's and JAX's; a bool is none."""
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import JaxllmError, SamplingError
+
+
+def is_whole(x: Any) -> bool:
+    """Whether x is a whole number, of Python, numpy or (an array without axes) JAX."""
+    if isinstance(x, bool | np.bool_):
+        return False
+    try:
+        operator.index(x)
+    except TypeError:  # a tracer's too: inside jit nobody knows its number
+        return False
+    return True
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is a number, of Python or numpy; NaN and infinity are."""
+    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+
+
+def whole(
+    name: str, x: Any, least: int, most: int | None = None, error: type[JaxllmError] = SamplingError
+) -> int:
+    """x as an int. Raises `error`, by name, for what is no whole number from least to most."""
+    if not is_whole(x) or not least <= operator.index(x) or (most is not None and x > most):
+        up = "up" if most is None else f"to {most}"
+        raise error(f"{name} must be a whole number from {least} {up}, got {x!r:.60}")
+    return operator.index(x)
+
+
+def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
+    """Lists, or an array, of whole numbers as a numpy array; ragged lists are none.
+
+    Raises `error`, with the name, for what is none, or holds what no 64 bits hold.
+    """
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError, OverflowError):
+        array = np.zeros((), object)
+    if array.dtype.kind not in "iu" and array.size:
+        what = (
+            "numbers of more than 64 bits, or ragged rows" if array.dtype == object else array.dtype
+        )
+        raise error(f"{name} must be an array of integers, got {what}: {x!r:.60}")
+    return array

@@ -1,0 +1,297 @@
+"""The border of files: what is no file, no JSON, no value is refused by name; writes are whole."""
+
+import dataclasses
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from jaxllm.errors import CapacityError, CheckpointError, ConfigError
+from jaxllm.files import (
+    as_schema,
+    check_memory,
+    check_vacant,
+    compile_pattern,
+    complaints_of,
+    inside,
+    is_there,
+    locked,
+    machine_memory,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+    sweep,
+    writing,
+    writing_directory,
+)
+
+# Reading.
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+        (lambda path: path.symlink_to(path.name), "cannot read"),
+        (lambda path: None, "No such file"),
+        (lambda path: path.write_bytes(b"x" * 101), "has 101 bytes; at most 100"),
+        (lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_never_waited_for(
+    make: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x"
+    make(path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_text(path, 100)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_names_that_cannot_be_are_not_there(name: str, tmp_path: Path) -> None:
+    assert not is_there(tmp_path / name)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_bytes(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "line 1, column 2"),
+        ("9" * 5000, "a number of 5,000 digits"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 70 + "]" * 70, "nested more than 64 levels deep"),
+        ("1e999", "beyond float64"),
+        ("NaN", "NaN is no number"),
+        ("[-Infinity]", "-Infinity is no number"),
+        ('"\\ud800"', "a lone surrogate"),
+        ('{"\\udc00": 1}', "a lone surrogate"),
+        ('{"a": 1, "b": 2, "a": 3}', "the name 'a' stands twice"),
+    ],
+)
+def test_json_that_is_none_is_refused_by_its_place(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        parse_json(text, "the rules", ConfigError)
+    assert str(caught.value).startswith("the rules is not valid JSON (")
+    assert "\n" not in str(caught.value)
+
+
+def test_json_of_bytes_and_files(tmp_path: Path) -> None:
+    assert parse_json(b'{"a": [1, 2.5, null]}', "x") == {"a": [1, 2.5, None]}
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"list\.json should hold a JSON object, not list"):
+        read_json(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\\b", "a\0b"])
+def test_what_a_directory_names_lies_in_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a plain file name"):
+        inside(tmp_path, name)
+
+
+def test_links_are_followed_within_a_directory_only(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "file").write_text("x")
+    (home / "near").symlink_to("file")
+    assert inside(home, "near").read_text() == "x"
+    (tmp_path / "alias").symlink_to("home")
+    assert inside(tmp_path / "alias", "file").read_text() == "x"
+    (tmp_path / "outside").write_text("x")
+    (home / "far").symlink_to("../outside")
+    with pytest.raises(CheckpointError, match="far is a link that leaves the directory"):
+        inside(home, "far")
+    with pytest.raises(CheckpointError, match="missing is missing"):
+        inside(home, "missing")
+
+
+# Schemas.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    size: Annotated[int, msgspec.Meta(ge=1, le=9)]
+    kind: Literal["a", "b"] = "a"
+    scale: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    parts: dict[str, list[Part]]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"size": 0}, "must be a whole number >= 1"),
+        ({"size": 10**30}, "must be a whole number <= 9"),
+        ({"size": True}, "must be a whole number"),
+        ({"size": "1"}, "must be a whole number"),
+        ({"size": 1, "kind": ["a"]}, "must be a text"),
+        ({"size": 1, "kind": "c"}, "Invalid enum value 'c'"),
+        ({"size": 1, "scale": [1]}, "must be a number or null"),
+        ({}, "missing required field size"),
+        ({"size": 1, "colour": 1, "taste": 2}, "unknown colour, taste"),
+        (5, "must be an object"),
+    ],
+)
+def test_a_schema_names_the_field(part: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        as_schema({"parts": {"x": [{"size": 1}, part]}}, Whole, "file.json", ConfigError)
+    assert str(caught.value).startswith("file.json: ")
+
+
+def test_a_schema_says_what_was_got_where_it_can_be_named() -> None:
+    good = as_schema({"parts": {"x": [{"size": 3, "scale": 2}]}}, Whole, "x")
+    assert good == Whole({"x": [Part(size=3, scale=2.0)]})
+    with pytest.raises(CheckpointError) as caught:
+        as_schema([{"size": 1}, {"size": 12}], list[Part], "f")
+    assert str(caught.value) == "f: [1].size must be a whole number <= 9, got 12"
+    wrong = Part(size="x", kind="c", scale=1)  # type: ignore[arg-type]
+    assert complaints_of(wrong) == [
+        "size must be a whole number, got 'x'",
+        "kind must be one of a, b, got 'c'",
+    ]
+
+
+# Writing.
+
+
+def _names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
+        path.write_text("before")
+        with pytest.raises((KeyboardInterrupt, CheckpointError)), writing(path, "w") as file:
+            file.write("after")
+            raise error
+        assert path.read_text() == "before"
+        assert _names(tmp_path) == {"x"}
+    with writing(path, "w") as file:
+        file.write("after")
+        assert path.read_text() == "before"
+    assert path.read_text() == "after"
+    nowhere = tmp_path / "nowhere" / "x"
+    with pytest.raises(CheckpointError, match="x: No such file"), writing(nowhere):
+        pass
+
+
+def test_a_link_is_written_through_and_a_device_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    with writing(tmp_path / "link", "w") as file:
+        file.write("x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "x"
+    with writing(Path(os.devnull)) as file:
+        file.write(b"x")
+    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+    with pytest.raises(CheckpointError, match="Is a directory"), writing(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_directory_appears_whole_or_not_at_all(there: bool, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "made"
+    if there:
+        target.mkdir(parents=True)
+        (target / "mine").write_text("mine")
+    with pytest.raises(KeyboardInterrupt), writing_directory(target) as made:
+        (made / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+    assert target.exists() == there
+    with writing_directory(target) as made:
+        (made / "config.json").write_text("{}")
+        (made / "weights").write_text("w")
+        assert not (target / "config.json").exists()
+    assert _names(target) == {"config.json", "weights"} | ({"mine"} if there else set())
+    assert _names(tmp_path / "deep") == {"made"}
+    with pytest.raises(CheckpointError, match="already holds a checkpoint"):
+        check_vacant(target, "config.json", "a checkpoint")
+
+
+def test_the_working_directory_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_vacant(Path(), "config.json", "a checkpoint")
+    with writing_directory(Path()) as made:
+        (made / "config.json").write_text("{}")
+    assert _names(tmp_path) == {"config.json"}
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        check_vacant(Path("config.json/x"), "config.json", "a checkpoint")
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    long_ago = time.time() - 1e6
+    for name in (".a.1.0.partial", ".b.1.partial", ".kept.1.0.partial", ".notes.partial", "x"):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    folder = tmp_path / ".made.7.3.partial"
+    folder.mkdir()
+    (folder / "x").write_text("")
+    os.utime(folder, (long_ago, long_ago))
+    (tmp_path / ".young.1.0.partial").write_text("")
+    with locked(tmp_path / ".kept.1.0.partial"):
+        sweep(tmp_path)
+    assert _names(tmp_path) == {".kept.1.0.partial", ".notes.partial", ".young.1.0.partial", "x"}
+
+
+def test_a_lock_is_held_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    in_use = pytest.raises(CheckpointError, match="in use by another process")
+    with locked(path), in_use, locked(path):
+        pass
+    with locked(path):
+        pass
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="not a regular file"), locked(tmp_path / "pipe"):
+        pass
+
+
+# Patterns and memory.
+
+
+def test_patterns_are_matched_in_linear_time() -> None:
+    """`re` would take 2**5000 steps."""
+    assert not compile_pattern("(.+)+x").fullmatch("a" * 5000)
+    assert compile_pattern(r"layers\.\d+\..*").fullmatch("layers.3.mlp")
+
+
+@pytest.mark.parametrize(
+    ("regex", "words"),
+    [
+        ("(", "no valid regex"),
+        ("(?=a)", "no look-around"),
+        (r"(a)\1", "no valid regex"),
+        ("a" * 1001, "at most 1,000"),
+        (["a"], "must be a text"),
+        ("\ud800", "no valid regex"),
+        ("((a{1,100}){1,100}){1,100}", "no valid regex"),
+    ],
+)
+def test_what_is_no_pattern_is_refused_by_name(regex: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        compile_pattern(regex, "the rule")
+    assert str(caught.value).startswith("the rule: ")
+
+
+def test_memory_is_asked_for_before_it_is_taken() -> None:
+    has = machine_memory()
+    if has is None:
+        pytest.skip("nobody says how much memory there is")
+    check_memory(1, "a byte")
+    with pytest.raises(CapacityError, match=r"the cache would take .* GB; this machine has"):
+        check_memory(has + 1, "the cache")

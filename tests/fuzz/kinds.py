@@ -1,0 +1,273 @@
+"""What is fuzzed: for each kind of file how good ones are made, and what is then done with them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxllm
+from jaxllm import batchfile, exported
+from jaxllm.api import LM, open_checkpoint
+from jaxllm.cache import fork, load_cache, save_cache
+from jaxllm.checkpoint import in_memory, save
+from jaxllm.cli.options import read_precision
+from jaxllm.cli.quantize import _rules
+from jaxllm.config import ModelConfig
+from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.evaluate.data import Batch, loader, read_documents
+from jaxllm.evaluate.passes import Columns, over
+from jaxllm.evaluate.sides import Ours
+from jaxllm.evaluate.vectors import make, read
+from jaxllm.export import export
+from jaxllm.files import read_text
+from jaxllm.settings import read_settings
+from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.precision import Precision
+from jaxllm.weights.quantize import rules_of
+from tests.fuzz.mutate import redigest_cache, redigest_export
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4,
+    "max_position_embeddings": 64, "norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+ROPE = jaxllm.Rope(
+    rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=32
+)
+CONFIGS: dict[str, ModelConfig] = {
+    "llama": jaxllm.LlamaConfig(**SIZES, hidden_act="silu", rope=ROPE),
+    "gpt2": jaxllm.GPT2Config(**SIZES, hidden_act="gelu_new"),
+}
+GENERATION = {
+    "bos_token_id": 1, "eos_token_id": [2, 3], "temperature": 0.7, "top_k": 5, "do_sample": True,
+    "max_new_tokens": 4, "repetition_penalty": 1.1, "bad_words_ids": [[7]],
+}  # fmt: skip
+TEMPLATE = """{{ bos_token }}{% for m in messages %}[{{ m.role|upper }}] {{ m.content.strip() }}
+{% endfor %}{% if add_generation_prompt %}{{ '%s:' % 'assistant' }}{% endif %}"""
+MESSAGES = [{"role": "user", "content": "One day"}, {"role": "assistant", "content": "there was"}]
+TEXT = "Once upon a time, there was a girl.  She had 12 red balls!\n"
+
+
+class Kind(NamedTuple):
+    """make: good files into a directory. use: reads them. names: which of them are changed.
+
+    redigest: brings digests up to date after a change, as whoever means harm would.
+    """
+
+    make: Callable[[Path], object]
+    use: Callable[[Path], object]
+    names: tuple[str, ...]
+    redigest: Callable[[Path], object] | None = None
+
+
+def _random(name: str) -> tuple[Any, Params]:
+    model, rng = jaxllm.build(CONFIGS[name]), np.random.default_rng(0)
+    shapes = jaxllm.models.param_shapes(model)
+    draw = lambda _, s: jax.device_put(rng.standard_normal(s.shape, np.float32) * 0.1)  # noqa: E731
+    return model, map_leaves(draw, shapes)
+
+
+def _checkpoint(name: str) -> Any:
+    _, params = _random(name)
+    tensors = {path: LazyTensor.of(np.asarray(x)) for path, x in flatten(params)}
+    from jaxllm.checkpoint import Checkpoint
+
+    return Checkpoint(Path(), CONFIGS[name], tensors, GENERATION, Precision())
+
+
+def _make_hf(name: str) -> Callable[[Path], object]:
+    def made(directory: Path) -> None:
+        write_hf(directory / "made", _checkpoint(name))
+        for file in (directory / "made").iterdir():
+            file.rename(directory / file.name)
+        (directory / "made").rmdir()
+
+    return made
+
+
+def _make_shards(directory: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    _make_hf("gpt2")(directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    places = {name: f"shard-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in sorted(set(places.values())):
+        save_file({n: x for n, x in tensors.items() if places[n] == file}, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+
+
+def _make_native(directory: Path) -> None:
+    checkpoint = _checkpoint("llama")
+    rules = [[r"layers\.0\..*", "int4-g32-zp"], [r"layers\.1\..*", "int8"], [".*", "bf16-packed"]]
+    precision = Precision.from_dict(
+        {"weights": "bfloat16", "quantize": rules, "overrides": [["norm", {"weights": "float32"}]]}
+    )
+    params = map_leaves(lambda path, x: precision.keep(path, x), _random("llama")[1])
+    save(directory, in_memory(checkpoint, params, precision))
+
+
+def _use_checkpoint(directory: Path) -> None:
+    lm: LM = jaxllm.load(directory)
+    read_settings(lm.config, lm.generation, [[1]], {})
+
+
+def _make_tokenizer(directory: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(open_checkpoint("demo:llama").directory / name, directory / name)
+    (directory / "special_tokens_map.json").write_text('{"pad_token": "<pad>"}')
+    (directory / "added_tokens.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def _use_tokenizer(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    for special in (False, True):
+        tokenizer.decode(tokenizer.encode(TEXT, parse_special=special), skip_special=special)
+
+
+def _make_byte_level(directory: Path) -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    library.train_from_iterator([TEXT], trainer)
+    library.model.save(str(directory))
+
+
+def _make_sentencepiece(directory: Path) -> None:
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 8), model_writer=model, minloglevel=3, model_type="bpe",
+        vocab_size=300, byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, hard_vocab_limit=False,
+    )  # fmt: skip
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+
+
+def _use_template(directory: Path) -> None:
+    ChatTemplate.from_directory(directory).render(MESSAGES)
+
+
+def _cache(directory: Path) -> Path:
+    return directory / "story.safetensors"
+
+
+def _make_cache(directory: Path) -> None:
+    model, params = _random("llama")
+    cache = jaxllm.init_cache(model.config, 1, 8)
+    cache = jaxllm.prefill(model, params, cache, np.arange(5)[None])[1]
+    save_cache(_cache(directory), fork(cache, 2, capacity=6), model, params)
+
+
+def _use_cache(directory: Path) -> None:
+    cache = load_cache(_cache(directory), *_random("llama"), prefix=[0, 1])
+    assert cache.tokens(1)[:2] == [0, 1]
+
+
+def _numbers(batch: Batch) -> Columns:
+    return {"logprob": -np.linspace(0, 9, int(batch.scored_BT.sum()), dtype=np.float32)}
+
+
+def _use_journal(directory: Path) -> None:
+    data = loader([list(range(40))], window=8, stride=4, batch=3)
+    columns = over(data, _numbers, models={}, journal=directory / "journal.jsonl")
+    expected = [_numbers(batch)["logprob"] for batch, _ in data.batches()]
+    assert np.array_equal(columns["logprob"], np.concatenate(expected))
+
+
+def _make_vectors(directory: Path) -> None:
+    make(directory, Ours("tiny", *_random("llama")), [[5, 7, 9], [1, 2]], new_tokens=2)
+
+
+def _make_export(directory: Path) -> None:
+    export(*_random("llama"), directory, num_tokens=2, max_tokens=6, what=["decode"])
+
+
+def _make_documents(directory: Path) -> None:
+    rows = [{"text": TEXT}, {"text": "One day", "id": 3}]
+    (directory / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _make_precision(directory: Path) -> None:
+    data = {
+        "weights": "bfloat16", "cache": "int8", "quantize": [["lm_head.*", "int8"], [".*", None]],
+        "overrides": [[r"layers\.0", {"weights": "float32", "activations": "float16"}]],
+    }  # fmt: skip
+    (directory / "precision.json").write_text(json.dumps(data))
+    (directory / "rules.json").write_text(json.dumps(data["quantize"]))
+
+
+def _use_precision(directory: Path) -> None:
+    precision = read_precision(directory / "precision.json", Precision())
+    rules_of(_rules(directory / "rules.json"))
+    hash(precision)
+    for path in ("layers.0.mlp.down_proj.weight", "lm_head.weight", "a" * 200):
+        precision.format_at(path, 2)
+        precision.activations_at(path)
+
+
+def _make_batch(directory: Path) -> None:
+    rows = [{"prompt": TEXT, "id": "a", "temperature": 0.5}, {"prompt": [1, 2]}, "One day"]
+    (directory / "batch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _use_batch(directory: Path) -> None:
+    lines = read_text(directory / "batch.jsonl").split("\n")
+    for request, complaint in batchfile.read_lines(lines):
+        if complaint is None:
+            json.dumps(request)
+
+
+HF = ("config.json", "generation_config.json", "model.safetensors")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json",
+)  # fmt: skip
+KINDS: dict[str, Kind] = {
+    "llama": Kind(_make_hf("llama"), _use_checkpoint, (*HF, "config.json")),
+    "gpt2 in shards": Kind(
+        _make_shards,
+        open_hf,
+        ("config.json", "model.safetensors.index.json", "shard-0.safetensors"),
+    ),
+    "native": Kind(_make_native, _use_checkpoint, (*HF, "config.json")),
+    "tokenizer.json": Kind(_make_tokenizer, _use_tokenizer, TOKENIZER),
+    "vocab.json": Kind(_make_byte_level, _use_tokenizer, ("vocab.json", "merges.txt")),
+    "tokenizer.model": Kind(_make_sentencepiece, _use_tokenizer, ("tokenizer.model",)),
+    "template": Kind(
+        _make_tokenizer, _use_template, ("chat_template.jinja", "tokenizer_config.json")
+    ),
+    "cache": Kind(_make_cache, _use_cache, ("story.safetensors",), redigest_cache),
+    "journal": Kind(_use_journal, _use_journal, ("journal.jsonl",)),
+    "vectors": Kind(_make_vectors, read, ("vectors.json", "vectors.safetensors")),
+    "export": Kind(
+        _make_export,
+        exported.load,
+        ("manifest.json", "weights.safetensors", "decode.stablehlo"),
+        redigest_export,
+    ),
+    "documents": Kind(
+        _make_documents, lambda d: read_documents(d / "documents.jsonl"), ("documents.jsonl",)
+    ),
+    "precision, rules": Kind(_make_precision, _use_precision, ("precision.json", "rules.json")),
+    "batch lines": Kind(_make_batch, _use_batch, ("batch.jsonl",)),
+}

@@ -1,0 +1,42 @@
+"""A few cases of every kind, and those that once were neither loaded nor refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fuzz.kinds import KINDS
+from tests.fuzz.run import make_bases, run_cases, table
+
+CASES = 7  # of each kind; `make fuzz` has thousands
+FOUND = json.loads((Path(__file__).parent / "found.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Good files of every kind, which load."""
+    directory = tmp_path_factory.mktemp("bases")
+    make_bases(directory, KINDS)
+    return directory
+
+
+def test_changed_files_are_loaded_or_refused(bases: Path) -> None:
+    found = [(kind, seed) for kind, seeds in FOUND.items() for seed in seeds]
+    cases = [(kind, seed) for kind in KINDS for seed in range(CASES)]
+    results = list(run_cases(bases, [*cases, *found]))
+    assert len(results) == len(cases) + len(found)
+    shown = table(results)
+    assert {result.outcome for result in results} <= {"loaded", "refused"}, shown
+    assert sum(result.outcome == "refused" for result in results) > len(cases) / 2, shown
+
+
+def test_what_ends_a_process_is_seen_and_the_rest_goes_on(bases: Path) -> None:
+    """The runner itself: of a kind that there is not, the worker dies."""
+    cases: list[Any] = [("nothing", 1), ("documents", 0), ("nothing", 2)]
+    results = list(run_cases(bases, cases))
+    assert [(r.kind, r.outcome) for r in results] == [
+        ("nothing", "other"), ("documents", results[1].outcome), ("nothing", "other"),
+    ]  # fmt: skip
+    assert results[1].outcome in ("loaded", "refused")
+    assert "nothing 2: ended its process: status 1" in table(results)

@@ -1,0 +1,182 @@
+"""The kernels' own functions, called without XLA: with any shape, at any address, on any set.
+
+The structures are those of csrc/kernels.h. Arrays end where their memory ends and begin one element
+past a boundary, so that a sanitizer sees what is read beside them, and unaligned loads are needed.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_bool, c_float, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.ops import native
+from jaxllm.ops.native import Kind
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {
+    Kind.FLOAT32: np.dtype(np.float32), Kind.BFLOAT16: bfloat16, Kind.FLOAT16: np.dtype(np.float16),
+    Kind.INT8: np.dtype(np.int8),
+}  # fmt: skip
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+STRIP = 16  # tokens that a call of `attend` answers
+
+
+def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
+    return type(title, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+Weight = structure(
+    "Weight", kind=c_int32, rows=c_int64, columns=c_int64, stride=c_int64, data=c_void_p,
+    group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, nibbles=c_void_p,
+    nibble_stride=c_int64, base=c_int32, escape_begin=c_void_p, escape_column=c_void_p,
+    escape_value=c_void_p, escapes=c_int32,
+)  # fmt: skip
+Input = structure("Input", x=c_void_p, bf16=c_bool, rows=c_int64, columns=c_int64, rounded=c_bool)
+Part = structure(
+    "Part", kind=c_int32, one_k=c_bool, one_v=c_bool, one_position=c_bool, slots=c_int64,
+    k=c_void_p, v=c_void_p, k_scale=c_void_p, v_scale=c_void_p, position=c_void_p,
+)  # fmt: skip
+Queries = structure(
+    "Queries", q=c_void_p, bf16=c_bool, position=c_void_p, B=c_int64, T=c_int64, N=c_int64,
+    K=c_int64, H=c_int64, window=c_int64, scale=c_float,
+)  # fmt: skip
+
+_W, _I, _Q, _P = (POINTER(s) for s in (Weight, Input, Queries, Part))
+Kernels = structure(
+    "Kernels",
+    name=ctypes.c_char_p,
+    prepared_bytes=ctypes.CFUNCTYPE(c_size_t, _W, _I),
+    prepare=ctypes.CFUNCTYPE(None, _W, _I, c_int64, c_int64, c_void_p),
+    multiply=ctypes.CFUNCTYPE(None, _W, _I, c_void_p, c_int64, c_int64, c_void_p),
+    widen=ctypes.CFUNCTYPE(None, _W, c_int64, c_int64, c_bool, c_void_p),
+    attend=ctypes.CFUNCTYPE(
+        None, _Q, _P, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p
+    ),
+)  # fmt: skip
+
+
+def kernels(isa: str) -> Any:
+    """An instruction set's functions; None where this machine, or this build, has it not."""
+    loaded = native.kernels()
+    found = loaded and loaded.jaxllm_kernels(isa.encode())
+    return ctypes.cast(found, POINTER(Kernels)).contents if found else None
+
+
+def placed(array: np.ndarray) -> np.ndarray:
+    """The same at an address that is aligned to its elements alone, at the end of its memory."""
+    size = array.dtype.itemsize
+    raw = np.empty(size + array.nbytes, np.uint8)[size:]
+    at = raw.view(array.dtype).reshape(array.shape)
+    at[...] = array
+    return at
+
+
+def address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+@dataclass
+class Matrix:
+    """A weight's pieces, and the numbers that they stand for: float64 `[O, I]`."""
+
+    kind: Kind
+    numbers: np.ndarray
+    data: np.ndarray
+    group: int = 0  # 0: a scale a row
+    scale: np.ndarray | None = None
+    zero: np.ndarray | None = None
+    packed: Sequence[np.ndarray] = field(default_factory=list)  # nibbles, base, escapes
+
+    @property
+    def native(self) -> Any:
+        rows, columns = self.numbers.shape
+        w = Weight(
+            kind=self.kind, rows=rows, columns=columns, data=address(self.data),
+            stride=self.data.shape[1] * self.data.itemsize, scale=address(self.scale),
+            zero=address(self.zero),
+        )  # fmt: skip
+        if self.scale is not None:
+            w.groups, w.half = self.scale.shape[1], self.scale.dtype == np.float16
+            w.group = self.group or -(-columns // 128) * 128
+        if self.packed:
+            nibbles, base, begin, column, value = self.packed
+            w.nibbles, w.nibble_stride, w.base = address(nibbles), nibbles.shape[1], int(base)
+            w.escape_begin, w.escape_column = address(begin), address(column)
+            w.escape_value, w.escapes = address(value), len(column)
+        return w
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -> np.ndarray:
+    """`x @ matrix.T` as a kernel has it, float32 `[R, O]`; x: float32 or bfloat16 `[R, I]`.
+
+    The work is cut in two, as threads would.
+    """
+    k, w, (rows, columns), outputs = kernels(isa), matrix.native, x.shape, len(matrix.numbers)
+    given = Input(address(x), x.dtype == bfloat16, rows, columns, rounded)
+    y = placed(np.full((rows, outputs), 7, np.float32))
+    room = c_void_p()
+    size = k.prepared_bytes(byref(w), byref(given))
+    assert _LIBC.posix_memalign(byref(room), c_size_t(64), c_size_t(size)) == 0
+    try:
+        for begin, end in ((0, rows // 2), (rows // 2, rows)):
+            k.prepare(byref(w), byref(given), begin, end, room)
+        half = outputs // 8 * 4
+        for begin, end in ((0, half), (half, outputs)):
+            k.multiply(byref(w), byref(given), room, begin, end, address(y))
+    finally:
+        _LIBC.free(room)
+    return y
+
+
+def widen(isa: str, matrix: Matrix, dtype: Any) -> np.ndarray:
+    """The numbers of a matrix in bfloat16 or float32."""
+    out = placed(np.full(matrix.numbers.shape, 7, dtype))
+    rows = len(out)
+    for begin, end in ((0, rows // 2), (rows // 2, rows)):
+        kernels(isa).widen(byref(matrix.native), begin, end, out.dtype == bfloat16, address(out))
+    return out
+
+
+@dataclass
+class Cached:
+    """One part of a cache: k, v `[B or 1, S, K, H]`, positions `[B or 1, S]`, scales of int8."""
+
+    k: np.ndarray
+    v: np.ndarray
+    position: np.ndarray
+    k_scale: np.ndarray | None = None
+    v_scale: np.ndarray | None = None
+
+
+def attend(
+    isa: str, q: np.ndarray, position: np.ndarray, parts: Sequence[Cached], *, scale: float,
+    window: int | None,
+) -> np.ndarray:  # fmt: skip
+    """Attention as a kernel has it: q and the result `[B, T, N, H]`, float32 or bfloat16."""
+    B, T, N, H = q.shape
+    K = parts[0].k.shape[2]
+    queries = Queries(
+        address(q), q.dtype == bfloat16, address(position), B, T, N, K, H,
+        -1 if window is None else window, scale,
+    )  # fmt: skip
+    each = (Part * len(parts))(*(
+        Part(
+            KINDS[p.k.dtype], len(p.k) == 1, len(p.v) == 1, len(p.position) == 1, p.k.shape[1],
+            *(address(a) for a in (p.k, p.v, p.k_scale, p.v_scale, p.position)),
+        )
+        for p in parts
+    ))  # fmt: skip
+    out = placed(np.full(q.shape, 7, q.dtype))
+    for b, k, first in np.ndindex(B, K, -(-T // STRIP)):
+        tokens = min(STRIP, T - first * STRIP)
+        kernels(isa).attend(
+            byref(queries), each, len(parts), b, k, first * STRIP, tokens, address(out)
+        )
+    return out

@@ -1,0 +1,116 @@
+"""Seeded random calls of one kernel on one instruction set: `python -m tests.ops.random_cases`.
+
+Any shape, addresses past any boundary, numbers of every kind; a wrong answer is a finding. What
+`scripts/sanitize.py` runs on kernels that check every access.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxllm.ops.native import Kind
+from tests.ops.direct import Matrix, attend, bfloat16, placed, product, widen
+from tests.ops.samples import (
+    FORMATS,
+    INPUTS,
+    Rng,
+    brute_force,
+    cached,
+    errors,
+    inputs,
+    rounded,
+)  # fmt: skip
+
+OUTPUTS = (0, 1, 3, 4, 5, 18, 33)
+COLUMNS = (0, 1, 5, 31, 64, 100, 129, 257, 512, 1300)
+WIDE = (65_664, 131_200, 131_328)  # wider than what a cache holds of a few rows
+ROWS = (0, 1, 2, 3, 4, 5, 8, 17, 40)
+
+
+def _matrix(rng: Rng) -> Matrix:
+    wide = rng.random() < 0.05
+    outputs = int(rng.integers(1, 6)) if wide else int(rng.choice(OUTPUTS))
+    columns = int(rng.choice(WIDE if wide else COLUMNS))
+    return FORMATS[str(rng.choice(list(FORMATS)))](rng, outputs, columns)
+
+
+def linear(rng: Rng, isa: str) -> bool:
+    matrix = _matrix(rng)
+    columns = matrix.numbers.shape[1]
+    rows = int(rng.integers(0, 7)) if columns in WIDE else int(rng.choice(ROWS))
+    dtype = bfloat16 if rng.random() < 0.5 else np.dtype(np.float32)
+    x = inputs(rng, str(rng.choice(list(INPUTS))), (rows, columns), dtype)
+    whole = matrix.kind in (Kind.INT8, Kind.INT4) and rng.random() < 0.5
+    wild = rng.random(rows) < 0.1
+    if columns:
+        x[wild, rng.integers(columns)] = rng.choice([np.nan, np.inf, -np.inf])
+    y = product(isa, matrix, x, rounded=whole)
+    tame = rounded(x[~wild]) if whole else x[~wild]
+    right = errors(y[~wild], tame, matrix).max(initial=0) <= 1
+    return bool(right and not (columns and np.isfinite(y[wild]).any()))
+
+
+def widened(rng: Rng, isa: str) -> bool:
+    matrix = _matrix(rng)
+    wide, half = widen(isa, matrix, np.float32), widen(isa, matrix, bfloat16)
+    right = np.allclose(wide, matrix.numbers, rtol=2e-7, atol=0)
+    return right and half.tobytes() == wide.astype(bfloat16).tobytes()
+
+
+def attention(rng: Rng, isa: str) -> bool:
+    B, T, K, G = (int(rng.choice(n)) for n in ((1, 2, 3), (0, 1, 1, 2, 19), (1, 2, 4), (1, 2, 3)))
+    H = int(rng.choice((1, 5, 16, 20, 32, 64, 96)))
+    kinds = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8)
+    alike = rng.choice(kinds) if rng.random() < 0.7 else None
+    parts = [
+        cached(
+            rng,
+            Kind(int(rng.choice(kinds) if alike is None else alike)),
+            tuple(B if rng.random() < 0.5 else 1 for _ in range(3)),
+            (int(rng.choice((0, 1, 3, 63, 64, 65, 150))), K, H),
+        )
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    dtype = bfloat16 if rng.random() < 0.5 else np.dtype(np.float32)
+    q = placed(rng.normal(0, 1, (B, T, K * G, H)).astype(dtype))
+    at = placed(rng.integers(-1, 60, (B, T)).astype(np.int32))
+    window = None if rng.random() < 0.6 else int(rng.integers(1, 70))
+    exact, size = brute_force(q, at, parts, 0.3, window)
+    y = attend(isa, q, at, parts, scale=0.3, window=window).astype(np.float64)
+    share = 5e-6 if dtype == np.float32 else 2**-7
+    right = bool((np.abs(y - exact) <= share * (size + 1e-3)).all())
+    if T:  # what is wild may be wrong, but nobody may crash over it
+        q[:, 0] = rng.choice([np.nan, np.inf, 3e38, 1e-40])
+        attend(isa, q, at, parts, scale=1e30, window=window)
+    return right
+
+
+KERNELS: dict[str, Callable[[Rng, str], bool]] = {
+    "linear": linear,
+    "widen": widened,
+    "attend": attention,
+}
+
+
+def main() -> int:
+    """Tells each wrong answer's seed; the status is 1 where there is one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kernel", choices=KERNELS)
+    parser.add_argument("isa")
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    wrong = []
+    for case in range(asked.cases):
+        with np.errstate(all="ignore"):
+            if not KERNELS[asked.kernel](np.random.default_rng([asked.seed, case]), asked.isa):
+                wrong.append(case)
+    for case in wrong:
+        print(f"wrong answer: {asked.kernel} on {asked.isa}, seed {asked.seed}, case {case}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Random weights, inputs and caches for the kernels, and what comes of them in float64."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxllm.ops.native import Kind
+from tests.ops.direct import DTYPES, Cached, Matrix, bfloat16, placed
+
+Rng = np.random.Generator
+
+FLOATS = {"float32": Kind.FLOAT32, "bfloat16": Kind.BFLOAT16, "float16": Kind.FLOAT16}
+INTEGERS = [  # bits, columns that share a scale (0: a row), zero points, type of the scales
+    (8, 0, False, "float32"), (8, 0, False, "float16"), (8, 32, False, "float32"),
+    (8, 64, False, "float16"), (8, 128, False, "float32"), (4, 32, False, "float16"),
+    (4, 64, False, "float32"), (4, 128, False, "float32"), (4, 32, True, "float32"),
+    (4, 64, True, "float16"), (4, 128, True, "float32"),
+]  # fmt: skip
+ROUNDED = 512  # columns that share a step where inputs are rounded
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _integers(bits: int, group: int, zero_point: bool, scales: str) -> Callable[..., Matrix]:
+    """Every level of the integers is drawn; what fills a row up may hold anything."""
+
+    def draw(rng: Rng, rows: int, columns: int) -> Matrix:
+        width = _up(columns, 128)
+        groups = width // group if group else 1
+        scale = rng.normal(0, 0.01, (rows, groups)).astype(scales)
+        if bits == 8:
+            q = rng.integers(-127, 128, (rows, width))
+            data, zero = q.astype(np.int8), np.zeros((rows, groups), np.uint8)
+        else:
+            q = rng.integers(0, 16, (rows, width))
+            low, high = np.moveaxis(q.reshape(rows, width // 32, 2, 16), 2, 0)
+            data = (low | high << 4).astype(np.uint8).reshape(rows, width // 2)
+            zero = rng.integers(0, 16, (rows, groups)) if zero_point else np.full(scale.shape, 8)
+        size = width // groups if groups else 0
+        centred = q.reshape(rows, groups, size) - zero.astype(int)[:, :, None]
+        numbers = (centred * scale.astype(np.float64)[:, :, None]).reshape(rows, width)[:, :columns]
+        return Matrix(
+            Kind.INT8 if bits == 8 else Kind.INT4, numbers, placed(data), group, placed(scale),
+            placed(zero.astype(np.uint8)) if zero_point else None,
+        )  # fmt: skip
+
+    return draw
+
+
+def _floats(kind: Kind) -> Callable[..., Matrix]:
+    def draw(rng: Rng, rows: int, columns: int) -> Matrix:
+        data = rng.normal(0, 0.02, (rows, columns)).astype(DTYPES[kind])
+        return Matrix(kind, data.astype(np.float64), placed(data))
+
+    return draw
+
+
+def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
+    """See `weights.qtensor.Packed`; one column in twenty is an escape."""
+    whole, base = _up(columns, 64), 108
+    byte = rng.integers(0, 256, (rows, whole), dtype=np.uint8)
+    nibbles = rng.integers(0, 256, (rows, _up(columns, 128) // 2), dtype=np.uint8)
+    p = np.arange(whole)
+    exponent = nibbles[:, p // 128 * 64 + p % 64] >> np.where(p // 64 % 2, 4, 0) & 15
+    wide = byte.astype(np.uint16)
+    bits = (wide & 128) << 8 | (base + exponent.astype(np.uint16)) << 7 | wide & 127
+    c = np.arange(columns)
+    bits = bits[:, c // 64 * 64 + 8 * (2 * (c // 8 % 4) + c // 32 % 2) + c % 8]
+    row, column = np.nonzero(rng.random((rows, columns)) < 0.05)
+    value = rng.normal(0, 1, len(row)).astype(bfloat16)
+    bits[row, column] = value.view(np.uint16)
+    begin = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))])[: rows + 1]
+    pieces = [nibbles, np.int32(base), begin.astype(np.int32), column.astype(np.int32), value]
+    numbers = bits.astype(np.uint16).view(bfloat16).astype(np.float64)
+    return Matrix(Kind.PACKED, numbers, placed(byte), packed=[placed(a) for a in pieces])
+
+
+FORMATS: dict[str, Callable[..., Matrix]] = {
+    **{name: _floats(kind) for name, kind in FLOATS.items()},
+    **{
+        f"int{bits}" + f"-g{group}" * bool(group) + "-zp" * zero + "-f16" * (scales == "float16"):
+        _integers(bits, group, zero, scales)
+        for bits, group, zero, scales in INTEGERS
+    },
+    "bf16-packed": _packed,
+}  # fmt: skip
+
+
+# Inputs by what they are like: float32 [R, I], from standard normal numbers.
+def _far_apart(rng: Rng, x: np.ndarray) -> np.ndarray:
+    return x * np.exp2(rng.uniform(-40, 40, x.shape))
+
+
+def _lone_giants(rng: Rng, x: np.ndarray) -> np.ndarray:
+    return np.where(rng.random(x.shape) < 0.02, 1e6, 1e-6) * x
+
+
+def _subnormal(rng: Rng, x: np.ndarray) -> np.ndarray:
+    return x * 1e-39
+
+
+def _largest(rng: Rng, x: np.ndarray) -> np.ndarray:
+    return np.clip(x, -4, 4) * (3e38 / 4 / max(x.shape[1], 1))
+
+
+def _near_the_top(rng: Rng, x: np.ndarray) -> np.ndarray:
+    """Some of 3e37 either way: their sums times integers overflow, times weights they do not."""
+    return np.where(rng.random(x.shape) < 6 / max(x.shape[1], 1), np.sign(x) * 3e37, x)
+
+
+INPUTS: dict[str, Callable[[Rng, np.ndarray], np.ndarray]] = {
+    "normal": lambda rng, x: x,
+    "far apart": _far_apart,
+    "lone giants": _lone_giants,
+    "subnormal": _subnormal,
+    "largest": _largest,
+    "near the top": _near_the_top,
+    "zeros": lambda rng, x: x * 0,
+}
+
+
+def inputs(rng: Rng, name: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+    return placed(INPUTS[name](rng, rng.normal(0, 1, shape)).astype(np.float32).astype(dtype))
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What `round_to_int8` says, in float32 like it."""
+    x = x.astype(np.float32)
+    out = np.zeros_like(x)
+    for begin in range(0, x.shape[1], ROUNDED):
+        block = x[:, begin : begin + ROUNDED]
+        step = np.abs(block).max(axis=1, keepdims=True) * (np.float32(1) / np.float32(127))
+        step[step < np.finfo(np.float32).tiny] = 0  # XLA's threads flush what is less
+        some = np.round(block / np.where(step == 0, np.float32(1), step)) * step
+        out[:, begin : begin + ROUNDED] = some
+    return out
+
+
+def errors(y: np.ndarray, x: np.ndarray, matrix: Matrix) -> np.ndarray:
+    """How far a product is off, as a share of what float32 may be off (1: just so).
+
+    That is a few roundings of the sum of its terms' magnitudes, and what is lost below the smallest
+    number; infinite where an answer is not finite and is to be.
+    """
+    x = x.astype(np.float64)
+    exact, size = x @ matrix.numbers.T, np.abs(x) @ np.abs(matrix.numbers).T
+    columns = x.shape[1]
+    share = 1e-6 * max(1.0, (columns / 2048) ** 0.5)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(y - exact) / (share * size + 1e-37 * (columns + 1))
+    off[np.abs(exact) > 3e38] = 0  # float32 has no such number
+    return np.where(np.isfinite(y), off, np.where(size > 3e38, 0, np.inf))
+
+
+def brute_force(
+    q: np.ndarray, at: np.ndarray, parts: Sequence[Cached], scale: float, window: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention, a query and head at a time, in float64; and of the values' magnitudes."""
+    B, T, N, H = q.shape
+    out, size = np.zeros((2, B, T, N, H))
+    dense = [
+        (
+            p.k.astype(np.float64) * (1 if p.k_scale is None else p.k_scale[..., None]),
+            p.v.astype(np.float64) * (1 if p.v_scale is None else p.v_scale[..., None]),
+            p.position,
+        )
+        for p in parts
+    ]
+    for b, t, n in np.ndindex(B, T, N):
+        scores, values = [], []
+        for part in dense:
+            k, v, position = (x[b if len(x) == B else 0] for x in part)
+            seen = (position >= 0) & (position <= at[b, t])
+            if window is not None:
+                seen &= at[b, t] - position < window
+            head = n // (N // k.shape[1])
+            scores.append(scale * (k[seen, head] @ q[b, t, n].astype(np.float64)))
+            values.append(v[seen, head])
+        score, value = np.concatenate(scores), np.concatenate(values)
+        if len(score):
+            weight = np.exp(score - score.max())
+            out[b, t, n] = weight @ value / weight.sum()
+            size[b, t, n] = weight @ np.abs(value) / weight.sum()
+    return out, size
+
+
+def cached(rng: Rng, kind: Kind, rows: tuple[int, int, int], size: tuple[int, int, int]) -> Cached:
+    """A part of `(S, K, H)` with so many rows of keys, values and positions; a third is empty, and
+    holds NaN where that is a number and one row of positions is for all."""
+    S, K, H = size
+    position = np.where(rng.random((rows[2], S)) < 0.7, rng.integers(0, 60, (rows[2], S)), -1)
+    k, v = (rng.normal(0, 1, (n, S, K, H)) for n in rows[:2])
+    if kind == Kind.INT8:
+        k, v = (np.clip(np.round(x * 40), -127, 127) for x in (k, v))
+    elif rows[2] == 1:
+        k[:, position[0] < 0] = v[:, position[0] < 0] = np.nan
+    k, v = (placed(x.astype(DTYPES[kind])) for x in (k, v))
+    scales = [None, None]
+    if kind == Kind.INT8:
+        scales = [placed(rng.uniform(0, 0.05, x.shape[:3]).astype(np.float32)) for x in (k, v)]
+    return Cached(k, v, placed(position.astype(np.int32)), *scales)

@@ -1,0 +1,207 @@
+"""What XLA may hand to the kernels: anything that does not fit is an error, and nothing is read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.ops import native
+from jaxllm.ops.native import Kind, Matrix
+from jaxllm.weights.formats import as_format
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+f32, bf16, i8, u8, i32 = jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.int32
+X = jnp.ones((2, 200))
+
+
+def zeros(*shape: int, dtype: Any = f32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def packed(**changed: jax.Array) -> Matrix:
+    whole = as_format(jnp.ones((5, 200), bf16), "bf16-packed")
+    return Matrix(Kind.PACKED, jax.tree.leaves(whole.replace(**changed)))
+
+
+def int8(data: jax.Array, scale: jax.Array, *more: jax.Array, group: int | None = None) -> Matrix:
+    return Matrix(Kind.INT8, [data, scale, *more], group)
+
+
+def int4(data: jax.Array, scale: jax.Array, *more: jax.Array, group: int | None = 64) -> Matrix:
+    return Matrix(Kind.INT4, [data, scale, *more], group)
+
+
+Q8, Q4 = zeros(5, 256, dtype=i8), zeros(5, 128, dtype=u8)
+WEIGHTS = {
+    "a vector": Matrix(Kind.FLOAT32, [zeros(200)]),
+    "a stack": Matrix(Kind.FLOAT32, [zeros(5, 200, 1)]),
+    "too narrow": Matrix(Kind.FLOAT32, [zeros(5, 199)]),
+    "of another type": Matrix(Kind.FLOAT32, [zeros(5, 200, dtype=bf16)]),
+    "of another type still": Matrix(Kind.BFLOAT16, [zeros(5, 200)]),
+    "in two pieces": Matrix(Kind.FLOAT32, [zeros(5, 200), zeros(5, 200)]),
+    "of no kind": Matrix(9, [zeros(5, 200)]),  # type: ignore[arg-type]
+    "integers without scales": Matrix(Kind.INT8, [Q8]),
+    "integers of another type": int8(Q8.astype(u8), zeros(5, 1)),
+    "integers in no whole 128": int8(zeros(5, 200, dtype=i8), zeros(5, 1)),
+    "scales in a vector": int8(Q8, zeros(5)),
+    "scales for fewer rows": int8(Q8, zeros(4, 1)),
+    "scales for fewer groups": int8(Q8, zeros(5, 3), group=64),
+    "scales of another type": int8(Q8, zeros(5, 1, dtype=bf16)),
+    "a group of no size": int8(Q8, zeros(5, 16), group=16),
+    "a negative group": int8(Q8, zeros(5, 1), group=-256),
+    "zero points of 8 bits": int8(Q8, zeros(5, 1), zeros(5, 1, dtype=u8)),
+    "four bits with a scale a row": int4(Q4, zeros(5, 1), group=None),
+    "four bits in half the bytes": int4(zeros(5, 64, dtype=u8), zeros(5, 4)),
+    "four bits, zero points of another type": int4(Q4, zeros(5, 4), zeros(5, 4, dtype=i8)),
+    "four bits, fewer zero points": int4(Q4, zeros(5, 4), zeros(5, 3, dtype=u8)),
+    "four bits and a piece too many": int4(Q4, zeros(5, 4), zeros(5, 4, dtype=u8), zeros(1)),
+    "packed without escapes": Matrix(Kind.PACKED, packed().pieces[:5]),
+    "packed too narrow": packed(sign_mantissa=zeros(5, 192, dtype=u8)),
+    "packed with fewer exponents": packed(nibbles=zeros(5, 64, dtype=u8)),
+    "packed with a list of bases": packed(base=zeros(1, dtype=i32)),
+    "packed with fewer beginnings": packed(escape_begin=zeros(5, dtype=i32)),
+    "packed with more columns than values": packed(escape_column=zeros(3, dtype=i32)),
+    "packed with values of another type": packed(escape_value=zeros(0, dtype=jnp.float16)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_whose_pieces_do_not_fit_is_refused(name: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
+        native.widen(WEIGHTS[name], f32, columns=200)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
+        native.linear(X, [WEIGHTS[name]], columns=200)
+
+
+def call(name: str, out: Any, *args: Any, **attributes: Any) -> Any:
+    return jax.ffi.ffi_call(f"jaxllm_{name}", out)(*args, **attributes)
+
+
+def shape(*size: int, dtype: Any = f32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(size, dtype)
+
+
+def multiply(
+    x: Any, weight: Any, out: Any, counts: tuple[int, ...] = (1,), groups: int = 1
+) -> Callable[[], Any]:
+    attributes = {
+        "kinds": np.zeros(len(out), np.int32), "groups": np.zeros(groups, np.int64),
+        "counts": np.array(counts, np.int32), "columns": np.int64(200), "digits": np.int32(3),
+    }  # fmt: skip
+    return lambda: call("linear", out, x, *weight, **attributes)
+
+
+def attend(*pieces: Any, q: Any = None, at: Any = None, out: Any = None) -> Callable[[], Any]:
+    q = zeros(2, 3, 4, 16) if q is None else q
+    at = zeros(2, 3, dtype=i32) if at is None else at
+    out = shape(*q.shape, dtype=q.dtype) if out is None else out
+    return lambda: call(
+        "attend", out, q, at, *pieces, scale=np.float32(1), window=np.int64(-1)
+    )  # fmt: skip
+
+
+W, K, AT = zeros(5, 200), zeros(2, 7, 2, 16), zeros(2, 7, dtype=i32)
+K8, S8 = zeros(2, 7, 2, 16, dtype=i8), zeros(2, 7, 2)
+TABLE, INDEX = zeros(9, 8), zeros(3, dtype=i32)
+CALLS: dict[str, Callable[[], Any]] = {
+    "x in a vector": multiply(zeros(200), [W], [shape(1, 5)]),
+    "x of another width": multiply(zeros(2, 199), [W], [shape(2, 5)]),
+    "x of float16": multiply(X.astype(jnp.float16), [W], [shape(2, 5)]),
+    "a product with fewer rows": multiply(X, [W], [shape(1, 5)]),
+    "a product of another type": multiply(X, [W], [shape(2, 5, dtype=bf16)]),
+    "fewer groups than weights": multiply(X, [W, W], [shape(2, 5)] * 2, (1, 1)),
+    "no pieces": multiply(X, [W], [shape(2, 5)], (0,)),
+    "fewer than no pieces": multiply(X, [W], [shape(2, 5)], (-1,)),
+    "more pieces than there are": multiply(X, [W], [shape(2, 5)], (2,)),
+    "a piece of no weight": multiply(X, [W, W], [shape(2, 5)]),
+    "widened to another size": lambda: call(
+        "widen", shape(5, 100), W, kind=np.int32(0), group=np.int64(0), columns=np.int64(200)
+    ),
+    "widened to another type": lambda: call(
+        "widen", shape(5, 200, dtype=i8), W, kind=np.int32(0), group=np.int64(0),
+        columns=np.int64(200),
+    ),
+    "a negative number of columns": lambda: call(
+        "widen", shape(5, 200), W, kind=np.int32(0), group=np.int64(0), columns=np.int64(-200)
+    ),
+    "a table of one row": lambda: call("take", shape(3, 8), zeros(8), INDEX),
+    "rows of another width": lambda: call("take", shape(3, 9), TABLE, INDEX),
+    "more rows than numbers": lambda: call("take", shape(4, 8), TABLE, INDEX),
+    "rows of another type": lambda: call("take", shape(3, 8, dtype=bf16), TABLE, INDEX),
+    "rows of half bytes": lambda: call(
+        "take", shape(3, 8, dtype=jnp.int4), TABLE.astype(jnp.int4), INDEX
+    ),
+    "half bytes read": lambda: call("read", shape(dtype=jnp.uint32), TABLE.astype(jnp.int4)),
+    "written without what is new": lambda: call("write", [shape(2, 7)], INDEX[0], zeros(2, 7)),
+    "written to no slots": lambda: call("write", [shape(7)], INDEX[0], zeros(7), zeros(7)),
+    "written for fewer rows": lambda: call(
+        "write", [shape(2, 7, 3)], INDEX[0], zeros(2, 7, 3), zeros(1, 2, 3)
+    ),
+    "written with narrower slots": lambda: call(
+        "write", [shape(2, 7, 3)], INDEX[0], zeros(2, 7, 3), zeros(2, 2, 2)
+    ),
+    "written of another type": lambda: call(
+        "write", [shape(2, 7, 3)], INDEX[0], zeros(2, 7, 3), zeros(2, 2, 3, dtype=bf16)
+    ),
+    "written elsewhere": lambda: call(
+        "write", [shape(2, 6, 3)], INDEX[0], zeros(2, 7, 3), zeros(2, 2, 3)
+    ),
+    "queries of rank 3": attend(K, K, AT, q=zeros(2, 3, 16)),
+    "queries of float16": attend(K, K, AT, q=zeros(2, 3, 4, 16, dtype=jnp.float16)),
+    "queries elsewhere": attend(K, K, AT, at=zeros(2, 4, dtype=i32)),
+    "positions of queries that are floats": attend(K, K, AT, at=zeros(2, 3)),
+    "an answer of another size": attend(K, K, AT, out=shape(2, 3, 4, 8)),
+    "no parts": attend(),
+    "a part without positions": attend(K, K),
+    "a part of rank 3": attend(K[0], K[0], AT),
+    "another batch of keys": attend(zeros(3, 7, 2, 16), K, AT),
+    "another batch of values": attend(K, zeros(3, 7, 2, 16), AT),
+    "another batch of positions": attend(K, K, zeros(3, 7, dtype=i32)),
+    "fewer slots of values": attend(K, zeros(2, 6, 2, 16), AT),
+    "fewer positions": attend(K, K, AT[:, :6]),
+    "fewer heads of values": attend(K, zeros(2, 7, 1, 16), AT),
+    "smaller heads": attend(zeros(2, 7, 2, 8), zeros(2, 7, 2, 8), AT),
+    "heads that do not divide": attend(zeros(2, 7, 3, 16), zeros(2, 7, 3, 16), AT),
+    "no heads": attend(zeros(2, 7, 0, 16), zeros(2, 7, 0, 16), AT),
+    "other heads in a second part": attend(K, K, AT, K[:, :, :1], K[:, :, :1], AT),
+    "values of another type": attend(K, K.astype(bf16), AT),
+    "keys of integers": attend(K.astype(i32), K.astype(i32), AT),
+    "positions that are floats": attend(K, K, AT.astype(f32)),
+    "int8 without scales": attend(K8, K8, AT),
+    "int8 with fewer scales": attend(K8, K8, AT, S8, S8[:, :, :1]),
+    "int8 with scales of another type": attend(K8, K8, AT, S8.astype(bf16), S8.astype(bf16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_whose_arguments_do_not_fit_is_refused(name: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
+        jax.block_until_ready(CALLS[name]())
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 50 * 8, 4099, (1 << 20) + 8 * 33 + 5])
+def test_reading_takes_every_byte(size: int) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    whole = np.pad(raw, (0, -size % 8)).view(np.uint64)
+    assert int(native.read(jnp.asarray(raw))) == int(whole.sum()) % 2**32
+
+
+def test_rows_of_a_table_without_rows_or_columns() -> None:
+    assert not np.asarray(native.take(zeros(0, 8), INDEX)).any()
+    assert native.take(zeros(9, 0), INDEX).shape == (3, 0)
+    assert native.take(TABLE, INDEX[:0]).shape == (0, 8)
+
+
+def test_writing_keeps_inside_its_slots() -> None:
+    old = jnp.arange(24, dtype=f32).reshape(2, 4, 3)
+    new = -jnp.ones((2, 2, 3))
+    for cursor in (-(2**31), -3, -1, 0, 3, 4, 2**31 - 1):
+        expected = np.asarray(old).copy()
+        for slot in range(max(cursor, 0), min(cursor + 2, 4)):
+            expected[:, slot] = -1
+        (written,) = native.write(jnp.int32(cursor), [old], [new])
+        np.testing.assert_array_equal(written, expected)

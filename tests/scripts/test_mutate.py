@@ -1,0 +1,68 @@
+"""The table of faults fits the sources, and a fault is found out."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import mutate
+
+from tests.conftest import ROOT
+
+FAULTS = mutate.read_faults(ROOT / "scripts" / "mutants")
+TABLE = """
+wide = "tests"
+[[fault]]
+name = "takes away"
+file = "jaxllm/sums.py"
+old = "a + b"
+new = "a - b"
+tests = "tests/test_sums.py -k sum"
+[[fault]]
+name = "is not looked at"
+file = "jaxllm/sums.py"
+old = "a * b"
+new = "a / b"
+tests = "tests/test_sums.py"
+[[fault]]
+name = "was there once"
+file = "jaxllm/sums.py"
+old = "a % b"
+new = "a"
+tests = "tests/test_sums.py"
+"""
+
+
+def test_every_fault_is_there_once_and_its_tests_exist() -> None:
+    assert len(FAULTS) >= 60
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert [fault.name for fault in FAULTS if mutate.is_stale(fault, ROOT)] == []
+    for fault in FAULTS:
+        assert fault.new not in ("", fault.old) or fault.file.endswith(".h"), fault.name
+        for word in shlex.split(f"{fault.tests} {fault.wide}"):
+            assert not word.startswith("tests/") or (ROOT / word).exists(), fault.name
+
+
+def test_a_fault_is_killed_survives_or_is_stale(tmp_path: Path) -> None:
+    for name, text in {
+        "jaxllm/sums.py": "add = lambda a, b: a + b\ntimes = lambda a, b: a * b\n",
+        "jaxllm/__init__.py": "",
+        "tests/test_sums.py": "from jaxllm.sums import add\n\n\n"
+        "def test_sum():\n    assert add(1, 2) == 3\n",
+        "scripts/mutants/all.toml": TABLE,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = (tmp_path / "jaxllm/sums.py").read_bytes()
+    command = [sys.executable, ROOT / "scripts" / "mutate.py", "--root", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    assert done.stdout.splitlines() == [
+        "1/3 killed: takes away tests/test_sums.py::test_sum",
+        "2/3 survived: is not looked at ",
+        "3/3 stale: was there once ",
+    ]
+    assert (tmp_path / "jaxllm/sums.py").read_bytes() == before
+    table = (tmp_path / "scripts/mutants/README.md").read_text()
+    assert "3 faults, 1 killed, 1 survived, 1 stale" in table
+    assert "| takes away | `jaxllm/sums.py` | killed | `tests/test_sums.py::test_sum` |" in table

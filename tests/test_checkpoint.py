@@ -1,0 +1,127 @@
+"""Checkpoints as files: what they say is checked field by field, what is written is whole."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import models
+from jaxllm.checkpoint import open_native, save
+from jaxllm.cli.convert import convert
+from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.errors import CheckpointError, ConfigError
+from tests.convert.test_convert import edit_config
+from tests.twins import random_model, save_random
+
+
+def test_a_thousand_layers_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
+    """And before they are traced: what is asked of JAX does not grow with the claim."""
+    save_random(tmp_path, "llama", num_hidden_layers=2)
+    edit_config(tmp_path, num_hidden_layers=1024)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.input_layernorm\.weight is missing"):
+        open_hf(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_form_of_one_layer_is_that_of_all(family: str, layers: int) -> None:
+    name = "num_hidden_layers" if family == "llama" else "n_layer"
+    model, _ = random_model(family, **{name: layers})
+    ids, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, 1), (1,)))
+    whole = jax.eval_shape(model.init, jax.random.key(0), ids, ids, lengths)["params"]
+    assert models.param_shapes(model) == whole
+
+
+def broken_native(tmp_path: Path) -> Path:
+    save_random(tmp_path / "hf", "gpt2", n_layer=1)
+    save(tmp_path / "native", open_hf(tmp_path / "hf"))
+    return tmp_path / "native"
+
+
+def test_what_a_native_configuration_says_is_checked_field_by_field(tmp_path: Path) -> None:
+    directory = broken_native(tmp_path)
+    good = json.loads((directory / "config.json").read_text())
+    model, precision = good["model"], good["precision"]
+    for change, words in (
+        ({"model": "delete"}, "missing required field model"),
+        ({"precision": "delete"}, "missing required field precision"),
+        ({"model": 5}, "model must be an object, got 5"),
+        ({"model": {**model, "hidden_size": [40]}}, "model: hidden_size must be a whole number"),
+        ({"model": {**model, "colour": 1}}, "model: unknown colour"),
+        ({"model": {**model, "model_type": ["gpt2"]}}, "model_type .* is not supported"),
+        ({"precision": {**precision, "cache": ["int8"]}}, "precision: cache must be a text"),
+        ({"precision": {**precision, "overrides": [["(.+)+x\\1", {}]]}}, "no valid regex"),
+        ({"precision": {**precision, "overrides": [["x", {"a": 1}]]}}, "precision: unknown a"),
+        ({"colour": 1}, "unknown field colour"),
+        ({"formats": {"wte.weight": 8}}, "must be a text"),
+    ):
+        edit_config(directory, **{**good, **change})
+        with pytest.raises((CheckpointError, ConfigError), match=words):
+            open_native(directory)
+        (directory / "config.json").write_text(json.dumps(good))
+    rows = [["(.+)+x", {"weights": "float32"}]]  # RE2 matches it in linear time
+    edit_config(directory, precision={**precision, "overrides": rows})
+    open_native(directory)
+
+
+@pytest.mark.parametrize(
+    "ids", [{"bos_token_id": "x"}, {"eos_token_id": [1, 2.5]}, {"pad_token_id": 1 << 40}]
+)
+def test_token_ids_that_are_none_are_refused_in_both_forms(
+    ids: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = broken_native(tmp_path)
+    for home in (directory, tmp_path / "hf"):
+        (home / "generation_config.json").write_text(json.dumps(ids))
+        with pytest.raises(CheckpointError, match=next(iter(ids))):
+            jaxllm.load(home)
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    edit_config(tmp_path / "hf", **ids)
+    with pytest.raises(CheckpointError, match=next(iter(ids))):
+        jaxllm.load(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_links_that_leave_a_native_checkpoint_are_not_followed(name: str, tmp_path: Path) -> None:
+    directory = broken_native(tmp_path)
+    shutil.move(directory / name, tmp_path / "elsewhere")
+    (directory / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="a link that leaves the directory"):
+        open_native(directory)
+
+
+def test_a_tokenizers_file_that_is_a_link_is_not_copied(tmp_path: Path) -> None:
+    """Else a checkpoint of a stranger's would bring a file of yours into the next."""
+    directory = broken_native(tmp_path)
+    (tmp_path / "secret").write_text("secret")
+    (directory / "merges.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="a link that leaves the directory"):
+        convert(str(directory), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("write", [save, write_hf])
+def test_a_write_that_fails_leaves_nothing_and_what_was_there(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_native(broken_native(tmp_path))
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "model.safetensors").write_text("mine")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxllm.weights.files._bytes_of", full)
+    for target in (tmp_path / "new", there):
+        with pytest.raises(CheckpointError, match=r"cannot write .*: No space left on device"):
+            write(target, opened)
+    assert not (tmp_path / "new").exists()
+    assert [f.name for f in there.iterdir()] == ["model.safetensors"]
+    assert (there / "model.safetensors").read_text() == "mine"
+    assert {f.name for f in tmp_path.iterdir()} == {"hf", "native", "there"}

@@ -1,0 +1,169 @@
+"""Exports as files: what is damaged or foreign is refused by name, and so are foreign inputs."""
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxllm import export as exporting
+from jaxllm import exported
+from jaxllm.errors import CheckpointError, ConfigError
+from tests.twins import random_model
+
+N, M = 4, 13
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A directory with both steps, and the model."""
+    directory = tmp_path_factory.mktemp("export") / "plain"
+    model, params = random_model("llama")
+    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2)
+    return directory, model, params
+
+
+@pytest.fixture
+def copy(plain: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain[0], tmp_path / "copy"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def change(directory: Path, edit: Callable[[Any], object]) -> None:
+    manifest = json.loads((directory / "manifest.json").read_text())
+    edit(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def foreign_weights(directory: Path) -> None:
+    path = directory / "weights.safetensors"
+    stored = load_file(path)
+    stored["norm.weight"] = stored["norm.weight"][:-1]
+    save_file(stored, path)
+    change(directory, lambda m: m["weights"].update(sha256=exported.digest(path)))
+
+
+def foreign_step(directory: Path) -> None:
+    """Another model's code under this manifest, its hash put in: only the program can tell."""
+    model, params = random_model("llama", hidden_size=48)
+    other = directory.parent / "other"
+    exporting.export(model, params, other, num_tokens=N, max_tokens=M, batch=2, what=["prefill"])
+    path = directory / "prefill.stablehlo"
+    shutil.copyfile(other / "prefill.stablehlo", path)
+    change(directory, lambda m: m["steps"]["prefill"].update(sha256=exported.digest(path)))
+
+
+def not_stablehlo(directory: Path) -> None:
+    path = directory / "decode.stablehlo"
+    path.write_bytes(b"nonsense")
+    change(directory, lambda m: m["steps"]["decode"].update(sha256=exported.digest(path)))
+
+
+def broken_code(directory: Path) -> None:
+    """Bits of the code flipped, and its hash put in: MLIR's reader does not survive them all."""
+    path = directory / "decode.stablehlo"
+    content, rng = bytearray(path.read_bytes()), random.Random(158)
+    for _ in range(64):
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    change(directory, lambda m: m["steps"]["decode"].update(sha256=exported.digest(path)))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda d: (d / "manifest.json").unlink(), "has no manifest.json"),
+    "no JSON": (lambda d: (d / "manifest.json").write_text("{"), "is not valid JSON"),
+    "format": (lambda d: change(d, lambda m: m.update(format="onnx")), "is of format 'onnx'"),
+    "version": (lambda d: change(d, lambda m: m.update(version=9)), "version 9"),
+    "key": (lambda d: change(d, lambda m: m.pop("weights")), "missing required field weights"),
+    "kind": (lambda d: change(d, lambda m: m.update(steps=[])), "steps must be an object"),
+    "step bit": (lambda d: flip(d / "decode.stablehlo"), "decode.stablehlo is damaged"),
+    "weights bit": (lambda d: flip(d / "weights.safetensors"), "weights.safetensors is damaged"),
+    "step gone": (
+        lambda d: (d / "prefill.stablehlo").unlink(),
+        "copy: prefill.stablehlo is missing",
+    ),
+    "outside": (
+        lambda d: change(d, lambda m: m["weights"].update(file="../weights.safetensors")),
+        "not a plain file name",
+    ),
+    "weights": (foreign_weights, "not the tensors that manifest.json lists"),
+    "step": (foreign_step, "prefill.stablehlo: not a step that can run"),
+    "nonsense": (not_stablehlo, "decode.stablehlo: not a step that can run"),
+    "code": (broken_code, "decode.stablehlo: not a step that can run"),
+    "shape": (
+        lambda d: change(d, lambda m: m["steps"]["decode"]["inputs"][0].update(shape=[-1])),
+        r"steps\.\.\.\.\]\.inputs\[0\]\.shape\[0\] must be a whole number >= 0",
+    ),
+    "dtype": (
+        lambda d: change(d, lambda m: m["weights"]["tensors"][0].update(dtype="float1")),
+        "Invalid enum value 'float1'",
+    ),
+    "memory": (
+        lambda d: change(
+            d, lambda m: m["steps"]["decode"]["inputs"][0].update(shape=[1 << 39] * 3)
+        ),
+        "this machine has",
+    ),
+    "feeds": (
+        lambda d: change(d, lambda m: m["steps"]["decode"]["feeds"].update(nothing="slots")),
+        "feeds has nothing to slots, and no such arrays",
+    ),
+    "link": (
+        lambda d: (
+            (d / "manifest.json").rename(d.parent / "m"),
+            (d / "manifest.json").symlink_to(d.parent / "m"),
+        ),
+        "manifest.json is a link that leaves the directory",
+    ),
+    "convention": (
+        lambda d: change(d, lambda m: m.update(calling_convention_version=2)),
+        "version 2 of JAX's calling convention",
+    ),
+    "kernels": (
+        lambda d: change(d, lambda m: m.update(custom_calls=["jaxllm_nothing"])),
+        "calls native kernels \\(jaxllm_nothing\\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_damaged_and_foreign_files_are_refused_by_name(
+    copy: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, message = DAMAGE[damage]
+    apply(copy)
+    monkeypatch.delitem(sys.modules, exported.NATIVE, raising=False)
+    with pytest.raises(CheckpointError, match=message):
+        exported.load(copy)
+
+
+def test_inputs_that_do_not_fit_are_refused_by_name(plain: Any) -> None:
+    steps = exported.load(plain[0])
+    with pytest.raises(ConfigError, match="no step 'generate' was exported"):
+        steps["generate"]
+    step = steps["decode"]
+    assert (step.blank()["slots"] == M - N).all()  # nowhere: padding writes nothing
+    inputs: dict[str, Any] = {**step.blank(), "mask": np.zeros(1)}
+    inputs["input_ids"] = np.zeros((2, 2), np.int32)
+    inputs["slots"] = np.zeros((2, 1), np.int64)
+    del inputs["position_ids"]
+    with pytest.raises(ConfigError) as caught:
+        step(inputs)
+    for said in (
+        "position_ids is missing",
+        "mask is no input",
+        "input_ids must be int32 (2, 1), got int32 (2, 2)",
+        "slots must be int32 (2, 1), got int64 (2, 1)",
+    ):
+        assert said in str(caught.value)

@@ -1,0 +1,220 @@
+"""A command's process: a signal ends it at once, with one line and nothing half-written."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+BUSY = "import sys, time\nprint('ready', flush=True)\nwhile True: "
+WORKS = {
+    "sleeping": BUSY + "time.sleep(99)",
+    "computing": BUSY + "pass",
+    "swallowing": BUSY + "\n    try: time.sleep(99)\n    except BaseException: pass",
+    "cleaning": BUSY + "\n    try: time.sleep(99)\n    finally: time.sleep(99)",
+    "writing": """
+from jaxllm.files import writing, writing_directory
+with writing_directory(Path("model")) as made, writing(made / "weights") as file:
+    file.write(b"half")
+    {busy}
+""",
+    "one file": 'from jaxllm.files import writing\nwith writing(Path("x")) as file:\n    {busy}\n',
+    "telling": 'with process.saying(lambda: "3 of 7 are done"):\n    {busy}\n',
+}
+SAID = {
+    "writing": "; model was not written",
+    "one file": "; x was not written",
+    "telling": "; 3 of 7 are done",
+}
+
+
+def started(code: str, folder: Path, *, stdin: Any = None) -> "subprocess.Popen[bytes]":
+    """A program that has the process in hand and runs `code`."""
+    busy = "\n    ".join(WORKS["sleeping"].splitlines())
+    whole = (
+        "from pathlib import Path\nfrom jaxllm import process\nprocess.begin()\n"
+        + code.replace("{busy}", busy)
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", whole],
+        cwd=folder, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_an_interrupt_is_one_line_and_leaves_nothing(work: str, tmp_path: Path) -> None:
+    process = started(WORKS[work], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, b"")
+    assert err.decode() == f"jaxllm: interrupted{SAID.get(work, '')}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_is_terminated_alike_and_ignores_what_it_was_told_to(tmp_path: Path) -> None:
+    process = started(WORKS["sleeping"], tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    assert process.communicate()[1] == b"jaxllm: terminated\n"
+    assert process.returncode == 143
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from jaxllm import process;"
+        " process.begin(); signal.raise_signal(signal.SIGINT); print('on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, b"on\n")
+
+
+def test_what_is_done_is_done_when_a_signal_comes_at_the_very_end() -> None:
+    code = (
+        "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT);"
+        " from jaxllm import process; process.begin(); print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
+
+
+def test_a_deferred_interrupt_is_asked_for_and_the_second_ends(tmp_path: Path) -> None:
+    code = """
+import time
+with process.deferred("a moment") as asked:
+    print("ready", flush=True)
+    while not asked():
+        time.sleep(0.01)
+    print("asked", flush=True)
+    time.sleep(99)
+"""
+    process = started(code, tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for expected in (b"ready\n", b"asked\n"):
+        assert process.stdout.readline() == expected
+        if expected == b"ready\n":
+            process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == b"a moment\n"  # said where it takes long
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == b"jaxllm: interrupted\n"
+    assert process.returncode == 130
+
+
+def test_imports_of_the_entry_point_can_be_interrupted(tmp_path: Path) -> None:
+    """A signal within an import: raised there, it would be an ImportError or be lost."""
+    (tmp_path / "typer.py").write_text("print('ready', flush=True)\nimport time\ntime.sleep(99)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxllm", "info"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == b"jaxllm: interrupted\n"
+    assert process.returncode == 130
+
+
+STREAMS = {
+    "--version > /dev/full": (1, "jaxllm: stdout: No space left on device\n"),
+    "--help > /dev/full": (1, "jaxllm: stdout: No space left on device\n"),
+    "--version > /dev/full 2>&1": (1, ""),
+    "--version >&-": (0, ""),
+    "--version >&- 2>&- <&-": (0, ""),
+    "--nonsense 2>&-": (2, ""),
+    "--nonsense 2> /dev/full": (2, ""),
+    "--help | true": (0, ""),
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_streams_that_are_closed_or_full() -> None:
+    for arguments, expected in STREAMS.items():
+        command = f"{sys.executable} -m jaxllm {arguments}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stderr) == expected, arguments
+
+
+def test_statistics_begin_on_a_line_of_their_own() -> None:
+    code = (
+        "from jaxllm.cli.console import note, write\n"
+        "write('a text'); note('one'); note('two'); write('line\\n'); note('three')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
+    )
+    assert done.stdout == b"a text\none\ntwo\nline\nthree\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == (b"a textline\n", b"one\ntwo\nthree\n")
+
+
+def test_chat_on_a_terminal_edits_lines_and_ctrl_c_stops_an_answer(tmp_path: Path) -> None:
+    """One talk: a line is edited, its answer is stopped, the next line is answered."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxllm", "chat", "-n", "400", "--system", "One day"],
+        cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "TERM": "dumb"},
+    )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+
+    def until(found: Callable[[bytes], Any]) -> None:
+        nonlocal seen
+        while not found(seen):
+            seen += os.read(ours, 1000)
+
+    try:
+        until(lambda text: b"> " in text)
+        seen = b""
+        os.write(ours, b"Toz\x7fm\n")
+        until(lambda text: text.count(b"\n") >= 1 and len(text.split(b"\n", 1)[1]) > 5)
+        process.send_signal(signal.SIGINT)
+        until(lambda text: text.count(b"\n") >= 2 and text.endswith(b"> "))
+        assert len(seen) < 1200, "stopped before 400 tokens"
+        os.write(ours, b"/help\n")
+        os.write(ours, b"/quit\n")
+        assert process.stderr is not None
+        assert b"/reset" in process.stderr.read()
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(ours)
+
+
+def test_an_interrupted_perplexity_says_what_it_had_and_goes_on(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 400)
+    arguments = ["perplexity", "demo:llama", "--text", "story.txt", "--window", "16"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxllm", *arguments, "--batch", "1", "--journal", "journal"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    while process.poll() is None and (
+        not journal.exists() or journal.read_bytes().count(b"\n") < 3
+    ):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, b"")
+    (said,) = err.decode().splitlines()
+    assert "batches done, perplexity " in said
+    assert said.endswith("the same command goes on from journal")
+    held = [
+        json.loads(line)
+        for line in journal.read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]
+    assert len(held) >= 3
