@@ -58,7 +58,7 @@ def _floats(kind: Kind) -> Callable[..., Matrix]:
 
 
 def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
-    """See `weights.qtensor.Packed`; one column in twenty is an escape."""
+    """See `weights.leaves.packed.Packed`; one column in twenty is an escape."""
     whole, base = _up(columns, 64), 108
     byte = rng.integers(0, 256, (rows, whole), dtype=np.uint8)
     nibbles = rng.integers(0, 256, (rows, _up(columns, 128) // 2), dtype=np.uint8)

@@ -8,7 +8,7 @@ namespace jaxllm {
 
 enum class Kind : int32_t { kF32, kBF16, kF16, kInt8, kInt4, kPacked };
 
-// A weight matrix [rows, columns] in any of the formats of jaxllm/weights/qtensor.py, which says
+// A weight matrix [rows, columns] in any of the formats of jaxllm/weights/leaves/, which says
 // how each is laid out. `stride` is the distance between rows of `data`, in bytes. Here as in all
 // that follows, arrays are aligned to their elements and no further, and any size may be 0.
 struct Weight {
