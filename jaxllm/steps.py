@@ -361,7 +361,8 @@ def _checked(
     """
     config: ModelConfig = model.config
     tokens_BT = _as_array("tokens", tokens_BT)
-    positions_BT = _as_array("positions", positions_BT)
+    if positions_BT is not None:
+        positions_BT = _as_array("positions", positions_BT)
     shape = _shape(tokens_BT)
     if cache is not None:
         check_usable(cache)
@@ -453,8 +454,8 @@ def _shape(tokens_BT: Any) -> tuple[int, ...]:
 
 
 def _as_array(name: str, x: Any) -> Any:
-    """Lists become numpy arrays; jax arrays, tracers and None stay what they are."""
-    if x is None or isinstance(x, jax.Array):
+    """Lists become numpy arrays; jax arrays and tracers stay what they are."""
+    if isinstance(x, jax.Array):
         return x
     try:
         return np.asarray(x)

@@ -288,7 +288,8 @@ def same(one: KVCache, two: KVCache) -> bool:
     """`KVCache.__eq__` for two caches that exist."""
 
     def form(cache: KVCache) -> Any:
-        return jax.tree.map(lambda x: (x.shape, x.dtype), cache), jax.tree.structure(cache)
+        leaves, structure = jax.tree.flatten(cache)
+        return structure, [(x.shape, x.dtype) for x in leaves]
 
     if form(one) != form(two) or not np.array_equal(one.next_position_B, two.next_position_B):
         return False
