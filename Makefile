@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/ops/n
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
-.PHONY: demo test test-full lint format clean
+.PHONY: demo test test-full soak lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -18,6 +18,9 @@ test: lint
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
+
+soak: $(VENV)/.installed
+	$(BIN)/python scripts/soak.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -9,7 +9,6 @@ import typer
 
 from jaxllm.cli.console import note, write
 from jaxllm.cli.options import PrecisionFile, Quantize, load_model
-from jaxllm.cli.verify import transformers_directory
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.equivalence import Report
@@ -78,6 +77,7 @@ def vectors(
         make(directory, ours, texts, new_tokens=new_tokens)
     else:
         from jaxllm.evaluate.reference import Transformers
+        from jaxllm.verifying import transformers_directory
 
         with transformers_directory(model, lm, dtype) as hf:
             theirs = Transformers.load(hf, dtype)
