@@ -156,6 +156,8 @@ def test_what_the_file_says_is_checked_like_what_the_caller_says(lm: jaxllm.LM) 
         wrong.generate([5])
     assert wrong.generate([5], eos_token_id=[], top_p=1.0, max_new_tokens=1).tokens
     fine = {"pad_token_id": 0, "length_penalty": 2.0, "seed": 3, "no_such": 1, "max_length": 20}
+    beams = dataclasses.replace(lm, generation={"num_beams": 2})
+    assert beams.generate([5], max_new_tokens=2, length_penalty=2.0).score is not None
     greedy = lm.generate([5], max_new_tokens=4).tokens
     assert dataclasses.replace(lm, generation=fine).generate([5], max_new_tokens=4).tokens == greedy
     assert lm.generate([5], max_new_tokens=4, pad_token_id=0).tokens == greedy
