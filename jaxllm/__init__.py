@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jaxllm.decode.speculative import PromptLookup, Speculated, speculative_generate
     from jaxllm.embed import embeddings
     from jaxllm.evaluate.divergence import divergence
-    from jaxllm.evaluate.equivalence import verify
     from jaxllm.evaluate.perplexity import perplexity
     from jaxllm.evaluate.sensitivity import sensitivity
     from jaxllm.evaluate.stages import stages
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from jaxllm.models import build, param_shapes
     from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
+    from jaxllm.verifying import verify
     from jaxllm.weights.precision import Override, Precision, cast
     from jaxllm.weights.qtensor import Packed, QTensor
     from jaxllm.weights.quantize import dequantize, quantize
@@ -46,7 +46,6 @@ _HOMES = {
     "jaxllm.decode.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
     "jaxllm.embed": ("embeddings",),
     "jaxllm.evaluate.divergence": ("divergence",),
-    "jaxllm.evaluate.equivalence": ("verify",),
     "jaxllm.evaluate.perplexity": ("perplexity",),
     "jaxllm.evaluate.sensitivity": ("sensitivity",),
     "jaxllm.evaluate.stages": ("stages",),
@@ -56,6 +55,7 @@ _HOMES = {
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
     "jaxllm.weights.precision": ("Override", "Precision", "cast"),
     "jaxllm.weights.qtensor": ("Packed", "QTensor"),
+    "jaxllm.verifying": ("verify",),
     "jaxllm.weights.quantize": ("dequantize", "quantize"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

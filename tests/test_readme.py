@@ -82,7 +82,7 @@ FLOORS = {
     "ops": 2, "weights": 3, "cache": 4, "models": 5, "steps": 6, "decode": 7, "repair": 7,
     "checkpoint": 7, "text": 7, "exported": 4, "fixed": 8, "embed": 8, "export": 9, "evaluate": 8,
     "options": 8, "prompts": 8, "settings": 9, "complete": 10, "serving": 11, "api": 12,
-    "harness": 13, "bench": 13, "batchfile": 13, "cli": 14, "__main__": 15,
+    "harness": 13, "bench": 13, "batchfile": 13, "verifying": 13, "cli": 14, "__main__": 15,
 }  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from jaxllm.decode.generate import NO_TOKEN, Finish, bucket, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Processor, Sampler, process
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
-from jaxllm.steps import checked_prompts, prefill, run
+from jaxllm.inputs import checked_prompts
+from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
 from jaxllm.whole import is_number, whole
 
