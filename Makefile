@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-full lint format clean fuzz sanitize mutate
+.PHONY: demo test test-full lint format clean fuzz sanitize mutate soak
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -36,6 +36,10 @@ sanitize: $(VENV)/.installed-test
 # Half an hour; what was found before and has not changed is not tried again.
 mutate: $(VENV)/.installed-test
 	$(BIN)/python scripts/mutate.py
+
+# 1,000 requests and 10,000 generations: memory, compiled programs and answers stay what they are.
+soak: $(VENV)/.installed
+	$(BIN)/python scripts/soak.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

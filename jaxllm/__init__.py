@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jaxllm.decode.speculative import PromptLookup, Speculated, speculative_generate
     from jaxllm.embed import embeddings
     from jaxllm.evaluate.divergence import divergence
-    from jaxllm.evaluate.equivalence import verify
     from jaxllm.evaluate.perplexity import perplexity
     from jaxllm.evaluate.sensitivity import sensitivity
     from jaxllm.evaluate.stages import stages
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from jaxllm.models import build, param_shapes
     from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
+    from jaxllm.verifying import verify
     from jaxllm.weights.leaves.integers import QTensor
     from jaxllm.weights.leaves.packed import Packed
     from jaxllm.weights.precision import Override, Precision, cast
@@ -47,7 +47,6 @@ _HOMES = {
     "jaxllm.decode.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
     "jaxllm.embed": ("embeddings",),
     "jaxllm.evaluate.divergence": ("divergence",),
-    "jaxllm.evaluate.equivalence": ("verify",),
     "jaxllm.evaluate.perplexity": ("perplexity",),
     "jaxllm.evaluate.sensitivity": ("sensitivity",),
     "jaxllm.evaluate.stages": ("stages",),
@@ -58,6 +57,7 @@ _HOMES = {
     "jaxllm.weights.leaves.integers": ("QTensor",),
     "jaxllm.weights.leaves.packed": ("Packed",),
     "jaxllm.weights.precision": ("Override", "Precision", "cast"),
+    "jaxllm.verifying": ("verify",),
     "jaxllm.weights.quantize": ("dequantize", "quantize"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -254,7 +254,9 @@ class LM:
 
         Raises what `jaxllm.init_cache` raises.
         """
-        return init_cache(self.model, batch, capacity or self.config.context_length)
+        return init_cache(
+            self.model, batch, self.config.context_length if capacity is None else capacity
+        )
 
     def log_probs(self, text: Prompt) -> np.ndarray:
         """The log-probability of each token of `encode(text)` but the first, which nothing

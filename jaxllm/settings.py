@@ -13,7 +13,7 @@ from jaxllm.decode.overflow import Overflow
 from jaxllm.decode.sampling import GREEDY, Sampler
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
-from jaxllm.options import OPTIONS, Ends, Kind, check_options, check_values, check_ways, way_of
+from jaxllm.options import OPTIONS, Ends, Kind, check_values, check_ways, way_of
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -81,11 +81,11 @@ def read_settings(
     Raises SamplingError for an unknown or impossible option, CapacityError when prompt and new
     tokens exceed the context and no overflow policy is named, or the machine's memory.
     """
-    chosen = check_options(options, kind)
+    chosen = check_values(options)
     defaults = {
         name: generation[name]
         for name, option in OPTIONS.items()
-        if option.from_file and name not in chosen and generation.get(name) is not None
+        if option.from_file and name not in chosen and name in generation
     }
     given = {**check_values(defaults, "generation_config.json: "), **chosen}
     way = way_of(given, kind)

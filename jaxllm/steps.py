@@ -15,14 +15,13 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.kv import Delta, KVCache, Segment, check_fits, check_usable, extend, settle
-from jaxllm.config import ModelConfig
-from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
+from jaxllm.errors import ConfigError, TokenError
+from jaxllm.inputs import Array, as_array, checked, is_concrete, numpy_for, positions, shape_of
 from jaxllm.models.layers import Trace
 from jaxllm.shapes import power_of_two
 from jaxllm.weights.paths import Params
-from jaxllm.whole import whole, whole_array
+from jaxllm.whole import whole
 
-Array = Any  # a jax or numpy array, or a tracer of one
 Parts = tuple[Segment, ...]
 Mass = bool | Literal["layers"]  # none, summed over layers, or layer by layer
 Asked = Mass | Literal["heads"]  # or not summed at all
@@ -74,7 +73,7 @@ def forward(
     if attention_weights and attention_mass is not False:
         raise ConfigError("attention_mass is the sum of attention_weights: ask for one of them")
     asked: Asked = "heads" if attention_weights else attention_mass
-    tokens_BT, positions_BT = _checked(model, cache, tokens_BT, positions_BT)
+    tokens_BT, positions_BT = checked(model, cache, tokens_BT, positions_BT)
     segments = cache.segments if cache is not None else ()
     return _forward(model, params, segments, tokens_BT, positions_BT, bool(hidden_states), asked)
 
@@ -117,11 +116,11 @@ def decode_step(
     Raises what `forward` raises, and CapacityError when the cache is full.
     """
     check_usable(cache)
-    token_B = _as_array("tokens", token_B)
+    token_B = as_array("tokens", token_B)
     if token_B.ndim != 1:
         raise TokenError(f"decode_step takes one token a row, [B]; got shape {token_B.shape}")
     _check_mass(attention_mass)
-    tokens_BT, positions_BT = _checked(model, cache, token_B[:, None], None)
+    tokens_BT, positions_BT = checked(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
     return _grow(
         _DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT, attention_mass
@@ -179,20 +178,20 @@ def prefill(
     _check_mass(attention_mass)
     check_usable(cache)
     chunk = whole("chunk", chunk, 1, error=TokenError)
-    tokens_BT = _as_array("tokens", tokens_BT)
+    tokens_BT = as_array("tokens", tokens_BT)
     if lengths_B is not None:
         if positions_BT is not None:
             raise TokenError("give lengths_B or positions_BT, not both")
-        positions_BT = _positions(cache, _shape(tokens_BT), lengths_B)
-    tokens_BT, positions_BT = _checked(model, cache, tokens_BT, positions_BT)
+        positions_BT = positions(cache, shape_of(tokens_BT), lengths_B)
+    tokens_BT, positions_BT = checked(model, cache, tokens_BT, positions_BT)
     check_fits(cache, positions_BT)
-    if _is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
+    if is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
         raise TokenError("prefill: a row without a single real token has no last logits")
     T = tokens_BT.shape[1]
     width = chunk if chunk <= T else min(chunk, power_of_two(T, 8))
     padding = ((0, 0), (0, -T % width))
-    tokens_BT = _numpy(tokens_BT).pad(tokens_BT, padding)
-    positions_BT = _numpy(positions_BT).pad(positions_BT, padding, constant_values=-1)
+    tokens_BT = numpy_for(tokens_BT).pad(tokens_BT, padding)
+    positions_BT = numpy_for(positions_BT).pad(positions_BT, padding, constant_values=-1)
     return _grow(
         _PREFILL, cache, donate, model, params, tokens_BT, positions_BT, attention_mass, width
     )
@@ -351,122 +350,3 @@ def _check_mass(attention_mass: Mass) -> None:
         raise ConfigError(
             f"attention_mass must be False, True or 'layers', got {attention_mass!r:.40}"
         )
-
-
-def _checked(
-    model: nn.Module, cache: KVCache | None, tokens_BT: Array, positions_BT: Array | None
-) -> tuple[Any, Any]:
-    """Tokens and positions as int32, or the reason why not.
-
-    All preparation is numpy's: an operation of JAX would be compiled for every new length.
-    """
-    config: ModelConfig = model.config
-    tokens_BT = _as_array("tokens", tokens_BT)
-    positions_BT = _as_array("positions", positions_BT)
-    shape = _shape(tokens_BT)
-    if cache is not None:
-        check_usable(cache)
-        _check_cache(config, cache, shape[0])
-    if positions_BT is None:
-        positions_BT = _positions(cache, shape, None)
-    if positions_BT.shape != shape:
-        raise TokenError(f"positions are {positions_BT.shape}, the tokens {shape}")
-    for name, x in (("tokens", tokens_BT), ("positions", positions_BT)):
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TokenError(f"{name} must be integers, got {x.dtype}")
-    if _is_concrete(tokens_BT) and _is_concrete(positions_BT):
-        _check_values(config, np.asarray(tokens_BT), np.asarray(positions_BT))
-    return (
-        _numpy(tokens_BT).asarray(tokens_BT, np.int32),
-        _numpy(positions_BT).asarray(positions_BT, np.int32),
-    )
-
-
-def _check_values(config: ModelConfig, tokens_BT: np.ndarray, positions_BT: np.ndarray) -> None:
-    real = positions_BT >= 0
-    wrong = real & ((tokens_BT < 0) | (tokens_BT >= config.vocab_size))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise TokenError(
-            f"token id {tokens_BT[row, column]} (row {row}, column {column}) is outside the"
-            f" vocabulary of {config.vocab_size}"
-        )
-    limit = config.position_limit
-    if positions_BT.min() < -1 or positions_BT.max() >= limit:
-        position = positions_BT.min() if positions_BT.min() < -1 else positions_BT.max()
-        raise TokenError(
-            f"position {position} is outside the model: positions run from 0 to {limit - 1},"
-            " -1 is padding"
-        )
-
-
-def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
-    if cache.batch != batch:
-        raise CacheMismatchError(f"the cache has {cache.batch} rows, the tokens {batch}")
-    if cache.config != config:
-        ours, theirs = config.to_dict(), cache.config.to_dict()
-        differ = [name for name in ours if ours[name] != theirs.get(name)]
-        raise CacheMismatchError(
-            f"the cache is of another model: {differ[0]} is {theirs.get(differ[0])!r},"
-            f" the model's is {ours[differ[0]]!r}"
-        )
-
-
-def _positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:
-    """Positions that go on from the cache; -1 past each row's length."""
-    B, T = shape
-    start_B = np.zeros(B, np.int32) if cache is None else cache.next_position_B
-    xp = _numpy(start_B, lengths_B)
-    column = xp.arange(T, dtype=xp.int32)[None]
-    position_BT = xp.asarray(start_B)[:, None] + column
-    if lengths_B is None:
-        return position_BT
-    lengths_B = _as_array("lengths", lengths_B)
-    if not jnp.issubdtype(lengths_B.dtype, jnp.integer):
-        raise TokenError(f"lengths must be whole numbers, got {lengths_B.dtype}")
-    if lengths_B.shape != (B,):
-        raise TokenError(f"lengths must be [{B}], one a row; got shape {lengths_B.shape}")
-    if _is_concrete(lengths_B) and (lengths_B.min() < 1 or lengths_B.max() > T):
-        raise TokenError(f"lengths must be from 1 to {T}, got {lengths_B.tolist()}")
-    return xp.where(column < xp.asarray(lengths_B)[:, None], position_BT, -1)
-
-
-def checked_prompts(
-    config: ModelConfig, tokens_BT: Any, lengths_B: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts `[B, T]` and their lengths `[B]` as int32; padding, whatever it was, is 0.
-
-    lengths_B: None where there is no padding. Raises TokenError for what is none, or has ids
-    outside the vocabulary.
-    """
-    tokens_BT = whole_array("tokens", tokens_BT, TokenError)
-    position_BT = _positions(None, _shape(tokens_BT), lengths_B)
-    real_BT = position_BT >= 0
-    _check_values(config, tokens_BT, np.where(real_BT, 0, -1))  # the room is checked elsewhere
-    return np.where(real_BT, tokens_BT, 0).astype(np.int32), real_BT.sum(axis=1, dtype=np.int32)
-
-
-def _shape(tokens_BT: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = tokens_BT.shape
-    if len(shape) != 2 or 0 in shape:
-        raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}")
-    return shape
-
-
-def _as_array(name: str, x: Any) -> Any:
-    """Lists become numpy arrays; jax arrays, tracers and None stay what they are."""
-    if x is None or isinstance(x, jax.Array):
-        return x
-    try:
-        return np.asarray(x)
-    except ValueError:
-        raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}") from None
-
-
-def _is_concrete(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer)
-
-
-def _numpy(*arrays: Any) -> Any:
-    """The numpy to compute with: JAX's where anything is traced, the real one elsewhere."""
-    return np if all(map(_is_concrete, arrays)) else jnp

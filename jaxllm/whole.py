@@ -28,10 +28,11 @@ def whole(
     name: str, x: Any, least: int, most: int | None = None, error: type[JaxllmError] = SamplingError
 ) -> int:
     """x as an int. Raises `error`, by name, for what is no whole number from least to most."""
-    if not is_whole(x) or not least <= operator.index(x) or (most is not None and x > most):
+    number = operator.index(x) if is_whole(x) else least - 1
+    if number < least or (most is not None and number > most):
         up = "up" if most is None else f"to {most}"
         raise error(f"{name} must be a whole number from {least} {up}, got {x!r:.60}")
-    return operator.index(x)
+    return number
 
 
 def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:

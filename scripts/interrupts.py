@@ -112,6 +112,7 @@ def interrupts(
     seed: Annotated[int, typer.Option(help="Of the moments.")] = 1,
 ) -> None:
     """Interrupt commands at random moments and print a table of how they end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     draw = random.Random(seed)
     model = model if ":" in model else str(Path(model).absolute())
     wrong = 0

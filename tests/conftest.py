@@ -1,7 +1,9 @@
 """What every test shares: strict numerics, tiny random models, their PyTorch twins, the data."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,17 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time that tracing takes
 
 os.environ["JAXLLM_COMPILE_CACHE"] = "0"  # nothing is left in anybody's home
 
-# Compiling takes what it takes; and what CI runs today it runs tomorrow.
-hypothesis.settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
+# Compiling takes what it takes, a busy machine longer; and what CI runs today it runs tomorrow.
+hypothesis.settings.register_profile(
+    "here",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+)
 hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +37,12 @@ LONGEST = ("test_readme.py", "test_notebooks.py", "test_cli.py", "test_api.py")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is not looked through again whenever garbage is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 # Thousands of compiled programs in one process exhaust its memory maps.
@@ -56,6 +70,14 @@ def _forgotten(programs: list[str]) -> Iterator[None]:
     if len(programs) > MOST_PROGRAMS:
         jax.clear_caches()
         programs.clear()
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a demo model's first two layers, by its family (see `twins.cut_demo`)."""
+    from tests.twins import cut_demo
+
+    return cache(lambda family: cut_demo(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="session")

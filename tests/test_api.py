@@ -20,13 +20,12 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
-from tests.twins import BOTH, cut_demo, in_both, save_random, tokens
+from tests.twins import BOTH, in_both, save_random, tokens
 
 
 @pytest.fixture(scope="module", params=BOTH)
-def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> jaxllm.LM:
-    directory = cut_demo(request.param, tmp_path_factory.mktemp("demo"))
-    return jaxllm.load(directory, dtype="float32")
+def demo(request: pytest.FixtureRequest, shallow: Any) -> jaxllm.LM:
+    return jaxllm.load(shallow(request.param), dtype="float32")
 
 
 @pytest.fixture(scope="module")

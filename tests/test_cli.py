@@ -177,7 +177,7 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path) ->
     assert answers["b"]["text"] == run(*alone)[1]
     assert answers[3]["finish_reason"] == "stop"
     assert "." not in answers[3]["text"]
-    assert "line 5 is no JSON" in answers[4]["error"]
+    assert "line 5 is not valid JSON" in answers[4]["error"]
     assert "line 6 has no prompt" in answers[5]["error"]
     assert "vocabulary" in answers["outside"]["error"]
     assert "temperature must be" in answers[7]["error"]

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 
 import jaxllm
 from jaxllm import cli
-from jaxllm.cli.verify import transformers_directory
 from jaxllm.embed import embeddings
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
 from jaxllm.ops.pooling import normalized, pool
+from jaxllm.verifying import transformers_directory
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 13, 8, 3)]

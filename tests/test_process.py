@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ SAID = {
     "one file": "; x was not written",
     "telling": "; 3 of 7 are done",
 }
+
+
+@pytest.fixture(autouse=True)
+def _heeded() -> Iterator[None]:
+    """Programs are started as from a terminal: what runs in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def started(code: str, folder: Path, *, stdin: Any = None) -> "subprocess.Popen[bytes]":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, SamplingError, TokenError
 from tests.twins import BOTH, VOCAB, in_both, random_model, tokens
 
 BAR = 1e-5  # float32, ours against ours, other shapes
@@ -342,3 +342,114 @@ def test_steps_run_under_jit_vmap_and_grad(lm: Any) -> None:
     assert np.abs(gradient[0, :5]).max() > 0  # what the row has seen
     assert np.abs(gradient[0, 5:]).max() == 0  # empty slots
     assert np.abs(gradient[1]).max() == 0  # another row
+
+
+def test_attention_weights_are_what_the_mass_is_made_of(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 9))
+    after = tokens(2, 5, seed=1)
+    out = jaxllm.forward(model, params, cache, after, attention_weights=True)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    assert out.attention_weights.shape == (layers, 2, heads, 5, 45)
+    np.testing.assert_allclose(out.attention_weights.sum(axis=-1), 1, atol=1e-5)
+    assert not out.attention_weights[..., 0, 41:].any()  # what comes later is not seen
+    mass = jaxllm.forward(model, params, cache, after, attention_mass="layers")
+    np.testing.assert_allclose(
+        out.attention_weights.sum(axis=(2, 3)), mass.attention_mass, atol=1e-4
+    )
+    close(out.logits, mass.logits)
+    with pytest.raises(ConfigError, match="ask for one"):
+        jaxllm.forward(model, params, cache, after, attention_weights=True, attention_mass=True)
+
+
+def test_attention_weights_of_heads_that_share_keys_add_up_to_their_heads() -> None:
+    model, params = random_model("mistral", sliding_window=4)
+    ids = tokens(1, 9)
+    out = jaxllm.forward(model, params, None, ids, attention_weights=True)
+    layer = jaxllm.stages(model, params, None, ids)
+    weight_NTS = out.attention_weights[0, 0]
+    assert not weight_NTS[:, 8, :5].any()  # the window
+    v_SKH = layer["layers.0.v"][0]
+    v_SNH = jnp.repeat(v_SKH, model.config.num_attention_heads // v_SKH.shape[1], axis=1)
+    close(jnp.einsum("NTS,SNH->TNH", weight_NTS, v_SNH), layer["layers.0.heads"][0])
+
+
+RAGGED = [[1, 2, 3], [4, 5]]
+OUTSIDE = [2**31 + 5, -(2**40), 2**70]
+
+
+def test_what_is_no_array_of_tokens_is_refused_by_name(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, tokens(2, 5))
+    for wrong in (RAGGED, [[1.5, 2], [3, 4]], [["1"], ["2"]], [[True], [False]], None, 5, {}):
+        for call in (
+            lambda x: jaxllm.forward(model, params, cache, x),
+            lambda x: jaxllm.prefill(model, params, cache, x),
+            lambda x: jaxllm.prefill(model, params, cache, x, lengths_B=[1, 1]),
+            lambda x: jaxllm.generate(model, params, x, max_new_tokens=2),
+            lambda x: jaxllm.beam_search(model, params, x, num_beams=2, max_new_tokens=2),
+            lambda x: jaxllm.speculative_generate(
+                model, params, x, draft=jaxllm.PromptLookup(), max_new_tokens=2
+            ),
+        ):
+            with pytest.raises(TokenError):
+                call(wrong)
+    for token in OUTSIDE:
+        for call in (jaxllm.forward, jaxllm.prefill):
+            with pytest.raises(
+                TokenError, match=r"outside the vocabulary|more than 64 bits|object"
+            ):
+                call(model, params, cache, [[1], [token]])
+        with pytest.raises(TokenError, match=r"outside the vocabulary|more than 64 bits|object"):
+            jaxllm.decode_step(model, params, cache, [1, token])
+        with pytest.raises(TokenError, match=r"outside the vocabulary|more than 64 bits"):
+            jaxllm.generate(model, params, [[1, token]], max_new_tokens=2)
+
+
+def test_sizes_and_lengths_are_whole_numbers(lm: Any) -> None:
+    model, params = lm
+    cache, ids = filled(lm, tokens(2, 5)), tokens(2, 5)
+    for lengths in ([4.5, 5.0], [True, True], ["4", "5"], [2**40, 5], [0, 5], [5]):
+        with pytest.raises(TokenError, match="lengths"):
+            jaxllm.prefill(model, params, cache, ids, lengths_B=lengths)
+        with pytest.raises(TokenError, match="lengths"):
+            jaxllm.generate(model, params, ids, lengths_B=lengths, max_new_tokens=2)
+    for chunk in (2.5, 0, "3", None, True):
+        with pytest.raises(TokenError, match="chunk must be a whole number"):
+            jaxllm.prefill(model, params, cache, ids, chunk=chunk)
+    for new in (2.5, 0, 2**40, "3", [1, 2, 3], None):
+        with pytest.raises(SamplingError, match="max_new_tokens"):
+            jaxllm.generate(model, params, ids, max_new_tokens=new)
+    for eos in ("12", 5, 2.5, [1.5], [-1], ["1"]):
+        with pytest.raises(SamplingError, match=r"end-of-text|eos_token_ids"):
+            jaxllm.generate(model, params, ids, max_new_tokens=2, eos_token_ids=eos)
+    for seed in (1.5, -1, 2**64, "7", None, True):
+        with pytest.raises(SamplingError, match="seed must be"):
+            jaxllm.generate(model, params, ids, max_new_tokens=2, seed=seed)
+
+
+def test_numbers_of_numpy_and_jax_are_numbers(lm: Any) -> None:
+    model, params = lm
+    ids, hot = tokens(1, 5), jaxllm.make_sampler(temperature=1.0)
+
+    def drawn(new: Any, seed: Any, eos: Any) -> list[int]:
+        found = jaxllm.generate(
+            model, params, ids, max_new_tokens=new, seed=seed, eos_token_ids=eos, sampler=hot
+        )
+        return found.token_BT[0].tolist()
+
+    plain = drawn(4, 5, [2])
+    assert drawn(np.int64(4), np.int64(5), np.array([2])) == plain
+    assert drawn(jnp.int32(4), jnp.int32(5), jnp.array([2])) == plain
+    assert drawn(4, np.uint64(5), (np.int32(2),)) == plain
+
+
+def test_what_is_no_cache_is_refused_by_name(lm: Any) -> None:
+    model, params = lm
+    for wrong in ({}, "x", 5, lm):
+        with pytest.raises(CacheMismatchError, match="must be a KVCache"):
+            jaxllm.decode_step(model, params, wrong, [1])
+        with pytest.raises(CacheMismatchError, match="must be a KVCache"):
+            jaxllm.prefill(model, params, wrong, [[1]], lengths_B=[1])
+        with pytest.raises(CacheMismatchError, match="must be a KVCache"):
+            jaxllm.generate(model, params, [[1]], max_new_tokens=1, cache=wrong)

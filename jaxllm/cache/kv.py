@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxllm.cache.equal import same
 from jaxllm.cache.show import Shown, marked_text
 from jaxllm.cache.write import at_cursor, window_at_cursor
 from jaxllm.config import ModelConfig
@@ -282,30 +283,6 @@ def as_kept(delta: Delta, like: Segment) -> Segment:
         token_BS=delta.token_BS,
         patched_BS=delta.patched_BS,
     )
-
-
-def same(one: KVCache, two: KVCache) -> bool:
-    """`KVCache.__eq__` for two caches that exist."""
-
-    def form(cache: KVCache) -> Any:
-        return jax.tree.map(lambda x: (x.shape, x.dtype), cache), jax.tree.structure(cache)
-
-    if form(one) != form(two) or not np.array_equal(one.next_position_B, two.next_position_B):
-        return False
-    return all(map(_same_segment, one.segments, two.segments))
-
-
-def _same_segment(one: Segment, two: Segment) -> bool:
-    there_BS = np.asarray(one.position_BS) >= 0
-
-    def alike(x: jax.Array, y: jax.Array) -> bool:
-        shared = x.shape[: there_BS.ndim] != there_BS.shape  # by rows with positions of their own
-        there = there_BS.any(axis=0, keepdims=True) if shared else there_BS
-        return np.asarray(x)[there].tobytes() == np.asarray(y)[there].tobytes()
-
-    if not np.array_equal(one.position_BS, two.position_BS):
-        return False
-    return all(map(alike, jax.tree.leaves(one), jax.tree.leaves(two)))
 
 
 def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:

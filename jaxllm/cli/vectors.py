@@ -9,7 +9,6 @@ import typer
 
 from jaxllm.cli.console import note, write
 from jaxllm.cli.options import FullDtype, PrecisionFile, Quantize, load_model
-from jaxllm.cli.verify import transformers_directory
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,6 +81,7 @@ def vectors(
         make(directory, ours, texts, new_tokens=new_tokens)
     else:
         from jaxllm.evaluate.reference import Transformers
+        from jaxllm.verifying import transformers_directory
 
         with transformers_directory(model, lm, dtype) as hf:
             theirs = Transformers.load(hf, dtype)

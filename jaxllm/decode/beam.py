@@ -23,8 +23,9 @@ from jaxllm.decode.generate import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Processor, Sampler, process
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
+from jaxllm.inputs import checked_prompts
 from jaxllm.shapes import bucket
-from jaxllm.steps import checked_prompts, prefill, run
+from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
 from jaxllm.whole import is_number, whole
 

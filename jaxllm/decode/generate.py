@@ -19,8 +19,9 @@ from jaxllm.decode.overflow import Overflow
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, keys_of, sample_next
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
+from jaxllm.inputs import checked_prompts
 from jaxllm.shapes import bucket
-from jaxllm.steps import Mass, checked_prompts, prefill, run
+from jaxllm.steps import Mass, prefill, run
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole, whole_array
 

@@ -28,8 +28,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.decode.generate import Finish, new_tokens, padded_eos
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, keys_of, process
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.inputs import checked_prompts
 from jaxllm.shapes import bucket
-from jaxllm.steps import checked_prompts, prefill, run
+from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole
 

@@ -67,7 +67,8 @@ def attend(
     mass: also return what each slot of all parts received, float32 `[B, S]`: its softmax weights,
     summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
     """
-    if not mass and native.enabled():
+    alike = all(k.dtype == v.dtype for k, v, _ in parts)  # or the kernel does not take them
+    if not mass and alike and native.enabled():
         return _traced_once(q_BTNH, position_BT, tuple(parts), scale, window), None
     return _fold(q_BTNH, position_BT, parts, scale, window, mass)
 

@@ -31,21 +31,22 @@ def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[s
     Raises SamplingError, with all complaints, for unknown names (and says what may be meant),
     values of the wrong type or out of range, and options that do not go together.
     """
-    if unknown := [f"no option {name}{_meant(name)}" for name in options if name not in OPTIONS]:
-        raise SamplingError("; ".join(unknown))
-    chosen = check_values({k: v for k, v in options.items() if v is not None})
+    chosen = check_values(options)
     check_ways(chosen, way_of(chosen, kind))
     return chosen
 
 
 def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-    """The values of known options as they are used; raises SamplingError with all that are wrong.
+    """The options that are not None, each by itself as it is used.
 
-    source: of the options, for messages.
+    source: of the options, for messages. Raises SamplingError with all that are unknown or wrong.
     """
-    chosen, wrong = {}, []
+    chosen = {}
+    wrong = [f"no option {name}{_meant(name)}" for name in options if name not in OPTIONS]
     for name, value in options.items():
-        option = OPTIONS[name]
+        option = OPTIONS.get(name)
+        if option is None or value is None:
+            continue
         try:
             chosen[name] = option.check(value)
         except SamplingError as error:

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cache import drop_range, fork, keep, rewind, shift
+from jaxllm.cache import branch, drop_range, fork, keep, rewind, shift
+from jaxllm.cache.kv import cache_nbytes
 from jaxllm.decode.truncation import Temperature
-from jaxllm.errors import CacheMismatchError, ConfigError
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.models import build
 from jaxllm.ops import Int8Entries, dense, keep_as
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, lm_of, peek
@@ -47,20 +49,49 @@ class Letters:
         return "".join(chr(ord("a") + i) for i in ids)
 
 
-def test_show_marks_what_was_culled_and_patched(lm: Any, capsys: Any) -> None:
+def test_show_marks_what_was_culled_and_patched(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, np.array([range(9), range(10, 19)]))
-    cache.show(Letters())
-    assert capsys.readouterr().out == "abcdefghi\nklmnopqrs\n"
+    assert cache.show(Letters()) == ("abcdefghi", "klmnopqrs")
     culled = drop_range(cache, [0, 2], [1, 5])
-    jaxllm.recompute(model, params, culled, 5, 7).show(Letters())
-    assert capsys.readouterr().out == "[-a-]bcde{+fg+}hi\nkl[-mno-]{+pq+}rs\n"
-    shift(drop_range(cache, 2, 4), -2, start=4).show(Letters())  # what moved up comes after
-    assert capsys.readouterr().out.splitlines()[0] == "ab[-cd-]efghi"
-    jaxllm.insert(model, params, drop_range(cache, 2, 4), 5, [[25], [25]]).show(Letters())
-    assert capsys.readouterr().out.splitlines()[0] == "ab[-cd-]ezfghi"
-    rewind(drop_range(cache, 6, 8), to=7).show(Letters())
-    assert capsys.readouterr().out.splitlines()[0] == "abcdef[-g-]"
+    shown = jaxllm.recompute(model, params, culled, 5, 7).show(Letters())
+    assert str(shown) == repr(shown) == "[-a-]bcde{+fg+}hi\nkl[-mno-]{+pq+}rs"
+    assert "<del>a</del>bcde<ins>fg</ins>hi" in shown._repr_html_()
+    moved = shift(drop_range(cache, 2, 4), -2, start=4)  # what moved up comes after
+    assert moved.show(Letters())[0] == "ab[-cd-]efghi"
+    put = jaxllm.insert(model, params, drop_range(cache, 2, 4), 5, [[25], [25]])
+    assert put.show(Letters())[0] == "ab[-cd-]ezfghi"
+    assert rewind(drop_range(cache, 6, 8), to=7).show(Letters())[0] == "abcdef[-g-]"
+
+
+def test_caches_are_equal_where_they_hold_the_same(lm: Any) -> None:
+    model, params = lm
+    cache = filled(lm, np.array([range(9), range(10, 19)]))
+    assert cache == filled(lm, np.array([range(9), range(10, 19)]))
+    assert cache != filled(lm, np.array([range(9), range(11, 20)]))
+    assert cache != drop_range(cache, 2, 3)
+    assert cache != "cache"
+    longer = jaxllm.decode_step(model, params, cache, [1, 2])[1]
+    assert longer != cache
+    assert rewind(longer, 1) == cache  # what an empty slot holds is nothing
+    assert fork(branch(cache, 0), 2, capacity=3) == fork(branch(cache, 0), 2, capacity=3)
+
+
+def test_what_is_no_size_is_refused_by_name_before_it_is_asked_for(lm: Any) -> None:
+    model, _ = lm
+    for sizes in ((1, 2.5), (1, 2**50), (2**40, 1), (True, 4), (1, "8"), (1, 0), (2**20, 2**30)):
+        with pytest.raises(CapacityError, match=r"whole number from 1|would take"):
+            jaxllm.init_cache(model.config, *sizes)
+    assert jaxllm.init_cache(model.config, np.int64(1), np.int32(8)).capacity == 8
+    half = build(model.config, Precision.uniform("float16"))
+    assert jaxllm.init_cache(half, 1, 8).dtype == "float16"
+    assert jaxllm.init_cache(half, 1, 8, dtype="int8").dtype == "int8"
+    assert jaxllm.init_cache(model.config, 1, 8).dtype == "float32"
+    for format_ in ("float32", "bfloat16", "int8"):
+        cache = jaxllm.init_cache(model.config, 3, 8, dtype=format_)
+        assert abs(cache_nbytes(model.config, 3, 8, format_) - cache.nbytes) < 32
+    with pytest.raises(ConfigError, match="a model or its configuration"):
+        jaxllm.init_cache("llama", 1, 8)  # type: ignore[arg-type]
 
 
 def test_its_text_comes_back_in_order(lm: Any) -> None:

@@ -18,7 +18,7 @@ from jaxllm.decode.options import PROCESSORS, make_sampler
 from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample, sample_next
 from jaxllm.decode.sampling import process as process_in
 from jaxllm.decode.truncation import TopK, TopP
-from jaxllm.errors import SamplingError
+from jaxllm.errors import NonFiniteError, SamplingError
 
 TOP_K, TOP_P = jax.jit(TopK.__call__), jax.jit(TopP.__call__)
 PROCESS = jax.jit(process_in)
@@ -387,3 +387,18 @@ def test_the_order_is_that_of_the_table_whatever_order_was_given() -> None:
         *("XTC", "Mirostat"),
     ]
     assert jax.tree.structure(forward) == jax.tree.structure(backward)
+
+
+def test_a_row_that_nothing_can_be_drawn_from_is_refused() -> None:
+    good_V = np.zeros(9, np.float32)
+    masked_V = np.where(np.arange(9) == 4, np.float32(0), -np.inf).astype(np.float32)
+    key = jax.random.key(0)
+    assert int(jaxllm.sample(key, jnp.array([good_V, masked_V]), jaxllm.Sampler())[1]) == 4
+    for wrong in (np.nan, np.inf, -np.inf):
+        bad_V = good_V.copy()
+        bad_V[3 if wrong != -np.inf else slice(None)] = wrong
+        for sampler in (jaxllm.GREEDY, jaxllm.Sampler()):
+            with pytest.raises(NonFiniteError, match="row 1"):
+                jaxllm.sample(key, jnp.array([good_V, bad_V]), sampler)
+            jitted = jax.jit(jaxllm.sample)(key, jnp.array([good_V, bad_V]), sampler)
+            assert jitted.shape == (2,)  # inside jit nothing can be raised

@@ -298,7 +298,7 @@ def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_pa
     [
         ((), "give --text FILE or --documents FILE"),
         (("--text", "-", "--documents", "x"), "give --text FILE or --documents FILE"),
-        (("--text", "missing.txt"), "missing.txt is not a regular file"),
+        (("--text", "missing.txt"), "cannot read missing.txt: No such file or directory"),
         (("--text", "-", "--bos", "twice"), "--bos must be one of auto, first, each, none"),
         (("--text", "-", "--window", 100000), "does not fit the context"),
         (("--text", "-", "--quantize", "int3"), "int3"),

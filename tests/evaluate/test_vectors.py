@@ -225,11 +225,24 @@ def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> No
     edits: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "format": (lambda h: h.update(format="other"), "'other'"),
         "version": (lambda h: h.update(version=9), "version 9"),
-        "missing": (lambda h: h.pop("cases"), "malformed"),
-        "kind": (lambda h: h.update(cases=[1]), "malformed"),
-        "stage": (lambda h: h["stages"].append("nothing"), "malformed"),
+        "missing": (lambda h: h.pop("cases"), "missing required field cases"),
+        "kind": (lambda h: h.update(cases=[1]), "cases must be an object, got"),
+        "field": (lambda h: h.update(colour=1), "unknown field colour"),
+        "stage": (lambda h: h["stages"].append("nothing"), "stage nothing has not the 8 tokens"),
+        "dtype": (lambda h: h.update(dtype=["float32"]), "dtype must be a text"),
+        "short": (lambda h: h["texts"].append([1]), r"texts\[2\] must be a list of length >= 2"),
+        "texts": (lambda h: h["texts"].append([1, 2]), "has not the 10 tokens of the texts"),
+        "cached": (lambda h: h["cases"]["left"].update(cached=9), "left does not run its texts"),
+        "ragged": (lambda h: h["cases"]["left"]["tokens"][0].pop(), "left does not run its texts"),
+        "huge": (
+            lambda h: h["cases"]["left"]["tokens"][0].__setitem__(0, 10**30),
+            r"must be a whole number < 2147483648",
+        ),
         "token": (lambda h: h["cases"]["left"]["tokens"][0].__setitem__(0, 4), "left"),
-        "text": (lambda h: h["cases"]["right"].update(texts=[0, 7]), "malformed"),
+        "text": (
+            lambda h: h["cases"]["right"].update(texts=[0, 7]),
+            "right does not run its texts",
+        ),
     }
     for name, (edit, words) in edits.items():
         with pytest.raises(CheckpointError, match=words):

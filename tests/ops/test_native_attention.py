@@ -125,3 +125,12 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(kept: str) ->
         np.testing.assert_allclose(after[0, :11], before[0, :11], atol=0.02, err_msg=isa)
         np.testing.assert_allclose(after[0, 11:, 0], before[0, 11:, 0], atol=0.02, err_msg=isa)
         assert not np.isfinite(after[0, 11:, 1]).any(), isa
+
+
+def test_keys_and_values_of_two_formats_are_read_too() -> None:
+    rng = np.random.default_rng(11)
+    q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 4, 2, 16)), jnp.float32) for _ in "qkv")
+    part = ops.Part(ops.keep_as(k, jnp.int8), v, jnp.arange(4)[None])
+    out, _ = ops.attend(q, part.position_BS, [part], scale=0.3, window=None)
+    expected = brute_force(np.asarray(q), np.arange(4)[None], in_numpy([part]), 0.3, None)
+    np.testing.assert_allclose(out, expected, atol=5e-6)

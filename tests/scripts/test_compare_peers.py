@@ -318,7 +318,7 @@ def test_a_run_on_the_demo_times_each_contender_on_each_test(run: Run) -> None:
     engines += ["llama.cpp float32", "llama.cpp int8"]
     assert list(run.results) == [(test, e) for test in ("pp8", "tg2 @ d8") for e in engines]
     for r in run.results.values():
-        assert len(r["seconds"]) == 1 and 0 < r["seconds"][0] < 60
+        assert len(r["seconds"]) == 1 and r["seconds"][0] > 0
     assert len(run.calls) == 2 * 2 * 2  # files, tests, and a round beside the first
     assert run.results["tg2 @ d8", "llama.cpp int8"]["tokens_per_second"] == 500  # 2 in 4 ms
     assert run.results["pp8", "llama.cpp int8"]["tokens_per_second"] == 2000

@@ -55,8 +55,8 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def lm() -> jaxllm.LM:
-    return jaxllm.load("demo:llama")
+def lm(shallow: Any) -> jaxllm.LM:
+    return jaxllm.load(shallow("llama"))
 
 
 @pytest.fixture(autouse=True)

@@ -160,10 +160,10 @@ def test_quantized_forward_is_transformers_on_the_dequantized_weights(
     ("quantize", "dtype"), [("int4-g32-zp", None), ("int8-f16", None), ("bf16-packed", "bfloat16")]
 )
 def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
-    quantize: str, dtype: str | None, tmp_path: Path
+    quantize: str, dtype: str | None, tmp_path: Path, shallow: Any
 ) -> None:
-    lm = jaxllm.load("demo:llama", dtype=dtype, quantize=quantize)
-    opened = jaxllm.api.open_checkpoint("demo:llama")
+    lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
+    opened = jaxllm.api.open_checkpoint(shallow("llama"))
     save(tmp_path / "q", in_memory(opened, lm.params, lm.model.precision))
     again = jaxllm.load(tmp_path / "q")
     assert again.model == lm.model
@@ -178,10 +178,10 @@ def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
     )
 
 
-def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path, shallow: Any) -> None:
     def crafted(quantize: str, change: Any, dtype: str | None = None) -> None:
-        lm = jaxllm.load("demo:llama", dtype=dtype, quantize=quantize)
-        opened = jaxllm.api.open_checkpoint("demo:llama")
+        lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
+        opened = jaxllm.api.open_checkpoint(shallow("llama"))
         directory = tmp_path / f"{quantize}-{len(list(tmp_path.iterdir()))}"
         save(directory, in_memory(opened, lm.params, lm.model.precision))
         tensors = {n: t.read() for n, t in open_tensors(directory / "model.safetensors").items()}
@@ -220,7 +220,7 @@ def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path) -> None:
             crafted("bf16-packed", item(name, index, value), "bfloat16")
 
 
-def test_overrides_quantize_one_module_and_choose_its_output() -> None:
+def test_overrides_quantize_one_module_and_choose_its_output(shallow: Any) -> None:
     precision = Precision(
         weights="bfloat16",
         activations="bfloat16",
@@ -236,7 +236,7 @@ def test_overrides_quantize_one_module_and_choose_its_output() -> None:
     assert precision.format_at("layers.1.mlp.up_proj.bias", 1) == "bfloat16"
     assert precision.format_at("embed_tokens.weight", 2) == "int8"
     assert precision.output_at("layers.1.mlp.down_proj") == "float32"
-    lm = jaxllm.load("demo:llama", dtype=precision)
+    lm = jaxllm.load(shallow("llama"), dtype=precision)
     assert format_of(lm.params["layers.1"]["mlp"]["down_proj"]["weight"]) == "int8"
     assert jaxllm.forward(lm.model, lm.params, None, [[1, 2, 3]]).logits.shape == (1, 3, 1536)
     twice = jaxllm.cast(lm.params, precision)

@@ -46,7 +46,7 @@ void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void*
     }
     if (kept == Kept::kBF16) {
       uint16_t* to = static_cast<uint16_t*>(prepared) + r * stride;
-      memcpy(to, static_cast<const uint16_t*>(in.x) + r * in.columns, 2 * in.columns);
+      if (in.columns) memcpy(to, static_cast<const uint16_t*>(in.x) + r * in.columns, 2 * in.columns);
       memset(to + in.columns, 0, 2 * (wide - in.columns));
       if (w.kind != Kind::kInt4) continue;
       for (int64_t c = 0; c < wide; c += 128) in_places(to + c);

@@ -254,6 +254,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
   const auto found = parts_of(pieces.value(), queries);
   if (!found.has_value()) return found.error();
   const std::vector<Part>& parts = found.value();
+  if (!out->element_count()) return ffi::Error::Success();
   const Kernels* kernels = chosen.load();
   const int64_t some = 16, strips = (queries.T + some - 1) / some, heads = queries.B * queries.K;
   const auto work = [&](int64_t begin, int64_t end) {

@@ -125,7 +125,7 @@ static void input_row(const Input& in, int64_t r, int64_t width, float* out) {
   if (in.bf16) {
     const uint16_t* x = static_cast<const uint16_t*>(in.x) + r * in.columns;
     for (int64_t i = 0; i < in.columns; i++) out[i] = from_bf16(x[i]);
-  } else {
+  } else if (in.columns) {  // what has no columns may have no address
     memcpy(out, static_cast<const float*>(in.x) + r * in.columns, 4 * in.columns);
   }
   for (int64_t i = in.columns; i < width; i++) out[i] = 0;

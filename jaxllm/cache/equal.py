@@ -1,0 +1,31 @@
+"""Whether two caches hold the same: what `KVCache.__eq__` means."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two caches have one form, and the same bits in the slots that hold tokens."""
+
+    def form(cache: Any) -> Any:
+        leaves, structure = jax.tree.flatten(cache)
+        return structure, [(x.shape, x.dtype) for x in leaves]
+
+    if form(one) != form(two) or not np.array_equal(one.next_position_B, two.next_position_B):
+        return False
+    return all(map(_same_segment, one.segments, two.segments))
+
+
+def _same_segment(one: Any, two: Any) -> bool:
+    there_BS = np.asarray(one.position_BS) >= 0
+
+    def alike(x: jax.Array, y: jax.Array) -> bool:
+        shared = x.shape[: there_BS.ndim] != there_BS.shape  # by rows with positions of their own
+        there = there_BS.any(axis=0, keepdims=True) if shared else there_BS
+        return np.asarray(x)[there].tobytes() == np.asarray(y)[there].tobytes()
+
+    if not np.array_equal(one.position_BS, two.position_BS):
+        return False
+    return all(map(alike, jax.tree.leaves(one), jax.tree.leaves(two)))

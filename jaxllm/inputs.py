@@ -1,0 +1,136 @@
+"""What the steps are given, checked on the host: tokens, positions, lengths, and whose cache it is.
+
+Inside `jit`, where nothing can be known, the same functions pass tracers on. All preparation is
+numpy's: an operation of JAX would be compiled for every new length.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import KVCache, check_usable
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CacheMismatchError, TokenError
+from jaxllm.whole import whole_array
+
+Array = Any  # a jax or numpy array, or a tracer of one
+
+
+def checked(
+    model: nn.Module, cache: KVCache | None, tokens_BT: Array, positions_BT: Array | None
+) -> tuple[Any, Any]:
+    """Tokens and positions as int32, or the reason why not."""
+    config: ModelConfig = model.config
+    tokens_BT = as_array("tokens", tokens_BT)
+    if positions_BT is not None:
+        positions_BT = as_array("positions", positions_BT)
+    shape = shape_of(tokens_BT)
+    if cache is not None:
+        check_usable(cache)
+        _check_cache(config, cache, shape[0])
+    if positions_BT is None:
+        positions_BT = positions(cache, shape, None)
+    if positions_BT.shape != shape:
+        raise TokenError(f"positions are {positions_BT.shape}, the tokens {shape}")
+    for name, x in (("tokens", tokens_BT), ("positions", positions_BT)):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TokenError(f"{name} must be integers, got {x.dtype}")
+    if is_concrete(tokens_BT) and is_concrete(positions_BT):
+        _check_values(config, np.asarray(tokens_BT), np.asarray(positions_BT))
+    return (
+        numpy_for(tokens_BT).asarray(tokens_BT, np.int32),
+        numpy_for(positions_BT).asarray(positions_BT, np.int32),
+    )
+
+
+def _check_values(config: ModelConfig, tokens_BT: np.ndarray, positions_BT: np.ndarray) -> None:
+    real = positions_BT >= 0
+    wrong = real & ((tokens_BT < 0) | (tokens_BT >= config.vocab_size))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise TokenError(
+            f"token id {tokens_BT[row, column]} (row {row}, column {column}) is outside the"
+            f" vocabulary of {config.vocab_size}"
+        )
+    limit = config.position_limit
+    if positions_BT.min() < -1 or positions_BT.max() >= limit:
+        position = positions_BT.min() if positions_BT.min() < -1 else positions_BT.max()
+        raise TokenError(
+            f"position {position} is outside the model: positions run from 0 to {limit - 1},"
+            " -1 is padding"
+        )
+
+
+def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
+    if cache.batch != batch:
+        raise CacheMismatchError(f"the cache has {cache.batch} rows, the tokens {batch}")
+    if cache.config != config:
+        ours, theirs = config.to_dict(), cache.config.to_dict()
+        differ = [name for name in ours if ours[name] != theirs.get(name)]
+        raise CacheMismatchError(
+            f"the cache is of another model: {differ[0]} is {theirs.get(differ[0])!r},"
+            f" the model's is {ours[differ[0]]!r}"
+        )
+
+
+def positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:
+    """Positions that go on from the cache; -1 past each row's length."""
+    B, T = shape
+    start_B = np.zeros(B, np.int32) if cache is None else cache.next_position_B
+    xp = numpy_for(start_B, lengths_B)
+    column = xp.arange(T, dtype=xp.int32)[None]
+    position_BT = xp.asarray(start_B)[:, None] + column
+    if lengths_B is None:
+        return position_BT
+    lengths_B = as_array("lengths", lengths_B)
+    if not jnp.issubdtype(lengths_B.dtype, jnp.integer):
+        raise TokenError(f"lengths must be whole numbers, got {lengths_B.dtype}")
+    if lengths_B.shape != (B,):
+        raise TokenError(f"lengths must be [{B}], one a row; got shape {lengths_B.shape}")
+    if is_concrete(lengths_B) and (lengths_B.min() < 1 or lengths_B.max() > T):
+        raise TokenError(f"lengths must be from 1 to {T}, got {lengths_B.tolist()}")
+    return xp.where(column < xp.asarray(lengths_B)[:, None], position_BT, -1)
+
+
+def checked_prompts(
+    config: ModelConfig, tokens_BT: Any, lengths_B: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts `[B, T]` and their lengths `[B]` as int32; padding, whatever it was, is 0.
+
+    lengths_B: None where there is no padding. Raises TokenError for what is none, or has ids
+    outside the vocabulary.
+    """
+    tokens_BT = whole_array("tokens", tokens_BT, TokenError)
+    position_BT = positions(None, shape_of(tokens_BT), lengths_B)
+    real_BT = position_BT >= 0
+    _check_values(config, tokens_BT, np.where(real_BT, 0, -1))  # the room is checked elsewhere
+    return np.where(real_BT, tokens_BT, 0).astype(np.int32), real_BT.sum(axis=1, dtype=np.int32)
+
+
+def shape_of(tokens_BT: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = tokens_BT.shape
+    if len(shape) != 2 or 0 in shape:
+        raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}")
+    return shape
+
+
+def as_array(name: str, x: Any) -> Any:
+    """Lists become numpy arrays; jax arrays and tracers stay what they are."""
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return np.asarray(x)
+    except ValueError:
+        raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}") from None
+
+
+def is_concrete(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer)
+
+
+def numpy_for(*arrays: Any) -> Any:
+    """The numpy to compute with: JAX's where anything is traced, the real one elsewhere."""
+    return np if all(map(is_concrete, arrays)) else jnp

@@ -1,0 +1,324 @@
+"""The border of options: one table, held together with types, docstring and every refusal."""
+
+import dataclasses
+import re
+import threading
+import typing
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.decode.options import make_sampler
+from jaxllm.decode.penalties import Repetition
+from jaxllm.errors import CapacityError, SamplingError, TokenError
+from jaxllm.options import OPTIONS, GenerateOptions, check_options
+from jaxllm.options.spellings import SPELLINGS
+from tests.twins import save_random
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("plain")
+    save_random(path, "llama", eos_token_id=None, num_hidden_layers=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def lm(plain: Path) -> jaxllm.LM:
+    return jaxllm.load(plain)
+
+
+def test_table_types_and_docstring_name_the_same_options() -> None:
+    assert set(typing.get_type_hints(GenerateOptions)) == set(OPTIONS)
+    said = set(re.findall(r"[a-z_]+", jaxllm.LM.generate.__doc__ or ""))
+    assert set(OPTIONS) <= said
+    for name, option in OPTIONS.items():
+        assert option.meaning, name
+        assert option.help, name
+    assert not set(SPELLINGS) & set(OPTIONS)
+
+
+WRONG: dict[str, list[Any]] = {
+    "assistant_model": ["x", 5],
+    "batch_invariant": [1, "yes"],
+    "cache": ["x", {}],
+    "chunk": [0, 2.5, "x", True],
+    "do_sample": [1, "true"],
+    "early_stopping": [1, "x", []],
+    "eos_token_id": ["12", 2.5, -1, [1.5], True, {}, 2**70],
+    "forced_eos_token_id": ["12", 1.5],
+    "guidance_scale": ["x", float("nan"), [], True],
+    "length_penalty": ["x", float("inf")],
+    "logit_bias": ["x", {"a": 1}, {1: "x"}],
+    "logits_processor": [5, [5], "x", {}],
+    "max_matching_ngram_size": [0, 1.5],
+    "max_new_tokens": [0, -1, 2.5, "5", 2**40, True, [1.5]],
+    "negative_prompt": [5, {}],
+    "num_assistant_tokens": [0, "x"],
+    "num_beams": [0, 2.5, "2"],
+    "num_return_sequences": [0, -3, "x", 1.0],
+    "overflow": [5, [], "shift", {}],
+    "pad_token_id": ["x", 1.5],
+    "penalty_alpha": ["x", -1, 2, []],
+    "prompt_lookup_num_tokens": [0, "x"],
+    "repetition_penalty": ["1.5", 0, True],
+    "sampler": ["x", 5],
+    "seed": [1.5, -1, 2**64, "x", True, [1.5]],
+    "stop_strings": [5, "", [5], [""], {}],
+    "stopping_criteria": [5, ["x"]],
+    "suppress_tokens": ["12", [1.5], {"a": 1}],
+    "temperature": ["0.5", -1, float("nan"), True, {}, [[1.0]], 10**400],
+    "top_k": [1.5, -1, "x"],
+    "top_logprobs": [-1, 1.5, "x"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_a_wrong_value_is_refused_by_name_everywhere(name: str, lm: jaxllm.LM) -> None:
+    for value in WRONG[name]:
+        for refused in (
+            lambda: check_options({name: value}),  # noqa: B023
+            lambda: lm.generate([5], **{name: value}),  # noqa: B023
+            lambda: lm.stream([5], **{name: value}),  # noqa: B023
+        ):
+            with pytest.raises((SamplingError, TokenError)) as error:
+                refused()
+            assert name in str(error.value) or "prompt" in str(error.value)
+            assert "\n" not in str(error.value)
+
+
+def test_every_wrong_value_of_a_call_is_told_at_once() -> None:
+    with pytest.raises(SamplingError, match=r"top_p must be .*; max_new_tokens must be"):
+        check_options({"top_p": 3, "max_new_tokens": "x", "chunk": 5})
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("temprature", "did you mean temperature"),
+        ("max_new_token", "did you mean max_new_tokens"),
+        ("stop", "it is called stop_strings here"),
+        ("max_tokens", "it is called max_new_tokens here"),
+        ("max_length", "max_new_tokens is the length without the prompt"),
+        ("n", "it is called num_return_sequences here"),
+        ("prefix_allowed_tokens_fn", "logits_processor"),
+        ("xyzzy", "help(jaxllm.LM.generate)"),
+    ],
+)
+def test_unknown_names_are_answered_with_the_nearest(name: str, answer: str) -> None:
+    with pytest.raises(SamplingError, match=re.escape(f"no option {name}")) as error:
+        check_options({name: 1})
+    assert answer in str(error.value)
+    assert len(str(error.value)) < 200
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    for options, match in [
+        ({"num_beams": 2, "guidance_scale": 2.0}, "beam search and guidance cannot"),
+        ({"length_penalty": 2.0}, "plain generation takes no length_penalty, which goes with beam"),
+        ({"negative_prompt": "x"}, "takes no negative_prompt, which goes with guidance"),
+        ({"penalty_alpha": 0.5, "temperature": 1.0}, "contrastive search takes no temperature"),
+        ({"num_beams": 2, "top_logprobs": 3}, "beam search takes no top_logprobs"),
+        ({"sampler": jaxllm.GREEDY, "top_k": 3}, "sampler or top_k, not both"),
+    ]:
+        with pytest.raises(SamplingError, match=match):
+            check_options(options)
+    assert check_options({"length_penalty": 1.0, "top_k": None}) == {"length_penalty": 1.0}
+    with pytest.raises(SamplingError, match="a request to serve takes no num_beams"):
+        check_options({"num_beams": 2}, "serve")
+    with pytest.raises(SamplingError, match="stream gives one text"):
+        check_options({"num_beams": 2}, "stream")
+
+
+def test_what_would_not_fit_into_memory_is_refused_before_it_is_asked_for(lm: jaxllm.LM) -> None:
+    for options in (
+        {"num_return_sequences": 10**9},
+        {"num_beams": 10**9},
+        {"max_new_tokens": 2**30, "overflow": "slide", "num_return_sequences": 10**4},
+    ):
+        with pytest.raises(CapacityError, match="would take"):
+            lm.generate([5], **options)
+    broken = dataclasses.replace(lm, generation={"num_return_sequences": 10**9})
+    with pytest.raises(CapacityError, match="would take"):
+        broken.generate([5])
+    for sizes in ({"rows": 2**40}, {"rows": 2.5}, {"rows": 0}, {"capacity": 2**30, "rows": 2**20}):
+        with pytest.raises(CapacityError):
+            next(lm.serve([{"prompt": [5]}], **sizes))
+
+
+def test_what_the_file_says_is_checked_like_what_the_caller_says(lm: jaxllm.LM) -> None:
+    wrong = dataclasses.replace(lm, generation={"eos_token_id": "12", "top_p": "x"})
+    with pytest.raises(SamplingError, match=r"generation_config.json: eos_token_id must be"):
+        wrong.generate([5])
+    assert wrong.generate([5], eos_token_id=[], top_p=1.0, max_new_tokens=1).tokens
+    fine = {"pad_token_id": 0, "length_penalty": 2.0, "seed": 3, "no_such": 1, "max_length": 20}
+    beams = dataclasses.replace(lm, generation={"num_beams": 2})
+    assert beams.generate([5], max_new_tokens=2, length_penalty=2.0).score is not None
+    greedy = lm.generate([5], max_new_tokens=4).tokens
+    assert dataclasses.replace(lm, generation=fine).generate([5], max_new_tokens=4).tokens == greedy
+    assert lm.generate([5], max_new_tokens=4, pad_token_id=0).tokens == greedy
+
+
+def test_prompts_are_lists_or_arrays(lm: jaxllm.LM) -> None:
+    ids, options = [5, 6, 7], {"max_new_tokens": 3}
+    alone = lm.generate(ids, **options)
+    for same in (np.array(ids), jnp.array(ids), tuple(ids), [np.int64(5), *ids[1:]], range(5, 8)):
+        assert lm.generate(same, **options).tokens == alone.tokens
+    for several in (np.array([ids, ids]), jnp.array([ids, ids]), [jnp.array(ids), ids]):
+        assert [c.tokens for c in lm.generate(several, **options)] == [alone.tokens] * 2
+    assert lm.generate([]) == []
+    for wrong in (None, 5, {"a": 1}, [10**30], [None], [[1.5]], b"abc", [2**31 + 5], [-(2**40)],
+                  np.zeros((1, 1, 1), int), np.float32(3), [True], jnp.array(5)):  # fmt: skip
+        with pytest.raises(TokenError):
+            lm.generate(wrong)
+    with pytest.raises(TokenError, match="one prompt"):
+        lm.stream([])
+    with pytest.raises(TokenError, match="number 1 of the prompt"):
+        lm.embed([[5, 2**40]])
+
+
+def test_a_random_seed_can_be_asked_for_and_is_reported(lm: jaxllm.LM) -> None:
+    options: Any = {"temperature": 1.0, "max_new_tokens": 8}
+    one, two = (lm.generate([5], seed="random", **options) for _ in range(2))
+    assert one.seed != two.seed
+    assert lm.generate([5], seed=one.seed, **options).tokens == one.tokens
+    assert [p.token for p in lm.stream([5], seed=two.seed, **options)] == two.tokens
+    assert next(lm.stream([5], seed=two.seed, **options)).seed == two.seed
+    pair = lm.generate([[5], [5]], seed=["random", 3], **options)
+    assert pair[1].seed == 3
+    assert lm.generate([5], seed=np.int64(3), **options).tokens == pair[1].tokens
+    assert lm.generate([5], **options).seed == 0
+
+
+def only_even(scores_BV: Any, context: Any) -> Any:
+    return jnp.where(jnp.arange(scores_BV.shape[1]) % 2 == 0, scores_BV, -jnp.inf)
+
+
+def test_processors_and_samplers_of_ones_own_come_in_at_the_front_door(lm: jaxllm.LM) -> None:
+    options: Any = {"max_new_tokens": 8, "logits_processor": [only_even]}
+    even = lm.generate([5], **options)
+    assert not any(token % 2 for token in even.tokens)
+    assert even.tokens != lm.generate([5], max_new_tokens=8).tokens
+    assert [p.token for p in lm.stream([5], **options)] == even.tokens
+    [(_, served)] = lm.serve([{"prompt": [5], **options}], rows=1, capacity=32)
+    assert served.tokens == even.tokens
+    drawn = lm.generate([5], temperature=1.0, top_k=20, seed=3, **options)
+    assert not any(token % 2 for token in drawn.tokens)
+    ours = lm.generate([5], max_new_tokens=8, logits_processor=[Repetition(jnp.float32(3.0))])
+    assert ours.tokens == lm.generate([5], max_new_tokens=8, repetition_penalty=3.0).tokens
+    sampler = make_sampler(temperature=0.7, top_k=9)
+    assert (
+        lm.generate([5], max_new_tokens=8, sampler=sampler, seed=2).tokens
+        == lm.generate([5], max_new_tokens=8, temperature=0.7, top_k=9, seed=2).tokens
+    )
+    with pytest.raises(SamplingError, match=r"must give float scores \(1, 131\) back"):
+        lm.generate([5], logits_processor=[lambda scores, context: scores[0]])
+
+
+def test_a_criterion_of_ones_own_ends_a_text(lm: jaxllm.LM) -> None:
+    free = lm.generate([5], max_new_tokens=8)
+    cut: Any = {"max_new_tokens": 8, "stopping_criteria": lambda text, ids: len(ids) == 3}
+    for found in (
+        lm.generate([5], **cut),
+        lm.generate([[7, 8], [5]], **cut)[1],
+        next(iter(lm.serve([{"prompt": [5], **cut}], rows=1, capacity=32)))[1],
+        lm.generate([5], prompt_lookup_num_tokens=2, **cut),
+    ):
+        assert found.tokens == free.tokens[:3]
+        assert found.finish_reason == "stop"
+    assert [p.token for p in lm.stream([5], **cut)] == free.tokens[:3]
+
+
+def test_a_criterion_reads_the_text() -> None:
+    demo = jaxllm.load("demo:llama", dtype="float32")
+    seen: list[str] = []
+
+    def three_words(text: str, ids: list[int]) -> bool:
+        seen.append(text)
+        return text.count(" ") > 3
+
+    found = demo.generate("Once upon a time", max_new_tokens=30, stopping_criteria=three_words)
+    assert found.text.count(" ") == 4
+    assert seen[-1].startswith(seen[-2])
+    scored = demo.log_probs("Once upon a time")
+    ids = demo.encode("Once upon a time")
+    assert scored.shape == (len(ids) - 1,)
+    logits = jaxllm.forward(demo.model, demo.params, None, [ids]).logits[0]
+    expected = jnp.take_along_axis(
+        logits[:-1] - jnp.log(jnp.exp(logits[:-1]).sum(axis=1, keepdims=True)),
+        jnp.array(ids[1:])[:, None],
+        axis=1,
+    )[:, 0]
+    np.testing.assert_allclose(scored, expected, atol=1e-4)
+
+
+def test_a_model_saves_itself_and_what_was_changed(lm: jaxllm.LM, tmp_path: Path) -> None:
+    demo = jaxllm.load("demo:gpt2")
+    demo.save(tmp_path / "gpt2")
+    again = jaxllm.load(tmp_path / "gpt2")
+    assert again.generate("One day", max_new_tokens=5) == demo.generate("One day", max_new_tokens=5)
+    norm = {"weight": lm.params["norm"]["weight"] * 2}
+    trained = dataclasses.replace(lm, params={**lm.params, "norm": norm})
+    trained.save(tmp_path / "trained")
+    loaded = jaxllm.load(tmp_path / "trained")
+    np.testing.assert_array_equal(loaded.params["norm"]["weight"], norm["weight"])
+    assert loaded.init_cache().capacity == lm.config.context_length
+    assert loaded.init_cache(2, 8).batch == 2
+
+
+def test_requests_with_equal_ids_are_answered_apart(lm: jaxllm.LM) -> None:
+    requests: list[Any] = [
+        {"prompt": [5], "id": 1},
+        {"prompt": [6, 7]},
+        {"prompt": [8], "id": 1},
+        {"prompt": [9], "id": [1]},
+        {"prompt": [9], "id": {"a": 1}},
+        "no mapping",
+        {"prompt": [5], "stop_strings": 5},
+    ]
+    found = list(lm.serve([{"max_new_tokens": 4, **r} if isinstance(r, dict) else r
+                           for r in requests], rows=4, capacity=32))  # fmt: skip
+    told = [(name, getattr(answer, "tokens", None)) for name, answer in found]
+    for name, prompt in ((1, [5]), (2, [6, 7]), (1, [8]), ([1], [9]), ({"a": 1}, [9])):
+        assert (name, lm.generate(prompt, max_new_tokens=4).tokens) in told
+    assert {str(name) for name, tokens in told if tokens is None} == {"5", "6"}
+    assert len(told) == 7
+
+
+def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
+    gone, never = threading.Event(), threading.Event()
+    gone.set()
+    counts = iter(range(99))
+    requests = [
+        {"prompt": [5], "id": "whole", "max_new_tokens": 20, "cancelled": never.is_set},
+        {"prompt": [6], "id": "some", "max_new_tokens": 90, "cancelled": lambda: next(counts) > 2},
+        {"prompt": [7], "id": "none", "max_new_tokens": 90, "cancelled": gone.is_set},
+        {"prompt": [8], "id": "next", "max_new_tokens": 5},
+    ]
+    found = dict(lm.serve(requests, rows=2, capacity=96))
+    assert found["none"].finish_reason == found["some"].finish_reason == "cancelled"
+    assert found["none"].tokens == []
+    some = found["some"].tokens
+    assert 0 < len(some) < 90
+    assert lm.generate([6], max_new_tokens=len(some)).tokens == some
+    for name, prompt, new in (("whole", [5], 20), ("next", [8], 5)):
+        assert found[name].tokens == lm.generate(prompt, max_new_tokens=new).tokens
+    [(_, error)] = lm.serve([{"prompt": [5], "cancelled": True}], rows=1, capacity=32)
+    assert "cancelled must be a function" in str(error)
+
+
+def test_a_refusal_is_told_at_once(lm: jaxllm.LM) -> None:
+    asked = []
+
+    def arriving() -> Any:
+        for request in ({"prompt": [5], "top_p": 7}, {"prompt": [5], "max_new_tokens": 2}):
+            asked.append(request)
+            yield request
+
+    answers = lm.serve(arriving(), rows=1, capacity=32)
+    assert "top_p must be" in str(next(answers)[1])
+    assert len(asked) == 1
