@@ -74,7 +74,9 @@ class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     jax: str
     calling_convention_version: int
-    platforms: Annotated[list[str], msgspec.Meta(min_length=1)]
+    platforms: Annotated[
+        list[Literal["cpu", "cuda", "rocm", "tpu"]], msgspec.Meta(min_length=1, max_length=4)
+    ]
     custom_calls: list[str]
     model: dict[str, Any]
     precision: dict[str, Any]

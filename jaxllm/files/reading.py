@@ -91,7 +91,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise CheckpointError(f"{path} has {size:,} bytes; at most {most:,} are read")
         try:
-            return file.read(most)
+            return file.read(size)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
 

@@ -18,6 +18,9 @@ MAX_STEPS = 64  # of normalizers, of pre-tokenizers and of decoders
 MAX_GROWTH = 64  # of a text on its way through them
 MAX_PIECE = 1 << 12  # characters of a piece, or of what is put into a text
 MAX_ADDED = 1 << 17
+MAX_CHARACTERS = (
+    1 << 23
+)  # of all pieces: the library's tries take 100 bytes for each; 2**21 are usual
 
 _Piece = Annotated[str, Meta(max_length=MAX_PIECE)]
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -56,7 +59,14 @@ class _Tree(msgspec.Struct):
 
 def check_tree(tree: dict[str, Any], where: str) -> None:
     """Raise CheckpointError for what is malformed, and for what might be run without an end."""
-    as_schema(tree, _Tree, where)
+    pieces: _Tree = as_schema(tree, _Tree, where)
+    vocab = pieces.model.vocab
+    names = vocab if isinstance(vocab, dict) else (piece for piece, _ in vocab)
+    total = sum(map(len, names)) + sum(len(token.content) for token in pieces.added_tokens)
+    if total > MAX_CHARACTERS:
+        raise CheckpointError(
+            f"{where}: its pieces have {total:,} characters; at most {MAX_CHARACTERS:,} are read"
+        )
     for part, within in _SEQUENCES.items():
         growth = 1.0
         for count, step in enumerate(_steps(tree.get(part), within, f"{where}: {part}"), 1):

@@ -78,7 +78,7 @@ def _check(branch: tuple[_Item, ...], *, fails: bool) -> tuple[int, int]:
             raise ValueError("it repeats a group that has several ways to match")
         if item.most != 1 and len(item.branches) > 1:
             raise ValueError("it repeats a choice")
-        inner = [_check(b, fails=fails and not item.asserts) for b in item.branches]
+        inner = [_check(b, fails=fails or item.asserts) for b in item.branches]
         unbounded += max((n for n, _ in inner), default=0)
         ways *= sum(n for _, n in inner) or 1
         if item.varies > _SHORT:

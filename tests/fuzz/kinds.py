@@ -232,7 +232,7 @@ def _make_batch(directory: Path) -> None:
 
 def _use_batch(directory: Path) -> None:
     lines = read_text(directory / "batch.jsonl").split("\n")
-    for request, complaint in batchfile.read_lines(lines):
+    for *_, request, complaint in batchfile.read_lines(lines):
         if complaint is None:
             json.dumps(request)
 

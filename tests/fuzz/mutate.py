@@ -91,7 +91,7 @@ def json_value(rng: Random, content: bytes) -> bytes:
     """One value, name or object changed."""
     try:
         tree = json.loads(content)
-    except ValueError:  # a second change to it
+    except (ValueError, RecursionError):  # a second change to it
         return flip(rng, content)
     return _dumped(rng, _changed(rng, tree))
 
@@ -124,7 +124,7 @@ def header_value(rng: Random, content: bytes) -> bytes:
             text = json.dumps(header).encode()
         else:
             text = _dumped(rng, _changed(rng, header))
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return flip(rng, content)
     return struct.pack("<Q", len(text)) + text + content[8 + length :]
 
@@ -158,11 +158,12 @@ def _changed(rng: Random, tree: Any) -> Any:
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Every (object or list, name or index), the first of long lists only."""
+    if not isinstance(tree, dict | list):
+        return
     keys = list(tree)[:40] if isinstance(tree, dict) else range(min(len(tree), 40))
     for key in keys:
         yield tree, key
-        if isinstance(tree[key], dict | list):
-            yield from _places(tree[key])
+        yield from _places(tree[key])
 
 
 def _dumped(rng: Random, tree: Any) -> bytes:
