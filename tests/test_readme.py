@@ -77,13 +77,27 @@ def test_the_file_map_is_complete() -> None:
         assert (ROOT / name).exists(), name
 
 
-FLOORS = {
-    "errors": 0, "process": 0, "progress": 0, "shapes": 0, "whole": 1, "files": 1, "config": 1,
-    "ops": 2, "weights": 3, "cache": 4, "models": 5, "inputs": 5, "steps": 6, "decode": 7,
-    "repair": 7, "checkpoint": 7, "text": 7, "exported": 4, "fixed": 8, "embed": 8, "export": 9,
-    "evaluate": 8, "options": 8, "prompts": 8, "settings": 9, "complete": 10, "serving": 11, "api": 12,
-    "harness": 13, "bench": 13, "batchfile": 13, "verifying": 13, "cli": 14, "__main__": 15,
-}  # fmt: skip
+# From the ground up; what stands on one floor does not import its neighbours.
+STOREYS = """
+    errors process progress shapes
+    whole files
+    config
+    ops
+    weights
+    cache exported
+    models inputs
+    steps
+    decode repair checkpoint text
+    fixed embed evaluate options prompts
+    settings export
+    complete
+    serving
+    api
+    bench harness batchfile verifying
+    cli
+    __main__
+"""
+FLOORS = {name: n for n, row in enumerate(STOREYS.strip().splitlines()) for name in row.split()}
 
 
 @pytest.mark.parametrize(
@@ -99,9 +113,11 @@ def test_each_floor_imports_only_from_floors_below(file: Path) -> None:
             continue
         module = node.module.split(".")
         if module[:2] == ["jaxllm", "convert"]:
-            assert name in ("api", "cli"), "only the front door reaches up to convert"
+            assert name in ("api", "cli", "verifying"), "only the front doors reach up to convert"
         elif module == ["jaxllm"]:
             for alias in node.names:
+                if alias.name == "__version__":
+                    continue
                 assert FLOORS[alias.name] <= FLOORS[name], alias.name
         elif module[0] == "jaxllm":
             assert FLOORS[module[1]] < FLOORS[name] or module[1] == name, node.module

@@ -145,7 +145,7 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
     "an earlier cursor": ({"cursor": 3}, "its cursor is 3, its tail has 9 slots"),
     "a negative cursor": ({"cursor": -3}, "cursor must be a whole number >= 0, got -3"),
     "a capacity beyond the machine": ({"capacity": 10**9}, "this machine has"),
-    "a capacity beyond int32": ({"capacity": 10**12}, "capacity must be a whole number < "),
+    "a capacity beyond int32": ({"capacity": 10**12}, "capacity must be a whole number <= "),
     "a smaller capacity": ({"capacity": 8}, "9 slots are used, more than 8"),
     "an unknown field": ({"colour": 1}, "unknown field colour"),
     "a missing field": ({"segments": None}, "segments"),

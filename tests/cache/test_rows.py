@@ -130,7 +130,7 @@ def test_what_makes_no_sense_is_refused_by_name(lm: Any) -> None:
     cache = filled(lm, tokens(2, 9))
     with pytest.raises(CacheMismatchError, match="take one with branch"):
         fork(cache, 2)
-    with pytest.raises(CapacityError, match="needs rows and slots"):
+    with pytest.raises(CapacityError, match="n must be a whole number"):
         fork(branch(cache, 0), 0)
     for rows in ([2], [-1]):
         with pytest.raises(CacheMismatchError, match=r"of a cache of 2"):

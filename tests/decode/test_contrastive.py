@@ -62,7 +62,7 @@ def test_it_ends_at_an_end_of_text_and_refuses_what_cannot_be() -> None:
     assert search(eos_token_ids=[free[3]]) == free[:cut]
     with pytest.raises(SamplingError, match="penalty_alpha"):
         search(penalty_alpha=1.5)
-    with pytest.raises(SamplingError, match="top_k from 1 to 131"):
+    with pytest.raises(SamplingError, match="top_k must be a whole number from 1 to 131"):
         search(top_k=132)
     with pytest.raises(SamplingError, match="max_new_tokens"):
         search(max_new_tokens=0)

@@ -83,7 +83,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         options = {"guidance_scale": 1.5, "max_new_tokens": 8, **changes}
         return guided_generate(model, params, prompt, **options)
 
-    with pytest.raises(SamplingError, match="max_new_tokens from 1 up"):
+    with pytest.raises(SamplingError, match="max_new_tokens must be a whole number from 1 up"):
         call(max_new_tokens=0)
     with pytest.raises(SamplingError, match="finite guidance_scale"):
         call(guidance_scale=float("nan"))

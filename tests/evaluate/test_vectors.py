@@ -236,7 +236,7 @@ def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> No
         "ragged": (lambda h: h["cases"]["left"]["tokens"][0].pop(), "left does not run its texts"),
         "huge": (
             lambda h: h["cases"]["left"]["tokens"][0].__setitem__(0, 10**30),
-            r"must be a whole number < 2147483648",
+            r"must be a whole number <= 2147483647",
         ),
         "token": (lambda h: h["cases"]["left"]["tokens"][0].__setitem__(0, 4), "left"),
         "text": (
