@@ -1,6 +1,7 @@
 """`LM.serve`: requests with text and options over `decode.serve`, answered as they finish."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,11 +64,12 @@ def answers(
     names: dict[Hashable, Any] = {}
 
     def opened() -> Iterator[Request | Refusal | None]:
-        default = _Numbers()
-        for number, request in enumerate(requests):
-            if request is None:
+        default, numbers = _Numbers(), itertools.count()
+        for request in requests:
+            if request is None:  # nothing at the moment: that is no request and has no number
                 yield None
                 continue
+            number = next(numbers)
             names[number] = default.name_of(request, number)
             try:
                 made, open_[number] = _opened(lm, number, request, read)

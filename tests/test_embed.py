@@ -114,8 +114,8 @@ def test_what_is_refused() -> None:
             run(**options)
     for texts, message in (
         ([[1], []], "text 1 must be token ids"),
-        ([[1.5]], "text 0 must be token ids"),
-        (["abc"], "text 0 must be token ids"),
+        ([[1.5]], "text 0 must be an array of integers"),
+        (["abc"], "text 0 must be an array of integers"),
         ([[1], [1, 131]], "text 1: token id 131 is outside"),
         ([[-1]], "token id -1"),
     ):

@@ -82,7 +82,7 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    needed = ("errors", "exported", "files", "weights", "weights.files")
+    needed = ("errors", "exported", "files", "process", "weights", "weights.files")
     assert {n for n in done.stdout.split() if not n.startswith("jaxllm.files.")} == {
         f"jaxllm.{name}" for name in needed
     }
@@ -281,7 +281,8 @@ def test_the_command_exports_and_checks(
         ("--what", "train"): "a step is one of",
         ("--quantize", "int3"): "int3",
     }.items():
-        status, out, err = run(*base, *options)
+        there = base if not options else (base[0], tmp_path / "c", *base[2:])
+        status, out, err = run(*there, *options)
         assert (status, out) == (1, ""), options
         assert message in err
         assert err.count("\n") == 1

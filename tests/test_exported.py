@@ -103,7 +103,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (broken_code, "decode.stablehlo: not a step that can run"),
     "shape": (
         lambda d: change(d, lambda m: m["steps"]["decode"]["inputs"][0].update(shape=[-1])),
-        r"steps\.\.\.\.\]\.inputs\[0\]\.shape\[0\] must be a whole number >= 0",
+        r"steps\[\.\.\.\]\.inputs\[0\]\.shape\[0\] must be a whole number >= 0",
     ),
     "dtype": (
         lambda d: change(d, lambda m: m["weights"]["tensors"][0].update(dtype="float1")),

@@ -14,7 +14,7 @@ from jaxllm import batchfile, exported
 from jaxllm.api import LM, open_checkpoint
 from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoint import in_memory, save
-from jaxllm.cli.options import read_precision
+from jaxllm.cli.options import precision_over, read_json_option
 from jaxllm.cli.quantize import _rules
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import open_hf, write_hf
@@ -217,7 +217,8 @@ def _make_precision(directory: Path) -> None:
 
 
 def _use_precision(directory: Path) -> None:
-    precision = read_precision(directory / "precision.json", Precision())
+    table = read_json_option("--precision", directory / "precision.json")
+    precision = precision_over(Precision(), table, "--precision")
     rules_of(_rules(directory / "rules.json"))
     hash(precision)
     for path in ("layers.0.mlp.down_proj.weight", "lm_head.weight", "a" * 200):

@@ -66,7 +66,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory, shallow: Any) -> Iterator[Run]:
     """One run on the demo, its cache as small."""
     out = tmp_path_factory.mktemp("loop") / "new" / "out"
     stdout, stderr = io.StringIO(), io.StringIO()
@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setattr(context_loop, "SPARE", 4)
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             options = {k: v for k, v in dataclasses.asdict(BUDGET).items() if k != "decay"}
-            context_loop.context_loop(steps=STEPS, out=out, **options)
+            context_loop.context_loop(str(shallow("llama")), steps=STEPS, out=out, **options)
     yield Run(out, stdout.getvalue(), stderr.getvalue())
 
 
@@ -213,7 +213,9 @@ def test_repaired_entries_are_marked_in_the_cache(run: Run) -> None:
 def test_without_a_budget_the_text_is_that_of_generate(
     command: Any, lm: jaxllm.LM, tmp_path: Path
 ) -> None:
-    status, text, _ = command("--keep", 0, "--steps", 11, "-o", tmp_path / "out")
+    status, text, _ = command(
+        "--model", lm.path, "--keep", 0, "--steps", 11, "-o", tmp_path / "out"
+    )
     assert status == 0
     assert text == lm.generate("Once upon a time", max_new_tokens=11).text + "\n"
 

@@ -14,7 +14,7 @@ def test_serving_and_generating_go_on_as_they_began(tmp_path: Path) -> None:
     watch = soak.Watch(60)
     ends = soak.serve(lm, 60, 0, watch)
     assert {"refused", "cancelled", "length", "stop"} <= set(ends)
-    assert watch.marks[-1].arrays == watch.marks[-2].arrays
+    assert watch.marks[-1].arrays <= watch.marks[-2].arrays
     watch = soak.Watch(80)
     soak.generate(lm, 80, 0, watch)
     assert watch.marks[-1].programs == watch.marks[0].programs
