@@ -37,6 +37,7 @@ from jaxllm.errors import (
     SamplingError,
     TokenError,
 )
+from jaxllm.files import is_there
 from jaxllm.settings import UNSUPPORTED, Settings, read_settings, row_options
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.reader import Reader
@@ -375,15 +376,15 @@ def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
 def resolve(path: str | Path) -> Path:
     """The directory that a path or a name of `load` stands for; downloads only for "hf:..."."""
     text = str(path)
-    if text.startswith("demo:") and (DEMOS / text[5:] / "config.json").is_file():
+    if text.startswith("demo:") and is_there(DEMOS / text[5:] / "config.json"):
         return DEMOS / text[5:]
     if text.startswith("hf:"):
         return _download(text[3:])
     directory = Path(path)
-    if directory.is_dir():
+    if is_there(directory) and directory.is_dir():
         return directory
     hint = f" To download from the hub, write hf:{text}" if re.fullmatch(_REPO, text) else ""
-    raise CheckpointError(f"{text} is not a directory.{hint}")
+    raise CheckpointError(f"{text:.200} is not a directory.{hint}")
 
 
 _REPO = r"[\w.-]+/[\w.-]+"
