@@ -32,6 +32,7 @@ from jaxllm.errors import (
     JaxllmError,
     TokenError,
 )
+from jaxllm.files import is_there
 from jaxllm.options import GenerateOptions, Kind, check_options, row_options
 from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
@@ -368,10 +369,10 @@ def resolve(path: str | Path) -> Path:
     if text.startswith("hf:"):
         return _download(text[3:])
     directory = Path(path)
-    if directory.is_dir():
+    if is_there(directory) and directory.is_dir():
         return directory
     hint = f" To download from the hub, write hf:{text}" if re.fullmatch(_REPO, text) else ""
-    raise CheckpointError(f"{text} is not a directory.{hint}")
+    raise CheckpointError(f"{text:.200} is not a directory.{hint}")
 
 
 _REPO = r"[\w.-]+/[\w.-]+"

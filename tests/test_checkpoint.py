@@ -125,3 +125,9 @@ def test_a_write_that_fails_leaves_nothing_and_what_was_there(
     assert [f.name for f in there.iterdir()] == ["model.safetensors"]
     assert (there / "model.safetensors").read_text() == "mine"
     assert {f.name for f in tmp_path.iterdir()} == {"hf", "native", "there"}
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "demo:" + "a" * 5000, "\ud800"])
+def test_names_that_no_file_can_have_are_refused_as_others_are(name: str) -> None:
+    with pytest.raises(CheckpointError, match="is not a directory|no demo"):
+        jaxllm.load(name)

@@ -23,7 +23,7 @@ from jaxllm.evaluate.passes import Columns, over
 from jaxllm.evaluate.sides import Ours
 from jaxllm.evaluate.vectors import make, read
 from jaxllm.export import export
-from jaxllm.files import read_text
+from jaxllm.files import read_json, read_text
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
@@ -238,6 +238,23 @@ def _use_batch(directory: Path) -> None:
             json.dumps(request)
 
 
+def _make_options(directory: Path) -> None:
+    options = {
+        "max_new_tokens": 5, "seed": 7, "do_sample": True, "temperature": 0.7, "top_k": 5,
+        "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8, "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3, "bad_words_ids": [[7], [8, 9]], "eos_token_id": [2, 3],
+        "stop_strings": ["x"], "suppress_tokens": [5], "logit_bias": {"3": 1.5}, "chunk": 4,
+        "min_new_tokens": 1, "presence_penalty": 0.1, "top_logprobs": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    (directory / "options.json").write_text(json.dumps(options))
+
+
+def _use_options(directory: Path) -> None:
+    options = read_json(directory / "options.json")
+    read_settings(CONFIGS["llama"], {}, [[1, 2]], options)
+    read_settings(CONFIGS["llama"], options, [[1, 2], [3]], {})
+
+
 HF = ("config.json", "generation_config.json", "model.safetensors")
 TOKENIZER = (
     "tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -270,5 +287,6 @@ KINDS: dict[str, Kind] = {
         _make_documents, lambda d: read_documents(d / "documents.jsonl"), ("documents.jsonl",)
     ),
     "precision, rules": Kind(_make_precision, _use_precision, ("precision.json", "rules.json")),
+    "options": Kind(_make_options, _use_options, ("options.json",)),
     "batch lines": Kind(_make_batch, _use_batch, ("batch.jsonl",)),
 }
