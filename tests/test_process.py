@@ -45,8 +45,25 @@ def _heeded() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def started(code: str, folder: Path, *, stdin: Any = None) -> "subprocess.Popen[bytes]":
-    """A program that has the process in hand and runs `code`."""
+Program = Callable[[str, Path], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def started() -> Iterator[Program]:
+    """Start a program that has the process in hand and runs some code; it goes with the test."""
+    programs = []
+
+    def start(code: str, folder: Path) -> "subprocess.Popen[bytes]":
+        programs.append(_started(code, folder))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.kill()
+        program.communicate()
+
+
+def _started(code: str, folder: Path) -> "subprocess.Popen[bytes]":
     busy = "\n    ".join(WORKS["sleeping"].splitlines())
     whole = (
         "from pathlib import Path\nfrom jaxllm import process\nprocess.begin()\n"
@@ -54,13 +71,15 @@ def started(code: str, folder: Path, *, stdin: Any = None) -> "subprocess.Popen[
     )
     return subprocess.Popen(
         [sys.executable, "-c", whole],
-        cwd=folder, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("work", WORKS)
-def test_an_interrupt_is_one_line_and_leaves_nothing(work: str, tmp_path: Path) -> None:
+def test_an_interrupt_is_one_line_and_leaves_nothing(
+    work: str, started: Program, tmp_path: Path
+) -> None:
     process = started(WORKS[work], tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
@@ -71,7 +90,9 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(work: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_is_terminated_alike_and_ignores_what_it_was_told_to(tmp_path: Path) -> None:
+def test_a_process_is_terminated_alike_and_ignores_what_it_was_told_to(
+    started: Program, tmp_path: Path
+) -> None:
     process = started(WORKS["sleeping"], tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
@@ -95,7 +116,9 @@ def test_what_is_done_is_done_when_a_signal_comes_at_the_very_end() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
 
 
-def test_a_deferred_interrupt_is_asked_for_and_the_second_ends(tmp_path: Path) -> None:
+def test_a_deferred_interrupt_is_asked_for_and_the_second_ends(
+    started: Program, tmp_path: Path
+) -> None:
     code = """
 import time
 with process.deferred("a moment") as asked:
