@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, KVCache, Segment, check_usable, init_cache
+from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, check_usable, init_cache
 from jaxllm.cache.surgery import gather_slots, movable_rope, turn_keys
 from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.shapes import power_of_two
+from jaxllm.whole import whole
 
 
 class Positions(NamedTuple):
@@ -61,8 +62,7 @@ def init_sequences(
     """
     cache = init_cache(config, sequences, capacity, dtype=dtype)
     shared = capacity if shared is None else shared
-    if shared < 0:
-        raise CapacityError(f"there cannot be {shared} shared slots")
+    shared = whole("shared", shared, 0, MOST_SLOTS, CapacityError)
     if not shared:
         return cache
     pool = init_cache(config, 1, shared, dtype=dtype).tail
@@ -180,6 +180,7 @@ def add_positions(
     Raises ConfigError for models whose keys do not rotate, CapacityError without room for such
     copies, TokenError for an unknown sequence or where a token would leave the model.
     """
+    by = whole("by", by, -(1 << 62), 1 << 62, TokenError)
     return _renumbered(state, sequence, start, stop, lambda position: position + by)
 
 
@@ -189,8 +190,7 @@ def divide_positions(
     """Divide the positions from `start` to before `stop`, rounding down (self-extend, Jin et al.
     2024). Otherwise as `add_positions`.
     """
-    if divisor < 1:
-        raise TokenError(f"positions can be divided by 1 or more, got {divisor}")
+    divisor = whole("divisor", divisor, 1, MOST_SLOTS, TokenError)
     return _renumbered(state, sequence, start, stop, lambda position: position // divisor)
 
 
@@ -311,11 +311,13 @@ _POUR_IN_PLACE = jax.jit(_pour, donate_argnums=0)
 
 
 def _inside(position: np.ndarray, start: int, stop: int | None) -> np.ndarray:
+    start = whole("start", start, -MOST_SLOTS, MOST_SLOTS, TokenError)
     inside: np.ndarray = (position >= 0) & (position >= start)
-    return inside if stop is None else inside & (position < stop)
+    if stop is None:
+        return inside
+    return inside & (position < whole("stop", stop, -MOST_SLOTS, MOST_SLOTS, TokenError))
 
 
 def _check(state: KVCache, *sequences: int) -> None:
     for sequence in sequences:
-        if not 0 <= sequence < state.batch:
-            raise TokenError(f"sequence {sequence} of a state with 0 to {state.batch - 1}")
+        whole("a sequence", sequence, 0, state.batch - 1, TokenError)

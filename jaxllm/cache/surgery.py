@@ -2,7 +2,8 @@
 
 Every function is pure and leaves its argument valid. What a token is to the cache is its position,
 so to go back or to leave out is to change a few integers and to share all keys and values. Ranges
-are of positions, `start` to before `stop`, numbers or one a row `[B]`.
+are of positions, `start` to before `stop`, numbers or one a row `[B]`; what is no whole number
+raises TokenError.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, Delta, KVCache, Segment, as_kept, check_usable, culled
+from jaxllm.cache.kv import (
+    EMPTY,
+    MOST_SLOTS,
+    Delta,
+    KVCache,
+    Segment,
+    as_kept,
+    check_usable,
+    culled,
+)
 from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, dense, keep_as, turn
+from jaxllm.whole import whole, whole_array
+
+INT32 = np.iinfo(np.int32)
 
 
 def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
@@ -32,7 +45,7 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     if (n is None) == (to is None):
         raise CapacityError("rewind takes either n, how far, or to, where")
     now_B = cache.next_position_B
-    next_B = now_B - jnp.asarray(n, jnp.int32) if to is None else jnp.asarray(to, jnp.int32)
+    next_B = now_B - _integers("n", n) if to is None else _integers("to", to)
     next_B = jnp.broadcast_to(next_B, now_B.shape)
     if _concrete(next_B, now_B) and (int(next_B.min()) < 0 or bool((next_B > now_B).any())):
         raise CapacityError(f"cannot rewind from positions {now_B.tolist()} to {next_B.tolist()}")
@@ -95,7 +108,8 @@ def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
     Raises CapacityError if the tokens do not fit.
     """
     check_usable(cache)
-    capacity = cache.slots if capacity is None else capacity
+    most = cache.slots if capacity is None else capacity
+    capacity = whole("a cache's capacity", most, 1, MOST_SLOTS, CapacityError)
     length_B = cache.length_B
     if _concrete(length_B) and int(length_B.max()) > capacity:
         raise CapacityError(f"{int(length_B.max())} tokens do not fit into {capacity} slots")
@@ -110,9 +124,8 @@ def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
 
 def slot_order(cache: KVCache) -> jax.Array:
     """The slots of each row, tokens first and in the order of their positions, int32 `[B, S]`."""
-    last = jnp.iinfo(jnp.int32).max
     position_BS = cache.position_BS
-    order_BS = jnp.argsort(jnp.where(position_BS < 0, last, position_BS), axis=1, stable=True)
+    order_BS = jnp.argsort(jnp.where(position_BS < 0, INT32.max, position_BS), axis=1, stable=True)
     return order_BS.astype(jnp.int32)
 
 
@@ -128,8 +141,8 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
     """
     check_usable(cache)
     end_B = cache.next_position_B
-    stop_B = end_B if stop is None else jnp.asarray(stop, jnp.int32)
-    by_B = jnp.asarray(by, jnp.int32)
+    stop_B = end_B if stop is None else _integers("stop", stop)
+    by_B = _integers("by", by)
     alike = all(np.ndim(x) == 0 for x in (by, start, 0 if stop is None else stop))
     moved = []
     for segment in cache.segments:
@@ -154,7 +167,7 @@ def close_gaps(cache: KVCache) -> KVCache:
 def slots_at(cache: KVCache, positions_BT: Any) -> jax.Array:
     """The slots that hold these positions, int32 `[B, T]`; -1 where no token has one."""
     position_BS = cache.position_BS
-    positions_BT = jnp.asarray(positions_BT, jnp.int32)
+    positions_BT = _integers("positions", positions_BT)
     found_BTS = (position_BS[:, None] == positions_BT[:, :, None]) & (positions_BT >= 0)[:, :, None]
     return jnp.where(found_BTS.any(axis=2), found_BTS.argmax(axis=2).astype(jnp.int32), -1)
 
@@ -170,7 +183,7 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
     nothing to replace; TokenError where two tokens would share a position.
     """
     check_usable(cache)
-    at_BT = jnp.asarray(at_BT, jnp.int32)
+    at_BT = _integers("slots", at_BT)
     if at_BT.shape != delta.position_BS.shape or at_BT.shape[0] != cache.batch:
         raise CacheMismatchError(
             f"slots {at_BT.shape} for a delta of {delta.position_BS.shape} tokens and a cache of"
@@ -319,13 +332,24 @@ def _split(cache: KVCache, x_BS: jax.Array) -> list[jax.Array]:
 
 def _inside(position_BS: jax.Array, start: Any, stop: Any) -> jax.Array:
     """Which slots hold a token in the range; no stop, no end."""
-    inside = (position_BS >= 0) & (position_BS >= _column(start))
-    return inside if stop is None else inside & (position_BS < _column(stop))
+    inside = (position_BS >= 0) & (position_BS >= _column(_integers("start", start)))
+    return inside if stop is None else inside & (position_BS < _column(_integers("stop", stop)))
 
 
-def _column(x: Any) -> jax.Array:
-    """A number as int32 `[1, 1]`, one a row as `[B, 1]`."""
-    return jnp.asarray(x, jnp.int32).reshape(-1, 1)
+def _column(x: jax.Array) -> jax.Array:
+    """A number as `[1, 1]`, one a row as `[B, 1]`."""
+    return x.reshape(-1, 1)
+
+
+def _integers(name: str, x: Any) -> jax.Array:
+    """x as int32. Raises TokenError, by name, for what is no such number."""
+    if not isinstance(x, jax.Array):
+        x = whole_array(name, x, TokenError)
+        if x.size and (x.min() < -INT32.max or x.max() > INT32.max):
+            raise TokenError(f"{name} must fit into 32 bits, got {x.min()} to {x.max()}")
+    elif not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TokenError(f"{name} must be whole numbers, got {x.dtype}")
+    return jnp.asarray(x, jnp.int32)
 
 
 def _concrete(*arrays: jax.Array) -> bool:

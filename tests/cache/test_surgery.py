@@ -327,3 +327,26 @@ def test_dynamic_rope_is_not_movable() -> None:
     lm = random_model("llama", rope_parameters=rope)
     with pytest.raises(ConfigError, match="dynamic"):
         shift(filled(lm, tokens(1, 9)), 1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda c: rewind(c, 2.5),
+        lambda c: rewind(c, to=[1.0, 2.0]),
+        lambda c: rewind(c, True),
+        lambda c: rewind(c, 2**40),
+        lambda c: rewind(c, [[1], [2, 3]]),
+        lambda c: drop_range(c, 0.5, 2),
+        lambda c: drop_range(c, 0, jnp.ones(2)),
+        lambda c: shift(c, "1"),
+        lambda c: shift(c, 1, start=None),
+        lambda c: slots_at(c, [[1.5], [2.0]]),
+        lambda c: compact(c, capacity=7.5),
+        lambda c: compact(c, capacity=-1),
+    ],
+)  # fmt: skip
+def test_what_is_no_whole_number_is_refused_by_name(asked: Callable[[KVCache], Any]) -> None:
+    cache = filled(lm_of(("llama", "float32")), tokens(2, 5))
+    with pytest.raises((TokenError, CapacityError), match="whole number|array of integers|32 bits"):
+        asked(cache)

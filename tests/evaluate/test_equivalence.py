@@ -487,3 +487,16 @@ def test_a_rotation_off_by_one_position_is_found_in_its_layer(
     later = [d.name for d in found.stages if not d.holds and d.name.startswith("layers.2")]
     assert bool(later) == (turned != "both")
     assert not found.holds
+
+
+def test_a_path_alone_can_be_verified(shallow: Any) -> None:
+    """`jaxllm.verify`: what is loaded, the case and transformers' side are made on the way."""
+    path = shallow("gpt2")
+    assert jaxllm.verify(path, length=8, new_tokens=2).holds
+    lm = jaxllm.load(path, dtype="float32")
+    weight = lm.params["h_1"]["mlp"]["c_fc"]["weight"]
+    lm.params["h_1"]["mlp"]["c_fc"]["weight"] = weight.at[3, 5].add(1.0)
+    found = jaxllm.verify(lm, path, length=8, new_tokens=2)
+    assert not found.holds
+    assert found.first is not None
+    assert found.first.name.startswith("layers.1.mlp")

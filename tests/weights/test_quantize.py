@@ -93,6 +93,12 @@ def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -
         as_format(wide, "bf16-packed")
 
 
+def test_a_matrix_without_columns_has_nothing_to_scale() -> None:
+    with pytest.raises(ConfigError, match="needs columns"):
+        as_format(jnp.ones((4, 0)), "int8")
+    assert as_format(jnp.ones((0, 4)), "int8").shape == (0, 4)
+
+
 @pytest.mark.parametrize(
     "name", ["int7", "int8-g48", "int8-zp", "int4-g", "float8", "", "int4-f16-zp", None]
 )

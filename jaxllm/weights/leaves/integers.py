@@ -128,7 +128,12 @@ class Integer:
         return "float32"
 
     def make(self, array: jax.Array) -> QTensor:
-        """Rounded to the nearest, a block of rows at a time."""
+        """Rounded to the nearest, a block of rows at a time.
+
+        Raises ConfigError for a matrix without columns, which has nothing that a scale could be of.
+        """
+        if not array.shape[-1]:
+            raise ConfigError(f"{self.name} needs columns to scale, the matrix is {array.shape}")
         rows_OI = array.reshape(-1, array.shape[-1])
         pieces = (x.reshape(*array.shape[:-1], x.shape[-1]) for x in _rounded(rows_OI, self))
         data, scale, zero = pieces
