@@ -7,23 +7,26 @@ Names are imported from their homes when they are first used, so that `import ja
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jaxllm import moved
+
 if TYPE_CHECKING:
     from jaxllm import errors
     from jaxllm.api import LM, Piece, load
     from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
     from jaxllm.complete import Completion
     from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig, Rope
-    from jaxllm.decode.beam import BeamResult, beam_search
-    from jaxllm.decode.generate import Finish, Generated, generate, stream
-    from jaxllm.decode.options import make_sampler
-    from jaxllm.decode.sampling import GREEDY, Sampler, row_keys, sample
-    from jaxllm.decode.serve import Request, serve
-    from jaxllm.decode.speculative import PromptLookup, Speculated, speculative_generate
+    from jaxllm.decode.batching.serve import Request, serve
+    from jaxllm.decode.loops.beam import BeamResult, beam_search
+    from jaxllm.decode.loops.generate import Generated, generate, stream
+    from jaxllm.decode.loops.speculative import PromptLookup, Speculated, speculative_generate
+    from jaxllm.decode.loops.text import Finish
+    from jaxllm.decode.sampling.options import make_sampler
+    from jaxllm.decode.sampling.sampler import GREEDY, Sampler, row_keys, sample
     from jaxllm.embed import embeddings
-    from jaxllm.evaluate.divergence import divergence
-    from jaxllm.evaluate.perplexity import perplexity
-    from jaxllm.evaluate.sensitivity import sensitivity
-    from jaxllm.evaluate.stages import stages
+    from jaxllm.evaluate.equivalence.stages import stages
+    from jaxllm.evaluate.likelihood.divergence import divergence
+    from jaxllm.evaluate.likelihood.perplexity import perplexity
+    from jaxllm.evaluate.likelihood.sensitivity import sensitivity
     from jaxllm.fixed import FixedShapeRunner
     from jaxllm.models import build, param_shapes
     from jaxllm.repair import insert, recompute
@@ -39,17 +42,18 @@ _HOMES = {
     "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "commit", "init_cache"),
     "jaxllm.complete": ("Completion",),
     "jaxllm.config": ("GPT2Config", "LlamaConfig", "ModelConfig", "Rope"),
-    "jaxllm.decode.beam": ("BeamResult", "beam_search"),
-    "jaxllm.decode.generate": ("Finish", "Generated", "generate", "stream"),
-    "jaxllm.decode.options": ("make_sampler",),
-    "jaxllm.decode.sampling": ("GREEDY", "Sampler", "row_keys", "sample"),
-    "jaxllm.decode.serve": ("Request", "serve"),
-    "jaxllm.decode.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
+    "jaxllm.decode.loops.beam": ("BeamResult", "beam_search"),
+    "jaxllm.decode.loops.generate": ("Generated", "generate", "stream"),
+    "jaxllm.decode.loops.text": ("Finish",),
+    "jaxllm.decode.sampling.options": ("make_sampler",),
+    "jaxllm.decode.sampling.sampler": ("GREEDY", "Sampler", "row_keys", "sample"),
+    "jaxllm.decode.batching.serve": ("Request", "serve"),
+    "jaxllm.decode.loops.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
     "jaxllm.embed": ("embeddings",),
-    "jaxllm.evaluate.divergence": ("divergence",),
-    "jaxllm.evaluate.perplexity": ("perplexity",),
-    "jaxllm.evaluate.sensitivity": ("sensitivity",),
-    "jaxllm.evaluate.stages": ("stages",),
+    "jaxllm.evaluate.likelihood.divergence": ("divergence",),
+    "jaxllm.evaluate.likelihood.perplexity": ("perplexity",),
+    "jaxllm.evaluate.likelihood.sensitivity": ("sensitivity",),
+    "jaxllm.evaluate.equivalence.stages": ("stages",),
     "jaxllm.fixed": ("FixedShapeRunner",),
     "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.repair": ("insert", "recompute"),
@@ -117,6 +121,8 @@ __all__ = [
     "stream",
     "verify",
 ]
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,8 @@ from jaxllm.complete import (
     top_logprobs,
 )
 from jaxllm.config import ModelConfig
-from jaxllm.decode.generate import Finish, stream
+from jaxllm.decode.loops.generate import stream
+from jaxllm.decode.loops.text import Finish
 from jaxllm.embed import embeddings, log_probs
 from jaxllm.errors import (
     CheckpointError,

@@ -11,12 +11,13 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.prefix import reuse
-from jaxllm.decode.beam import beam_search
-from jaxllm.decode.contrastive import contrastive_search
-from jaxllm.decode.generate import Finish, Generated, generate
-from jaxllm.decode.guidance import guided_generate
-from jaxllm.decode.sampling import row_keys
-from jaxllm.decode.speculative import PromptLookup, speculative_generate
+from jaxllm.decode.loops.beam import beam_search
+from jaxllm.decode.loops.contrastive import contrastive_search
+from jaxllm.decode.loops.generate import Generated, generate
+from jaxllm.decode.loops.guidance import guided_generate
+from jaxllm.decode.loops.speculative import PromptLookup, speculative_generate
+from jaxllm.decode.loops.text import Finish
+from jaxllm.decode.sampling.sampler import row_keys
 from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError
 from jaxllm.options import BEAMS, CONTRAST, DRAFTS, GUIDANCE, PLAIN
 from jaxllm.settings import Settings

@@ -17,8 +17,8 @@ from typing import Any
 from jaxllm.api import load
 from jaxllm.complete import Completion
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, TemplateError, TokenError
-from jaxllm.evaluate.likelihood import continuation_likelihoods, document_logprobs
-from jaxllm.evaluate.score import default_batch
+from jaxllm.evaluate.likelihood.continuations import continuation_likelihoods, document_logprobs
+from jaxllm.evaluate.likelihood.score import default_batch
 from jaxllm.progress import steps_bar
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer

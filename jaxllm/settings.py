@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxllm.cache.kv import KVCache, cache_nbytes
 from jaxllm.config import ModelConfig
-from jaxllm.decode.generate import bucket
-from jaxllm.decode.options import PROCESSORS, SHAPING, make_sampler
-from jaxllm.decode.overflow import Overflow
-from jaxllm.decode.sampling import GREEDY, Sampler
+from jaxllm.decode.loops.overflow import Overflow
+from jaxllm.decode.sampling.options import PROCESSORS, SHAPING, make_sampler
+from jaxllm.decode.sampling.sampler import GREEDY, Sampler
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
 from jaxllm.options import OPTIONS, Ends, Kind, check_values, check_ways, way_of
+from jaxllm.shapes import bucket
 
 DEFAULT_NEW_TOKENS = 256
 

@@ -13,9 +13,9 @@ from jaxllm import process
 from jaxllm.api import LM, load, open_checkpoint
 from jaxllm.checkpoint import is_native
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate import equivalence
-from jaxllm.evaluate.difference import Tolerance
-from jaxllm.evaluate.sides import Case, Ours, Side
+from jaxllm.evaluate.equivalence import compare as equivalence
+from jaxllm.evaluate.equivalence.difference import Tolerance
+from jaxllm.evaluate.equivalence.sides import Case, Ours, Side
 from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.formats import format_of
 from jaxllm.weights.paths import flatten
@@ -53,7 +53,7 @@ def verify(
     """Compare a model with a reference: every stage of a case, the cache, and greedy text.
 
     model: as `load` takes it, or loaded. reference: "transformers", which runs the same weights; or
-    another model. Either may be a side of `jaxllm.evaluate.sides`, the model with a case. case: by
+    another model. Either may be a side of `jaxllm.evaluate.equivalence.sides`, the model with a case. case: by
     default two prompts of unequal length, `length` tokens the longer. name: of the model in the
     report. files: where a loaded model's weights are, so that they need not be written for
     transformers. dtype: of a model that is loaded here, by default "float32". reference_dtype: by
@@ -92,7 +92,7 @@ def _sides(
 ) -> Iterator[tuple[Any, Any]]:
     """What to compare with, and the float32 side that drift is measured from, if any."""
     if reference == TRANSFORMERS:
-        from jaxllm.evaluate.reference import Transformers
+        from jaxllm.evaluate.equivalence.reference import Transformers
 
         dtype, exact = dtype or plain, None
         with transformers_directory(files, lm, plain) as directory:

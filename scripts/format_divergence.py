@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 import jaxllm
-from jaxllm.evaluate.data import Loader, loader
+from jaxllm.evaluate.likelihood.data import Loader, loader
 
 FORMATS = ("int8", "int8-g64", "int4-g128", "int4", "int4-g32-zp")
 

@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxllm
-from jaxllm import cli, exported
-from jaxllm import export as exporting
+from jaxllm import cli
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.fixed import Form
+from jaxllm.fixed import Form, exported
+from jaxllm.fixed import export as exporting
 from jaxllm.ops import native
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
@@ -38,7 +38,7 @@ FORMS = {
 SCRIPT = """
 import sys
 import numpy as np
-from jaxllm import exported
+from jaxllm.fixed import exported
 
 directory, ids, out = sys.argv[1], np.load(sys.argv[2]), sys.argv[3]
 steps = exported.load(directory)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxllm import export as exporting
-from jaxllm import exported
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.fixed import export as exporting
+from jaxllm.fixed import exported
 from tests.twins import random_model
 
 N, M = 4, 13

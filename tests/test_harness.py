@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, TokenError
-from jaxllm.evaluate.likelihood import continuation_likelihoods, document_logprobs
+from jaxllm.evaluate.likelihood.continuations import continuation_likelihoods, document_logprobs
 from jaxllm.harness import Answers, register
 from tests.conftest import ROOT
 from tests.twins import save_random

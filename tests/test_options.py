@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.decode.options import make_sampler
-from jaxllm.decode.penalties import Repetition
+from jaxllm.decode.sampling.options import make_sampler
+from jaxllm.decode.sampling.penalties import Repetition
 from jaxllm.errors import CapacityError, SamplingError, TokenError
 from jaxllm.options import OPTIONS, GenerateOptions, check_options
 from jaxllm.options.spellings import SPELLINGS

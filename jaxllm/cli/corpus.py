@@ -10,7 +10,7 @@ from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
-    from jaxllm.evaluate.data import Loader
+    from jaxllm.evaluate.likelihood.data import Loader
 
 Evaluated = Annotated[
     str, typer.Argument(metavar="MODEL", help="A directory, demo:llama, demo:gpt2, hf:owner/name.")
@@ -68,7 +68,7 @@ def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Cor
 
     What is not to be separate is one document.
     """
-    from jaxllm.evaluate.data import read_documents
+    from jaxllm.evaluate.likelihood.data import read_documents
     from jaxllm.files import read_text
 
     if (text is None) == (documents is None):
@@ -96,8 +96,8 @@ def make_loader(
     limit: int | None = None,
 ) -> "tuple[Loader, dict[str, Any]]":
     """The loader over a corpus, and what to say about it."""
-    from jaxllm.evaluate.data import loader
-    from jaxllm.evaluate.score import default_batch
+    from jaxllm.evaluate.likelihood.data import loader
+    from jaxllm.evaluate.likelihood.score import default_batch
 
     if bos not in BOS:
         raise ConfigError(f"--bos must be one of {', '.join(BOS)}, got {bos!r}")

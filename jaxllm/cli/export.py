@@ -46,15 +46,15 @@ def export(
 ) -> None:
     """Write prefill and decode steps for runtimes without this code: StableHLO, safetensors, JSON.
 
-    Keys and values go in and come out in fixed shapes; jaxllm.exported runs them from Python.
+    Keys and values go in and come out in fixed shapes; jaxllm.fixed.exported runs them from Python.
     """
     inputs = _form(form)
     from jaxllm.files import check_vacant
 
     check_vacant(directory, "manifest.json", "an export")
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
-    from jaxllm import export as exporting
     from jaxllm.fixed import Form
+    from jaxllm.fixed import export as exporting
 
     manifest = exporting.export(
         lm.model,

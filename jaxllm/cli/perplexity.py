@@ -30,8 +30,8 @@ from jaxllm.errors import TokenError
 if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.cli.corpus import Corpus
-    from jaxllm.evaluate.divergence import Divergence
-    from jaxllm.evaluate.perplexity import Estimate, Perplexity
+    from jaxllm.evaluate.likelihood.divergence import Divergence
+    from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
 
 EXAMPLE = (
     "Example: jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4"
@@ -80,8 +80,8 @@ def perplexity(
     check_writable("--journal", journal)
     corpus = read_corpus(text, documents, separate)
     lm = load_model(model, dtype, quantize=quantize)
-    from jaxllm.evaluate.divergence import check_pair, divergence
-    from jaxllm.evaluate.perplexity import perplexity
+    from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
+    from jaxllm.evaluate.likelihood.perplexity import perplexity
 
     loader, facts = make_loader(
         lm,

@@ -21,7 +21,7 @@ from jaxllm.cli.corpus import (
 from jaxllm.cli.options import Dtype, check_writable, load_model
 
 if TYPE_CHECKING:
-    from jaxllm.evaluate.sensitivity import Sensitivity
+    from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
 
 EXAMPLE = "Example: jaxllm sensitivity demo:llama --text story.txt --format int4 --by kind"
 
@@ -53,8 +53,8 @@ def sensitivity(
     check_writable("--plot", plot)
     corpus = read_corpus(text, documents, separate=False)
     lm = load_model(model, dtype)
-    from jaxllm.evaluate.sensitivity import plot as draw
-    from jaxllm.evaluate.sensitivity import sensitivity
+    from jaxllm.evaluate.likelihood.sensitivity import plot as draw
+    from jaxllm.evaluate.likelihood.sensitivity import sensitivity
 
     loader, facts = make_loader(lm, corpus, window=window, stride=stride, batch=batch, limit=limit)
     rows = sensitivity(lm.model, lm.params, loader, format, by=by)

@@ -12,8 +12,8 @@ from jaxllm.cli.options import FullDtype, PrecisionFile, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.evaluate.equivalence import Report
-    from jaxllm.evaluate.sides import Ours
+    from jaxllm.evaluate.equivalence.compare import Report
+    from jaxllm.evaluate.equivalence.sides import Ours
 
 EXAMPLE = """
 Examples:
@@ -64,13 +64,13 @@ def vectors(
 
         check_vacant(directory, "vectors.json", "vectors")
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
-    from jaxllm.evaluate.sides import Ours
+    from jaxllm.evaluate.equivalence.sides import Ours
 
     ours = Ours(f"jaxllm, {model}", lm.model, lm.params)
     if action is Action.check:
         _check(ours, directory, tolerance, other_weights, as_json)
         return
-    from jaxllm.evaluate.vectors import make
+    from jaxllm.evaluate.equivalence.vectors import make
 
     texts = (
         [lm.tokenizer.encode(text, bos=lm.tokenizer.adds_bos) for text in TEXTS]
@@ -80,7 +80,7 @@ def vectors(
     if source == "jaxllm":
         make(directory, ours, texts, new_tokens=new_tokens)
     else:
-        from jaxllm.evaluate.reference import Transformers
+        from jaxllm.evaluate.equivalence.reference import Transformers
         from jaxllm.verifying import transformers_directory
 
         with transformers_directory(model, lm, dtype) as hf:
@@ -92,9 +92,9 @@ def vectors(
 def _check(
     ours: "Ours", directory: Path, tolerance: float | None, other_weights: bool, as_json: bool
 ) -> None:
-    from jaxllm.evaluate.difference import Tolerance
-    from jaxllm.evaluate.report import to_json
-    from jaxllm.evaluate.vectors import check, read
+    from jaxllm.evaluate.equivalence.difference import Tolerance
+    from jaxllm.evaluate.equivalence.report import to_json
+    from jaxllm.evaluate.equivalence.vectors import check, read
 
     checked = check(
         read(directory), ours, tolerance=None if tolerance is None else Tolerance(tolerance)

@@ -66,8 +66,8 @@ def verify(
     """
     check_writable("--plot", plot)
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
-    from jaxllm.evaluate.difference import Tolerance
-    from jaxllm.evaluate.report import to_json, to_png, to_text
+    from jaxllm.evaluate.equivalence.difference import Tolerance
+    from jaxllm.evaluate.equivalence.report import to_json, to_png, to_text
     from jaxllm.verifying import verify as compare
 
     report = compare(

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.decode.options import PROCESSORS
+from jaxllm.decode.sampling.options import PROCESSORS
 from jaxllm.errors import SamplingError, nearest
 from jaxllm.options.spellings import SPELLINGS
 from jaxllm.options.table import (

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
-from jaxllm.decode.generate import MOST_TOKENS
-from jaxllm.decode.options import PROCESSORS, check_sampling
-from jaxllm.decode.overflow import OVERFLOWS
-from jaxllm.decode.sampling import Sampler
+from jaxllm.decode.loops.overflow import OVERFLOWS
+from jaxllm.decode.loops.text import MOST_TOKENS
+from jaxllm.decode.sampling.options import PROCESSORS, check_sampling
+from jaxllm.decode.sampling.sampler import Sampler
 from jaxllm.options.typed import Assistant
 from jaxllm.options.values import (
     criteria,
@@ -194,7 +194,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "overflow": Option(
         policy,
-        f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.overflow",
+        f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
         "when the context is full: refuse, begin again from its recent half (slide), or keep the"
         " first tokens and a window (sinks)",
         from_file=False,

@@ -6,8 +6,8 @@ from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
-from jaxllm.decode.overflow import Overflow
-from jaxllm.decode.sampling import Context, Processor, Sampler
+from jaxllm.decode.loops.overflow import Overflow
+from jaxllm.decode.sampling.sampler import Context, Processor, Sampler
 
 Numbers = float | Sequence[float] | np.ndarray
 Ids = int | Sequence[int] | np.ndarray

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.decode.generate import MOST_TOKENS
-from jaxllm.decode.overflow import OVERFLOWS, Overflow
-from jaxllm.decode.sampling import Processor
+from jaxllm.decode.loops.overflow import OVERFLOWS, Overflow
+from jaxllm.decode.loops.text import MOST_TOKENS
+from jaxllm.decode.sampling.sampler import Processor
 from jaxllm.options.typed import Ends
 from jaxllm.whole import is_number, is_whole
 

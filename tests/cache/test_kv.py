@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm.cache import branch, drop_range, fork, keep, rewind, shift
 from jaxllm.cache.kv import cache_nbytes
-from jaxllm.decode.truncation import Temperature
+from jaxllm.decode.sampling.truncation import Temperature
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.models import build
 from jaxllm.ops import Int8Entries, dense, keep_as

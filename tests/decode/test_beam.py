@@ -13,10 +13,10 @@ import torch
 import transformers
 
 import jaxllm
-from jaxllm.decode import beam as module
-from jaxllm.decode.beam import BeamResult, beam_search
-from jaxllm.decode.generate import Finish
-from jaxllm.decode.sampling import Context, Processor, Sampler
+from jaxllm.decode.loops import beam as module
+from jaxllm.decode.loops.beam import BeamResult, beam_search
+from jaxllm.decode.loops.text import Finish
+from jaxllm.decode.sampling.sampler import Context, Processor, Sampler
 from jaxllm.errors import CacheMismatchError, CapacityError, SamplingError, TokenError
 from tests.twins import BOTH, VOCAB, in_both, load_twin, random_model, save_random, tokens
 

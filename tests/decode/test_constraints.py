@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from jaxllm.decode.options import make_sampler
-from jaxllm.decode.sampling import Context, Processor, row_keys
+from jaxllm.decode.sampling.options import make_sampler
+from jaxllm.decode.sampling.sampler import Context, Processor, row_keys
 from jaxllm.errors import SamplingError
 
 APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, context))

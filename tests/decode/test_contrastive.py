@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm.decode.contrastive import contrastive_search
+from jaxllm.decode.loops.contrastive import contrastive_search
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
 from tests.twins import BOTH, Twin, load_twin, random_model, save_random, tokens
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.decode import generate as module
-from jaxllm.decode.generate import Finish
-from jaxllm.decode.options import make_sampler
-from jaxllm.decode.sampling import Context, Processor, Sampler
+from jaxllm.decode.loops import generate as module
+from jaxllm.decode.loops.text import Finish
+from jaxllm.decode.sampling.options import make_sampler
+from jaxllm.decode.sampling.sampler import Context, Processor, Sampler
 from jaxllm.errors import CapacityError, SamplingError
 from tests.twins import BOTH, in_both, random_model, tokens
 

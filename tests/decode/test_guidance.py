@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm.decode.guidance import guide, guided_generate
-from jaxllm.decode.options import make_sampler
+from jaxllm.decode.loops.guidance import guide, guided_generate
+from jaxllm.decode.sampling.options import make_sampler
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
 from tests.twins import Twin, load_twin, random_model, save_random, tokens
 

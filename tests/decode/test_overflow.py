@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.decode.overflow import Overflow, SinksAndWindow, Slide
+from jaxllm.decode.loops.overflow import Overflow, SinksAndWindow, Slide
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
 from tests.twins import random_model, tokens
 

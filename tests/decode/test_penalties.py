@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from jaxllm.decode.options import make_sampler
-from jaxllm.decode.penalties import Dry, Frequency, Repetition
-from jaxllm.decode.sampling import Context, Processor, row_keys
+from jaxllm.decode.sampling.options import make_sampler
+from jaxllm.decode.sampling.penalties import Dry, Frequency, Repetition
+from jaxllm.decode.sampling.sampler import Context, Processor, row_keys
 
 APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, context))
 NO_BREAKERS = np.full(1, -1, np.int32)

@@ -14,10 +14,10 @@ from scipy import stats
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import jaxllm
-from jaxllm.decode.options import PROCESSORS, make_sampler
-from jaxllm.decode.sampling import GREEDY, Context, Sampler, row_keys, sample, sample_next
-from jaxllm.decode.sampling import process as process_in
-from jaxllm.decode.truncation import TopK, TopP
+from jaxllm.decode.sampling.options import PROCESSORS, make_sampler
+from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys, sample, sample_next
+from jaxllm.decode.sampling.sampler import process as process_in
+from jaxllm.decode.sampling.truncation import TopK, TopP
 from jaxllm.errors import NonFiniteError, SamplingError
 
 TOP_K, TOP_P = jax.jit(TopK.__call__), jax.jit(TopP.__call__)

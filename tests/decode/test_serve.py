@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxllm
-from jaxllm.decode.generate import Finish
-from jaxllm.decode.options import make_sampler
-from jaxllm.decode.sampling import Processor, Sampler
-from jaxllm.decode.serve import Event, Request, serve
+from jaxllm.decode.batching.serve import Event, Request, serve
+from jaxllm.decode.loops.text import Finish
+from jaxllm.decode.sampling.options import make_sampler
+from jaxllm.decode.sampling.sampler import Processor, Sampler
 from jaxllm.errors import CapacityError, SamplingError, TokenError
 from tests.twins import BOTH, in_both, random_model, tokens
 

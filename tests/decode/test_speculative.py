@@ -10,11 +10,17 @@ import pytest
 from scipy import stats
 
 import jaxllm
-from jaxllm.decode import speculative as module
-from jaxllm.decode.generate import Finish
-from jaxllm.decode.sampling import Context, Processor, Sampler, process, row_keys
-from jaxllm.decode.speculative import PromptLookup, Speculated, Text, look_up, speculative_generate
-from jaxllm.decode.truncation import Temperature, TopK
+from jaxllm.decode.loops import speculative as module
+from jaxllm.decode.loops.speculative import (
+    PromptLookup,
+    Speculated,
+    Text,
+    look_up,
+    speculative_generate,
+)
+from jaxllm.decode.loops.text import Finish
+from jaxllm.decode.sampling.sampler import Context, Processor, Sampler, process, row_keys
+from jaxllm.decode.sampling.truncation import Temperature, TopK
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import Precision, cast

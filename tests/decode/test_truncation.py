@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation import logits_process as theirs
 
-from jaxllm.decode.options import make_sampler
-from jaxllm.decode.sampling import Context, Processor, Sampler, row_keys, sample, sample_next
-from jaxllm.decode.truncation import XTC, Epsilon, Eta, MinP, Mirostat, TopNSigma, Typical
+from jaxllm.decode.sampling.options import make_sampler
+from jaxllm.decode.sampling.sampler import (
+    Context,
+    Processor,
+    Sampler,
+    row_keys,
+    sample,
+    sample_next,
+)
+from jaxllm.decode.sampling.truncation import XTC, Epsilon, Eta, MinP, Mirostat, TopNSigma, Typical
 from jaxllm.errors import SamplingError
 
 # transformers, tests/generation/test_logits_process.py: the test, options, probabilities, what is

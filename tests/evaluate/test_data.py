@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
-from jaxllm.evaluate.data import Batch, Loader, loader, read_documents
-from jaxllm.evaluate.windows import PROTOCOLS, Span, rolling, second_half, strided
+from jaxllm.evaluate.likelihood.data import Batch, Loader, loader, read_documents
+from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span, rolling, second_half, strided
 
 DOCUMENTS = [list(range(100 * n, 100 * n + length)) for n, length in enumerate((7, 1, 12, 3, 20))]
 

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.evaluate.difference import TOLERANCES, Tolerance, measure, ulp_distance
-from jaxllm.evaluate.equivalence import Report, compare_text, example
-from jaxllm.evaluate.report import to_json, to_text
+from jaxllm.evaluate.equivalence.compare import Report, compare_text, example
+from jaxllm.evaluate.equivalence.difference import TOLERANCES, Tolerance, measure, ulp_distance
+from jaxllm.evaluate.equivalence.report import to_json, to_text
 
 STRICT = TOLERANCES["float32"]
 

@@ -15,8 +15,8 @@ import torch
 
 from jaxllm import cli
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.data import Loader, loader
-from jaxllm.evaluate.divergence import Differences, Divergence, divergence, kl_divergence
+from jaxllm.evaluate.likelihood.data import Loader, loader
+from jaxllm.evaluate.likelihood.divergence import Differences, Divergence, divergence, kl_divergence
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
 from tests.twins import Twin, load_twin, random_model, save_random, tokens

@@ -16,12 +16,12 @@ import torch
 import jaxllm
 from jaxllm import cli, ops
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.evaluate.difference import TOLERANCES, Tolerance, ulp_distance
-from jaxllm.evaluate.equivalence import Report, verify
-from jaxllm.evaluate.reference import Transformers
-from jaxllm.evaluate.report import to_png, to_text
-from jaxllm.evaluate.sides import Case, Decoded, Ours, by_position, padded
-from jaxllm.evaluate.stages import stage_names, stages
+from jaxllm.evaluate.equivalence.compare import Report, verify
+from jaxllm.evaluate.equivalence.difference import TOLERANCES, Tolerance, ulp_distance
+from jaxllm.evaluate.equivalence.reference import Transformers
+from jaxllm.evaluate.equivalence.report import to_png, to_text
+from jaxllm.evaluate.equivalence.sides import Case, Decoded, Ours, by_position, padded
+from jaxllm.evaluate.equivalence.stages import stage_names, stages
 from jaxllm.weights.paths import map_leaves
 from tests.twins import Twin, assert_close, load_twin, save_random, tokens
 

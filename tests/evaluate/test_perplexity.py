@@ -15,9 +15,9 @@ import torch
 
 from jaxllm import cli
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, NonFiniteError, TokenError
-from jaxllm.evaluate.data import loader
-from jaxllm.evaluate.perplexity import Perplexity, perplexity, token_logprobs
-from jaxllm.evaluate.score import score
+from jaxllm.evaluate.likelihood.data import loader
+from jaxllm.evaluate.likelihood.perplexity import Perplexity, perplexity, token_logprobs
+from jaxllm.evaluate.likelihood.score import score
 from jaxllm.files import locked
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import map_leaves
@@ -152,7 +152,7 @@ def test_an_interrupted_evaluation_goes_on_from_its_journal(
             raise KeyboardInterrupt
         return score(*arguments)
 
-    monkeypatch.setattr("jaxllm.evaluate.perplexity.score", counting)
+    monkeypatch.setattr("jaxllm.evaluate.likelihood.perplexity.score", counting)
     journal = tmp_path / "journal"
     with pytest.raises(KeyboardInterrupt):
         token_logprobs(twin.model, twin.params, made, journal=journal)

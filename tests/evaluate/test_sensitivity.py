@@ -12,9 +12,9 @@ import scipy.special
 import jaxllm
 from jaxllm import cli
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate import sensitivity as module
-from jaxllm.evaluate.data import Loader, loader
-from jaxllm.evaluate.sensitivity import groups, plot, sensitivity
+from jaxllm.evaluate.likelihood import sensitivity as module
+from jaxllm.evaluate.likelihood.data import Loader, loader
+from jaxllm.evaluate.likelihood.sensitivity import groups, plot, sensitivity
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
 from tests.twins import random_model

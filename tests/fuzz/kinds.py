@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm import batchfile, exported
+from jaxllm import batchfile
 from jaxllm.api import LM, open_checkpoint
 from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoint import in_memory, save
@@ -18,12 +18,13 @@ from jaxllm.cli.options import precision_over, read_json_option
 from jaxllm.cli.quantize import _rules
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import open_hf, write_hf
-from jaxllm.evaluate.data import Batch, loader, read_documents
-from jaxllm.evaluate.passes import Columns, over
-from jaxllm.evaluate.sides import Ours
-from jaxllm.evaluate.vectors import make, read
-from jaxllm.export import export
+from jaxllm.evaluate.equivalence.sides import Ours
+from jaxllm.evaluate.equivalence.vectors import make, read
+from jaxllm.evaluate.likelihood.data import Batch, loader, read_documents
+from jaxllm.evaluate.likelihood.passes import Columns, over
 from jaxllm.files import read_json, read_text
+from jaxllm.fixed import exported
+from jaxllm.fixed.export import export
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer

@@ -1,0 +1,209 @@
+"""A batch of tokens as llama.cpp takes one: any tokens of any sequences, checked, then run.
+
+A token says where it stands, to which sequences it belongs, and whether its output is wanted. What
+is wrong with a batch is found before anything runs, and is returned as a `Status`, not raised: the
+state is then the one that went in.
+
+`plan.py` has the checks and the plan, on the host alone; `places.py` the micro-batches and the
+programs that run them.
+"""
+
+import dataclasses
+from enum import IntEnum
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import KVCache
+from jaxllm.cache.sequences import Positions, positions_of, with_positions
+from jaxllm.decode.batching.places import (
+    Line,
+    advance,
+    lay_out,
+    micro_batches,
+)
+from jaxllm.decode.batching.plan import TokenBatch, as_array, plan
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.ops.pooling import normalized, pool
+from jaxllm.weights.paths import Params
+
+Pooling = Literal["none", "mean", "last", "cls"]
+POOLINGS = ("none", "mean", "last", "cls")
+
+
+class Code(IntEnum):
+    """How a batch fared, in llama_decode's numbers."""
+
+    INVALID = -1
+    OK = 0
+    NO_ROOM = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """OK; NO_ROOM: try again after freeing slots or with a smaller batch; INVALID: never try again.
+
+    True where it is OK. message: what was expected and what was got.
+    """
+
+    code: Code
+    message: str = ""
+
+    def __bool__(self) -> bool:
+        return self.code is Code.OK
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outputs:
+    """What was wanted, float32, on the host, M rows in the order of the batch.
+
+    values: logits `[M, V]`, or embeddings (the last hidden states, after the final norm) `[M, D]`.
+    of: int `[M]`, the place in the batch whose output each is; with pooling the sequence.
+    """
+
+    values: np.ndarray
+    of: np.ndarray
+
+
+def decode(
+    model: nn.Module,
+    params: Params,
+    state: KVCache,
+    batch: TokenBatch,
+    *,
+    n_ubatch: int = 512,
+    output: Literal["logits", "embeddings"] = "logits",
+    pooling: Pooling = "none",
+    normalize: bool = False,
+    donate: bool = False,
+) -> tuple[Status, Outputs | None, KVCache]:
+    """Run a batch in micro-batches of at most `n_ubatch` tokens: status, outputs, state.
+
+    state: as `init_sequences` makes it; it stays valid, at the cost of a copy of what is written
+    to, unless `donate=True`. A batch that is not OK changes nothing and gives `state` back. Outputs
+    do not depend on n_ubatch, nor on the other sequences in the batch.
+
+    pooling: one embedding a sequence: the mean over its tokens in the batch, its last, or its first
+    (cls), whatever is flagged. normalize: divide embeddings by their Euclidean norm.
+
+    A tied model takes vectors in the number format of its table; the cache holds -1 as their ids.
+
+    Raises ConfigError for options that are none, CacheMismatchError for a state that is not one.
+    """
+    if n_ubatch < 1:
+        raise ConfigError(f"n_ubatch must be at least 1, got {n_ubatch}")
+    if output not in ("logits", "embeddings") or pooling not in POOLINGS:
+        raise ConfigError(f"no output {output!r:.40} with pooling {pooling!r:.40}")
+    if output == "logits" and (pooling != "none" or normalize):
+        raise ConfigError("logits are neither pooled nor normalized: ask for embeddings")
+    if state.config != model.config:
+        raise CacheMismatchError("the state is of another model: make it from this one's config")
+    now = positions_of(state)
+    try:
+        vectors_ND = _vectors(model, params, batch)
+        stages = plan(model.config, now, batch)
+    except TokenError as error:
+        return Status(Code.INVALID, str(error)), None, state
+    except CapacityError as error:
+        return Status(Code.NO_ROOM, str(error)), None, state
+    if pooling != "none":
+        stages = [[line._replace(output_T=line.output_T | True) for line in s] for s in stages]
+    found: list[tuple[jax.Array, list[Line], np.ndarray]] = []
+    ours: set[bool] = set()  # what this call made is its own to write to: own slots, or shared ones
+    for lines in (group for stage in stages for group in micro_batches(stage, n_ubatch)):
+        places, at = lay_out(lines, state.batch)
+        shared = places.member_RB is not None
+        out, state = advance(
+            model,
+            params,
+            state,
+            places,
+            vectors_PD=_placed(vectors_ND, lines, at, places.token_RT.shape),
+            wanted="logits" if output == "logits" else "hidden",
+            donate=donate or shared in ours,
+        )
+        ours.add(shared)
+        found.append((out, lines, at))
+    state = with_positions(state, _written(now, stages))
+    outputs = _outputs(found)
+    if output == "embeddings":
+        outputs = _pooled(outputs, stages, pooling)
+        if normalize:
+            outputs = Outputs(normalized(outputs.values), outputs.of)
+    return Status(Code.OK), outputs, state
+
+
+def _vectors(model: nn.Module, params: Params, batch: TokenBatch) -> np.ndarray | None:
+    """The embeddings as float32, or None for a batch of tokens."""
+    if batch.embeddings is None:
+        return None
+    vectors_ND = as_array("embeddings", batch.embeddings)
+    size = model.config.hidden_size
+    if vectors_ND.ndim != 2 or vectors_ND.shape[1] != size or not len(vectors_ND):
+        raise TokenError(f"embeddings must be [N, {size}], N not zero; got {vectors_ND.shape}")
+    if not jnp.issubdtype(vectors_ND.dtype, jnp.floating):
+        raise TokenError(f"embeddings must be floats, got {vectors_ND.dtype}")
+    vectors_ND = vectors_ND.astype(np.float32)
+    if not np.isfinite(vectors_ND).all():
+        raise TokenError("embeddings must be finite")
+    return vectors_ND
+
+
+def _placed(
+    vectors_ND: np.ndarray | None, lines: list[Line], at: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray | None:
+    """The vectors at the places of a micro-batch, `[R * T, D]`."""
+    if vectors_ND is None:
+        return None
+    placed_RTD = np.zeros((*shape, vectors_ND.shape[1]), np.float32)
+    for r, line in zip(at, lines, strict=True):
+        placed_RTD[r, : line.index_T.size] = vectors_ND[line.index_T]
+    return placed_RTD.reshape(-1, vectors_ND.shape[1])
+
+
+def _written(now: Positions, stages: list[list[Line]]) -> Positions:
+    """The positions with those of the batch."""
+    then = Positions(*(x.copy() for x in now))
+    for line in (line for stage in stages for line in stage):
+        if len(line.rows) == 1:
+            then.own_BS[line.rows[0], line.slot_T] = line.position_T
+        else:
+            then.shared_BN[np.array(line.rows)[:, None], line.slot_T] = line.position_T[None]
+    return then
+
+
+def _outputs(found: list[tuple[jax.Array, list[Line], np.ndarray]]) -> Outputs:
+    """The wanted outputs of all micro-batches, in the order of the batch."""
+    values, of = [], []
+    for out, lines, at in found:
+        if not any(line.output_T.any() for line in lines):
+            continue
+        out_RTX = np.asarray(out)
+        for r, line in zip(at, lines, strict=True):
+            column_M = np.flatnonzero(line.output_T)
+            values.append(out_RTX[r, column_M if out_RTX.shape[1] > 1 else column_M * 0])
+            of.append(line.index_T[column_M])
+    if not of:
+        return Outputs(np.zeros((0, found[0][0].shape[-1]), np.float32), np.zeros(0, np.int64))
+    of_M = np.concatenate(of)
+    order_M = np.argsort(of_M)
+    return Outputs(np.concatenate(values)[order_M], of_M[order_M])
+
+
+def _pooled(outputs: Outputs, stages: list[list[Line]], pooling: Pooling) -> Outputs:
+    """One embedding a sequence, of the tokens that it has in the batch."""
+    if pooling == "none":
+        return outputs
+    tokens: dict[int, list[int]] = {}
+    for line in (line for stage in stages for line in stage):
+        for row in line.rows:
+            tokens.setdefault(row, []).extend(line.index_T.tolist())
+    sequences = sorted(tokens)
+    values = [
+        pool(outputs.values[None, tokens[s]], np.ones((1, len(tokens[s])), bool), pooling)
+        for s in sequences
+    ]
+    return Outputs(np.concatenate(values), np.array(sequences))

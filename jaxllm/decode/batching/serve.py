@@ -1,0 +1,483 @@
+"""Continuous batching: requests join and leave between steps, and none of them notices.
+
+Every step runs one token of each row that decodes and up to `chunk` tokens of prompts. Each row has
+a request's text, key, limits and sampler to itself, so its tokens are those of `generate` on it
+alone. The loop writes its cache in place; what a request is refused for concerns nobody else.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, init_cache
+from jaxllm.decode.batching.draws import Result, Samplers, draw, drawn_by_kind, fitted
+from jaxllm.decode.batching.places import (
+    NOWHERE,
+    Line,
+    Places,
+    advance,
+    lay_out,
+    micro_batches,
+    run_own,
+)
+from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
+from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys
+from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.weights.paths import Params
+from jaxllm.whole import whole, whole_array
+
+MOST_BURST = 4096
+_KINDS = 8  # kinds of samplers that are kept though nobody has them at the moment
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Request:
+    """A prompt to continue, with limits of its own.
+
+    id: the caller's, events carry it. prompt: token ids. sampler: of one row, as `make_sampler`
+    gives it; greedy by default. eos_token_ids: any of them ends it. until: told each token, says
+    whether to stop after it. cancelled: asked between steps whether nobody waits for it any more
+    (`threading.Event().is_set`, say); its row is then free, and its last event is CANCELLED.
+    """
+
+    id: Hashable
+    prompt: Sequence[int] | np.ndarray
+    max_new_tokens: int
+    sampler: Sampler = GREEDY
+    seed: int = 0
+    eos_token_ids: Sequence[int] = ()
+    until: Callable[[int], bool] | None = None
+    cancelled: Callable[[], bool] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """What stands among the requests for one that was refused on the way: its error is told in its
+    turn."""
+
+    id: Hashable
+    error: JaxllmError
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the loop did when an event came about.
+
+    index: from 0. decoded: rows that were given a token of their own continuation to run; prompt:
+    tokens of prompts that were run. busy: rows taken, of `rows`. generated: tokens since the loop
+    began, in `seconds`.
+    """
+
+    index: int
+    decoded: int
+    prompt: int
+    busy: int
+    rows: int
+    generated: int
+    seconds: float
+
+    @property
+    def occupancy(self) -> float:
+        """Which part of the rows was taken."""
+        return self.busy / self.rows
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second since the loop began."""
+        return self.generated / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A token of a request, the end of it, or both.
+
+    token, logprob: under the model, before any sampler; None where there is none. finish: None
+    while it goes on; NON_FINITE and CANCELLED come without a token. error: why it was refused;
+    nothing of it ran.
+    """
+
+    id: Hashable
+    token: int | None
+    logprob: float | None
+    finish: Finish | None
+    error: JaxllmError | None
+    step: Step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seat:
+    """A request in a row: its prompt, how many tokens have run, the newest and how many came."""
+
+    request: Request
+    prompt_T: np.ndarray
+    kind: Hashable
+    ran: int = 0
+    newest: int = NO_TOKEN
+    count: int = 0
+
+    def line(self, row: int, room: int) -> Line:
+        """What is to run next: at most `room` tokens of the prompt, or the newest token."""
+        stop = min(self.ran + room, self.prompt_T.size)
+        if self.ran < self.prompt_T.size:
+            token_T, length = self.prompt_T[self.ran : stop], self.prompt_T.size
+        else:
+            token_T, length = np.array([self.newest]), self.ran + 1
+        position_T = np.arange(self.ran, self.ran + token_T.size)
+        output_T = position_T == length - 1
+        return Line((row,), position_T, token_T, position_T, position_T, output_T, length)
+
+
+class _Drawn(NamedTuple):
+    """A row's next token; without one where the logits were not finite."""
+
+    token: int
+    logprob: float
+    finite: bool
+
+
+_Draws = dict[int, _Drawn]  # what a step drew, by row
+
+
+class _Loop(NamedTuple):
+    """Everything that goes from step to step. Samplers of one kind are stacked, a row each."""
+
+    cache: KVCache
+    context: Context
+    samplers: dict[Hashable, Sampler]
+    seats: dict[int, _Seat]
+
+
+def serve(
+    model: nn.Module,
+    params: Params,
+    requests: Iterable[Request | Refusal | None],
+    *,
+    rows: int = 8,
+    capacity: int = 1024,
+    chunk: int = 256,
+    burst: int = 16,
+) -> Iterator[Event]:
+    """Continue requests in `rows` rows of `capacity` slots each; yields their tokens as they come.
+
+    requests: asked for the next one whenever a row is free, so they wait where they come from. None
+    says that there is nothing at the moment; it is asked again after the next step, or at once
+    where no row is busy: it may block then. chunk: tokens of prompts that are run in one step.
+    burst: steps that are run before Python looks again, where all rows decode, none has an `until`,
+    and none ends: 1 gives every token as soon as it is there.
+
+    Events carry the ids of the requests as they are: two that are served at once want different
+    ones. A request that cannot be served (no tokens, an id outside the vocabulary, no room, a wrong
+    seed) is answered with an error, one whose logits are not finite ends with NON_FINITE; the
+    others go on. Raises CapacityError for sizes that are no whole numbers from 1 up, or exceed the
+    machine's memory.
+    """
+    chunk = whole("chunk", chunk, 1, MOST_SLOTS, CapacityError)
+    burst = whole("burst", burst, 1, MOST_BURST, CapacityError)
+    rows = whole("rows", rows, 1, MOST_SLOTS, CapacityError)
+    capacity = whole("capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    cache = init_cache(model, rows, capacity)
+    now = _Loop(cache, _no_text(rows, capacity), {}, {})
+    source, more = iter(requests), True
+    step, start = Step(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
+    while more or now.seats:
+        while more and len(now.seats) < rows:
+            try:
+                request = next(source)
+            except StopIteration:
+                more = False
+                break
+            if request is None:
+                break
+            if isinstance(request, Refusal):
+                yield Event(request.id, None, None, None, request.error, step)
+                continue
+            if _is_cancelled(request):
+                yield Event(request.id, None, None, Finish.CANCELLED, None, step)
+                continue
+            try:
+                now = _joined(model, now, request, capacity)
+            except JaxllmError as error:
+                yield Event(request.id, None, None, None, error, step)
+        for row, seat in list(now.seats.items()):
+            if _is_cancelled(seat.request):
+                seats = {other: kept for other, kept in now.seats.items() if other != row}
+                now = now._replace(seats=seats)
+                yield Event(seat.request.id, None, None, Finish.CANCELLED, None, step)
+        if not now.seats:
+            continue
+        if all(seat.count and seat.request.until is None for seat in now.seats.values()):
+            now, steps = _decoded(model, params, now, burst)
+        else:
+            now, steps = _stepped(model, params, now, _lines(now.seats, chunk), chunk)
+        for drawn in steps:
+            lines = _lines(now.seats, chunk)
+            decoded = sum(now.seats[line.rows[0]].count > 0 for line in lines)
+            step = Step(
+                index=step.index + 1,
+                decoded=decoded,
+                prompt=sum(line.index_T.size for line in lines) - decoded,
+                busy=len(now.seats),
+                rows=rows,
+                generated=step.generated + sum(one.finite for one in drawn.values()),
+                seconds=time.perf_counter() - start,
+            )
+            now, events = _told(now, lines, drawn, step)
+            yield from events
+
+
+def _is_cancelled(request: Request) -> bool:
+    return request.cancelled is not None and bool(request.cancelled())
+
+
+def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _Loop:
+    """The loop with a request in the first free row. Raises a JaxllmError where that cannot be."""
+    rows = now.cache.batch
+    prompt_T = _checked(model, request, capacity)
+    key = row_keys(request.seed, 1)[0]
+    places = now.context.token_BL.shape[1]
+    kind, sampler = fitted(request.sampler, model.config.vocab_size, places)
+    row = min(set(range(rows)) - set(now.seats))
+    token_L = np.full(places, NO_TOKEN, np.int32)
+    token_L[: prompt_T.size] = prompt_T
+    stacked = now.samplers[kind] if kind in now.samplers else _stacked(sampler, rows)
+    position_BS, context, stacked = _seated(
+        now.cache.tail.position_BS,
+        now.context,
+        stacked,
+        np.int32(row),
+        (token_L, np.int32(prompt_T.size), key),
+        sampler,
+    )
+    return now._replace(
+        cache=now.cache.replace(tail=now.cache.tail.replace(position_BS=position_BS)),
+        context=context,
+        samplers=_sorted({**_wanted(now), kind: stacked}),
+        seats={**now.seats, row: _Seat(request, prompt_T, kind)},
+    )
+
+
+def _stepped(
+    model: nn.Module, params: Params, now: _Loop, lines: list[Line], chunk: int
+) -> tuple[_Loop, list[_Draws]]:
+    """Run the lines, and draw a token for each row whose text has been run to its end."""
+    cache, context, seats, rows = now.cache, now.context, now.seats, now.cache.batch
+    samplers, found = tuple(now.samplers.values()), []
+    for group in micro_batches(lines, rows + chunk):
+        places, at = lay_out(group, rows)
+        out, cache = advance(model, params, cache, places, donate=True)
+        take = {line.rows[0]: r for line, r in zip(group, at, strict=True) if line.output_T.any()}
+        if take:
+            take_B = np.zeros(rows, np.int32)
+            take_B[list(take)] = list(take.values())
+            kind_KB = _kinds(now, take)
+            result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
+            found.append((take, result))
+    drawn: _Draws = {}
+    for take, result in found:  # read when all has been dispatched
+        arrays = jax.device_get(result)
+        drawn.update({row: _Drawn(*(x[row].item() for x in arrays)) for row in take})
+    held = dict(zip(now.samplers, samplers, strict=True))
+    return _Loop(cache, context, held, seats), [drawn]
+
+
+def _decoded(
+    model: nn.Module, params: Params, now: _Loop, burst: int
+) -> tuple[_Loop, list[_Draws]]:
+    """As `_stepped`, where all rows decode: several tokens of each, until one of them ends."""
+    rows, seats = now.cache.batch, now.seats
+    widest = max(len(seat.request.eos_token_ids) for seat in seats.values())
+    newest_B = np.zeros(rows, np.int32)
+    eos_BE = np.full((rows, padded_eos(range(widest)).size), NO_TOKEN, np.int32)
+    for row, seat in seats.items():
+        ids = padded_eos(seat.request.eos_token_ids)
+        newest_B[row], eos_BE[row, : ids.size] = seat.newest, ids
+    left = min(seat.request.max_new_tokens - seat.count for seat in seats.values())
+    done, results, tail, context, samplers = _burst(
+        now.cache.tail,
+        now.context,
+        tuple(now.samplers.values()),
+        model,
+        params,
+        _kinds(now, seats),
+        newest_B,
+        eos_BE,
+        burst,
+        np.int32(min(burst, left)),
+    )
+    count, arrays = jax.device_get((done, results))
+    steps = [
+        {row: _Drawn(*(x[i, row].item() for x in arrays)) for row in seats} for i in range(count)
+    ]
+    held = dict(zip(now.samplers, samplers, strict=True))
+    return _Loop(now.cache.replace(tail=tail), context, held, seats), steps
+
+
+def _kinds(now: _Loop, rows: Iterable[int]) -> np.ndarray:
+    """Which of these rows have which kind of sampler, bool `[K, B]`."""
+    kind_KB = np.zeros((len(now.samplers), now.cache.batch), bool)
+    for row in rows:
+        kind_KB[list(now.samplers).index(now.seats[row].kind), row] = True
+    return kind_KB
+
+
+def _told(now: _Loop, lines: list[Line], drawn: _Draws, step: Step) -> tuple[_Loop, list[Event]]:
+    """The loop without the rows that ended, and an event for each token."""
+    seats, events = dict(now.seats), []
+    for line in lines:
+        row, seat = line.rows[0], seats[line.rows[0]]
+        seat = seats[row] = dataclasses.replace(seat, ran=seat.ran + line.index_T.size)
+        if row not in drawn:
+            continue
+        token, logprob, finite = drawn[row]
+        if not finite:
+            del seats[row]
+            events.append(Event(seat.request.id, None, None, Finish.NON_FINITE, None, step))
+            continue
+        seats[row] = seat = dataclasses.replace(seat, newest=token, count=seat.count + 1)
+        finish = _finish(seat)
+        if finish is not None:
+            del seats[row]
+        events.append(Event(seat.request.id, token, logprob, finish, None, step))
+    return now._replace(seats=seats), events
+
+
+def _finish(seat: _Seat) -> Finish | None:
+    """Why a request ends with its newest token, or None."""
+    request = seat.request
+    if request.until is not None and request.until(seat.newest):
+        return Finish.STOP
+    if seat.newest in request.eos_token_ids:
+        return Finish.EOS
+    return Finish.LENGTH if seat.count >= request.max_new_tokens else None
+
+
+def _lines(seats: dict[int, _Seat], chunk: int) -> list[Line]:
+    """A token of every row that decodes, and `chunk` tokens of prompts in order of arrival."""
+    lines = []
+    for row, seat in seats.items():
+        line = seat.line(row, chunk)
+        if not seat.count:
+            chunk -= line.index_T.size
+        lines.append(line)
+    return [line for line in lines if line.index_T.size]
+
+
+def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
+    """The prompt's ids, or the reason why it cannot be continued."""
+    prompt_T = whole_array("a prompt", request.prompt, TokenError)
+    if prompt_T.ndim != 1 or not prompt_T.size:
+        raise TokenError(f"a prompt is a list of token ids, got {request.prompt!r:.60}")
+    padded_eos(request.eos_token_ids)
+    if not isinstance(request.sampler, Sampler):
+        raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
+    new = whole("max_new_tokens", request.max_new_tokens, 1)
+    vocabulary = model.config.vocab_size
+    if prompt_T.min() < 0 or prompt_T.max() >= vocabulary:
+        raise TokenError(f"the prompt has ids outside the vocabulary of {vocabulary}")
+    needed = prompt_T.size + new - 1  # the last token is never run
+    limit = min(capacity, model.config.position_limit)
+    if needed > limit:
+        raise CapacityError(
+            f"{needed} tokens of prompt and continuation do not fit into {limit} slots or positions"
+        )
+    return prompt_T.astype(np.int32)
+
+
+def _no_text(rows: int, capacity: int) -> Context:
+    zeros_B = np.zeros(rows, np.int32)
+    token_BL = np.full((rows, capacity + 1), NO_TOKEN, np.int32)
+    token_BL, prompt_B, length_B = jax.device_put((token_BL, zeros_B, zeros_B.copy()))
+    return Context(token_BL, prompt_B, length_B, row_keys(0, rows))
+
+
+def _wanted(now: _Loop) -> dict[Hashable, Sampler]:
+    """The samplers without those that nobody has, once there are many: each set is compiled."""
+    held = {seat.kind for seat in now.seats.values()}
+    few = len(now.samplers) < _KINDS
+    return {kind: stacked for kind, stacked in now.samplers.items() if few or kind in held}
+
+
+def _sorted(samplers: dict[Hashable, Sampler]) -> dict[Hashable, Sampler]:
+    """In an order that does not depend on who came first: each order would be compiled."""
+    return {kind: samplers[kind] for kind in sorted(samplers, key=str)}
+
+
+def _stacked(sampler: Sampler, rows: int) -> Sampler:
+    stacked: Sampler = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), sampler)
+    return stacked
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2))
+def _seated(
+    position_BS: jax.Array,
+    context: Context,
+    stacked: Sampler,
+    row: jax.Array,
+    text: tuple[jax.Array, jax.Array, jax.Array],
+    sampler: Sampler,
+) -> tuple[jax.Array, Context, Sampler]:
+    """What is known of the rows, with one of them emptied and given another text and sampler."""
+    token_L, length, key = text
+    own = Context(token_L, length, length, key)
+    context, stacked = jax.tree.map(
+        lambda old, new: old.at[row].set(new), (context, stacked), (own, sampler)
+    )
+    return position_BS.at[row].set(EMPTY), context, stacked
+
+
+@partial(jax.jit, static_argnums=(3, 8), donate_argnums=(0, 1, 2))
+def _burst(
+    tail: Segment,
+    context: Context,
+    samplers: Samplers,
+    model: nn.Module,
+    params: Params,
+    kind_KB: jax.Array,
+    newest_B: jax.Array,
+    eos_BE: jax.Array,
+    burst: int,
+    steps: jax.Array,
+) -> tuple[jax.Array, Result, Segment, Context, Samplers]:
+    """At most `steps` of `burst` tokens of all live rows, until one of them ends: how many, `[]`,
+    and what was drawn, `[burst, B]` each.
+    """
+    live_B = kind_KB.any(axis=0)
+    zeros_B = jnp.zeros(live_B.shape, jnp.int32)
+    blank = jnp.zeros((burst, *live_B.shape))
+    results = (blank.astype(jnp.int32), blank, blank.astype(bool))
+
+    def goes_on(carry: Any) -> jax.Array:
+        i, ended, *_ = carry
+        going: jax.Array = (i < steps) & ~ended
+        return going
+
+    def one(carry: Any) -> Any:
+        i, _, newest_B, results, tail, context, samplers = carry
+        at_B = context.length_B - 1  # the newest token is in the text and yet to run
+        places = Places(
+            row_R=None,
+            token_RT=newest_B[:, None],
+            position_RT=jnp.where(live_B, at_B, EMPTY)[:, None],
+            slot_RT=jnp.where(live_B, at_B, NOWHERE)[:, None],
+            length_R=context.length_B,
+            column_R=zeros_B,
+            member_RB=None,
+        )
+        out, tail = run_own(tail, (), model, params, places, None, "logits")
+        drawn, context, samplers = drawn_by_kind(context, samplers, kind_KB, out[:, 0])
+        results = tuple(x.at[i].set(new) for x, new in zip(results, drawn, strict=True))
+        token_B, _, finite_B = drawn
+        ends_B = (token_B[:, None] == eos_BE).any(axis=1) | ~finite_B
+        return i + 1, (live_B & ends_B).any(), token_B, results, tail, context, samplers
+
+    nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_B, results)
+    loop: Any = jax.lax.while_loop(goes_on, one, (*nothing, tail, context, samplers))
+    done, _, _, results, *now = loop
+    return done, results, now[0], now[1], now[2]

@@ -1,0 +1,356 @@
+"""Beam search: the likeliest continuations of each prompt, the whole search in one compiled loop.
+
+Each prompt is run once. Its N beams then go on from its cache, each with a tail of its own, and
+every step reorders these tails by `select`. The scores, the length penalty and the conditions to
+stop are those of transformers' `generate(num_beams=N)`. Where that marks what must not be chosen
+with -1e9, here it is -inf, which no real score can lose to.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import KVCache, cache_nbytes, extend, init_cache
+from jaxllm.cache.rows import select
+from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
+from jaxllm.decode.sampling.sampler import GREEDY, Context, Processor, Sampler, process
+from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.files import check_memory
+from jaxllm.inputs import checked_prompts
+from jaxllm.shapes import bucket
+from jaxllm.steps import prefill, run
+from jaxllm.weights.paths import Params
+from jaxllm.whole import is_number, whole
+
+EarlyStopping = bool | Literal["never"]
+Text = tuple[jax.Array, jax.Array]  # of each beam before the search: [R, L], and its length [R]
+
+
+class BeamResult(struct.PyTreeNode):
+    """Each prompt's finished sequences, the best first; N is `num_return_sequences`.
+
+    token_BNT: int32 `[B, N, max_new_tokens]`, -1 after a sequence's end; an end-of-text token is
+    part of it. score_BN: float32, the sum of its log-probabilities, as the processors left them,
+    divided by `length ** length_penalty`. length_BN: its tokens. finish_BN: a `Finish`. A prompt
+    that has fewer continuations than N has sequences of length 0, score -inf, finish RUNNING; one
+    whose logits are not finite keeps what it had found until then, and finishes NON_FINITE.
+    """
+
+    token_BNT: jax.Array
+    score_BN: jax.Array
+    length_BN: jax.Array
+    finish_BN: jax.Array
+
+
+class Plan(struct.PyTreeNode):
+    """What was asked for; the same at every step.
+
+    budget, length_penalty: scalars. eos_E: end-of-text ids, padded with -1. full_is_enough,
+    looks_ahead: bool scalars, `early_stopping` True and "never".
+    """
+
+    budget: jax.Array
+    length_penalty: jax.Array
+    eos_E: jax.Array
+    full_is_enough: jax.Array
+    looks_ahead: jax.Array
+
+
+class Search(struct.PyTreeNode):
+    """Where a search stands; R = B x N rows, a prompt's beams side by side.
+
+    step: how many tokens each running beam has. token_BNT, score_BN: these tokens and the sum of
+    their log-probabilities, best first, -inf where there is no beam. parent_R: the row that each
+    beam grew from in the last step. found: the finished sequences. done_B: whether nothing can
+    join a prompt's `found` any more.
+    """
+
+    step: jax.Array
+    token_BNT: jax.Array
+    score_BN: jax.Array
+    parent_R: jax.Array
+    found: BeamResult
+    done_B: jax.Array
+    sampler: Sampler
+
+
+def beam_search(
+    model: nn.Module,
+    params: Params,
+    tokens_BT: Any,
+    *,
+    num_beams: int,
+    max_new_tokens: int,
+    num_return_sequences: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    eos_token_ids: Sequence[int] = (),
+    lengths_B: Any = None,
+    sampler: Sampler = GREEDY,
+    cache: KVCache | None = None,
+    chunk: int = 256,
+) -> BeamResult:
+    """Search each prompt `[B, T]` for its best continuations, with `num_beams` at a time.
+
+    length_penalty: a sequence's score is its log-probability over `length ** length_penalty`;
+    above 0 that favours long ones. early_stopping: True ends a prompt's search once it has
+    `num_beams` finished sequences; False once the best beam, at its present length, no longer
+    beats the worst of these; "never" once it cannot, at any length. One beam is greedy decoding.
+    lengths_B: the prompts' lengths, where they are padded on the right. sampler: its processors
+    change the log-probabilities; nothing is drawn. cache: what the prompts go on from, with room
+    for them; it stays valid. chunk: as for `prefill`.
+
+    The beams of a single prompt read its cache where it lies; those of several prompts each get a
+    copy. Compiled once for `num_beams` and the shapes: no other option, and no length within a
+    bucket, compiles anything.
+
+    Raises what `prefill` raises, SamplingError for an option out of its range, CapacityError when
+    prompt and new tokens do not fit into the model.
+    """
+    _check(num_beams, max_new_tokens, num_return_sequences, length_penalty, early_stopping)
+    tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
+    start = 0 if cache is None else int(np.max(cache.next_position_B))
+    needed = start + T + max_new_tokens - 1  # the last token is never run
+    if needed > (limit := model.config.position_limit):
+        raise CapacityError(
+            f"{needed} tokens of prompt and continuation do not fit into the model's {limit}"
+            " positions. Shorten the prompt or max_new_tokens"
+        )
+    R, width = B * num_beams, bucket(max_new_tokens)
+    dtype = model.precision.cache if cache is None else cache.dtype
+    check_memory(
+        cache_nbytes(model.config, R, width, dtype) + 8 * R * model.config.vocab_size,
+        f"{num_beams:,} beams of up to {max_new_tokens:,} tokens",
+    )
+    fresh = cache is None
+    if cache is None:
+        cache = init_cache(model, B, bucket(T))
+    logits_BV, cache = prefill(
+        model, params, cache, tokens_BT, lengths_B=lengths_B, chunk=chunk, donate=fresh
+    )
+    values = (
+        np.int32(max_new_tokens),
+        np.float32(length_penalty),
+        padded_eos(eos_token_ids),
+        np.bool_(early_stopping is True or num_beams == 1),
+        np.bool_(early_stopping == "never"),
+    )
+    plan = Plan(*jax.device_put(values))
+    found = _search(model, params, cache, plan, sampler, logits_BV, num_beams, width)
+    # On the host: JAX's own slice would be compiled.
+    n, found = num_return_sequences, jax.device_get(found)
+    cut: BeamResult = jax.tree.map(lambda x: x[:, :n], found)
+    return jax.device_put(cut.replace(token_BNT=cut.token_BNT[:, :, :max_new_tokens]))
+
+
+@partial(jax.jit, static_argnums=(0, 6, 7))
+def _search(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    plan: Plan,
+    sampler: Sampler,
+    logits_BV: jax.Array,
+    num_beams: int,
+    width: int,
+) -> BeamResult:
+    """The search from the prompts' caches and last logits on: all `num_beams` found, `[B, N]`."""
+    B, N = cache.batch, num_beams
+    text = _text(cache, N, width)
+    score_BN = jnp.full((B, N), -jnp.inf, jnp.float32)
+    blank_BNT = jnp.full((B, N, width), NO_TOKEN, jnp.int32)
+    zeros_BN = jnp.zeros((B, N), jnp.int32)
+    search = Search(
+        step=jnp.zeros((), jnp.int32),
+        token_BNT=blank_BNT,
+        score_BN=score_BN.at[:, 0].set(0.0),  # N equal beams would find everything N times
+        parent_R=jnp.arange(B * N, dtype=jnp.int32),
+        found=BeamResult(blank_BNT, score_BN, zeros_BN, zeros_BN + Finish.RUNNING),
+        done_B=jnp.zeros((B,), bool),
+        sampler=_one_a_beam(sampler, B, N),
+    )
+    search = _choose(plan, text, search, jnp.repeat(logits_BV, N, axis=0))
+    frozen, tail = _one_tail_a_beam(cache, N, width)
+
+    def unfinished(carry: tuple[KVCache, Search]) -> jax.Array:
+        return (carry[1].step < plan.budget) & ~carry[1].done_B.all()
+
+    def body(carry: tuple[KVCache, Search]) -> tuple[KVCache, Search]:
+        tail, search = carry
+        tail = select(tail, search.parent_R)
+        newest_BN = jax.lax.dynamic_index_in_dim(search.token_BNT, search.step - 1, 2, False)
+        running_R = jnp.repeat(~search.done_B, N)
+        position_RT = jnp.where(running_R, tail.next_position_B, -1)[:, None]
+        segments, token_RT = (*frozen, tail.tail), newest_BN.reshape(-1, 1)
+        trace, delta, _ = run(model, params, segments, token_RT, position_RT)
+        return extend(tail, delta), _choose(plan, text, search, trace.logits[:, 0])
+
+    return jax.lax.while_loop(unfinished, body, (tail, search))[1].found
+
+
+def _choose(plan: Plan, text: Text, search: Search, logits_RV: jax.Array) -> Search:
+    """Extend every beam by a token: keep the best that end, go on with the best that do not."""
+    B, N = search.score_BN.shape
+    V = logits_RV.shape[-1]
+    length = search.step + 1
+    exists_R = search.score_BN.reshape(-1) > -jnp.inf
+    finite_R = jnp.isfinite(logits_RV).all(axis=1) | ~exists_R
+    broken_B = ~finite_R.reshape(B, N).all(axis=1) & ~search.done_B
+    scores_RV = jax.nn.log_softmax(logits_RV.astype(jnp.float32), axis=-1)
+    if search.sampler.processors:
+        scores_RV = process(scores_RV, search.sampler, _context(text, search))
+    scores_RV = jnp.where((exists_R & finite_R)[:, None], scores_RV, -jnp.inf)
+    total_BNV = scores_RV.reshape(B, N, V) + search.score_BN[:, :, None]
+    ends_V = (jnp.arange(V, dtype=jnp.int32)[:, None] == plan.eos_E[None]).any(axis=1)
+
+    # Only what is among the N best candidates may finish; what finishes is not gone on with.
+    score_BN, beam_BN, token_BN = _best(total_BNV, N)
+    eos_BN = ends_V[token_BN]
+    ended_BN = (eos_BN | (length >= plan.budget)) & ~(search.done_B | broken_B)[:, None]
+    penalty = length.astype(jnp.float32) ** plan.length_penalty
+    new = BeamResult(
+        _grown(search, beam_BN, token_BN),
+        jnp.where(ended_BN, score_BN / penalty, -jnp.inf),
+        jnp.where(ended_BN, length, 0),
+        jnp.where(eos_BN, jnp.int32(Finish.EOS), jnp.int32(Finish.LENGTH)),
+    )
+    both: BeamResult = jax.tree.map(
+        lambda old, new: jnp.concatenate([old, new], axis=1), search.found, new
+    )
+    _, at_BN = jax.lax.top_k(both.score_BN, N)  # the old ones come first: a tie replaces nothing
+    found: BeamResult = jax.tree.map(lambda x: _pick(x, at_BN), both)
+    found = found.replace(
+        finish_BN=jnp.where(broken_B[:, None], jnp.int32(Finish.NON_FINITE), found.finish_BN)
+    )
+
+    score_BN, beam_BN, token_BN = _best(jnp.where(ends_V[None, None], -jnp.inf, total_BNV), N)
+    parent_R = (beam_BN + N * jnp.arange(B, dtype=jnp.int32)[:, None]).reshape(-1)
+    ahead = plan.looks_ahead & (plan.length_penalty > 0)
+    reached = jnp.where(ahead, plan.budget, length).astype(jnp.float32)
+    hope_B = score_BN[:, 0] / reached**plan.length_penalty
+    worst_B = found.score_BN[:, -1]  # -inf until there are N
+    done_B = (hope_B <= worst_B) | (plan.full_is_enough & (worst_B > -jnp.inf))
+    return Search(
+        step=length,
+        token_BNT=_grown(search, beam_BN, token_BN),
+        score_BN=score_BN,
+        parent_R=parent_R,
+        found=found,
+        done_B=search.done_B | broken_B | done_B,
+        sampler=_reordered(search.sampler, parent_R, scores_RV, token_BN.reshape(-1)),
+    )
+
+
+def _best(total_BNV: jax.Array, n: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The n best candidates of each prompt: scores, beams, tokens; of equals the first."""
+    B, N, V = total_BNV.shape
+    score_Bn, at_Bn = jax.lax.top_k(total_BNV.reshape(B, N * V), n)
+    return score_Bn, at_Bn // V, at_Bn % V
+
+
+def _grown(search: Search, beam_BN: jax.Array, token_BN: jax.Array) -> jax.Array:
+    """The beams' tokens, each with another one after them."""
+    here_T = jnp.arange(search.token_BNT.shape[-1], dtype=jnp.int32) == search.step
+    return jnp.where(here_T[None, None], token_BN[:, :, None], _pick(search.token_BNT, beam_BN))
+
+
+def _pick(x_BNX: jax.Array, at_BN: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_BNX, at_BN.reshape(*at_BN.shape, *[1] * (x_BNX.ndim - 2)), axis=1)
+
+
+def _one_tail_a_beam(cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
+    """The prompts' segments for B x N rows, and an empty tail a row, apart from them.
+
+    What one row holds all its beams share. Attention knows parts of one row and parts of all rows
+    only, so several prompts are copied, once, for each of their beams.
+    """
+    B = cache.batch
+    rows = jnp.repeat(jnp.arange(B), N)
+    frozen = cache.segments if B == 1 else select(cache, rows).segments
+    tail = init_cache(cache.config, B * N, width, dtype=cache.dtype)
+    return frozen, tail.replace(next_position_B=cache.next_position_B[rows])
+
+
+def _text(cache: KVCache, N: int, room: int) -> Text:
+    """Each beam's text so far, -1 past its end, with room for more, int32 `[R, L]`; its length."""
+    position_BS = cache.position_BS
+    last = jnp.iinfo(jnp.int32).max
+    order_BS = jnp.argsort(jnp.where(position_BS >= 0, position_BS, last), axis=1)
+    token_BS = jnp.where(position_BS >= 0, cache.token_BS, NO_TOKEN)
+    text_BS = jnp.take_along_axis(token_BS, order_BS, axis=1)
+    text_BL = jnp.pad(text_BS, ((0, 0), (0, room)), constant_values=NO_TOKEN)
+    return jnp.repeat(text_BL, N, axis=0), jnp.repeat(cache.length_B, N)
+
+
+def _context(text: Text, search: Search) -> Context:
+    """Prompt and tokens of every beam, as processors see them."""
+    text_RL, prompt_R = text
+    token_RT = search.token_BNT.reshape(prompt_R.shape[0], -1)
+    R, T = token_RT.shape
+    at_RT = prompt_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+    token_RL = text_RL.at[jnp.arange(R)[:, None], at_RT].set(token_RT, mode="drop")
+    key_R = jax.random.split(jax.random.key(0), R)  # part of a context, though nothing is drawn
+    return Context(token_RL, prompt_R, prompt_R + search.step, key_R)
+
+
+def _one_a_beam(sampler: Sampler, B: int, N: int) -> Sampler:
+    """The sampler for B x N rows: what has a value for each prompt has one for each beam."""
+
+    def repeat(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, N, axis=0) if x.ndim and x.shape[0] == B else x
+
+    repeated: Sampler = jax.tree.map(repeat, sampler)
+    return repeated
+
+
+def _reordered(
+    sampler: Sampler, parent_R: jax.Array, scores_RV: jax.Array, token_R: jax.Array
+) -> Sampler:
+    """The next step's sampler: what processors remember of a beam goes to those grown from it."""
+    R = parent_R.shape[0]
+
+    def follow(processor: Processor) -> Processor:
+        if type(processor).observe is Processor.observe:  # it remembers nothing
+            return processor
+        remembered: Processor = jax.tree.map(
+            lambda x: x[parent_R] if x.ndim and x.shape[0] == R else x, processor
+        )
+        return remembered.observe(scores_RV[parent_R], token_R)
+
+    return sampler.replace(processors=tuple(follow(p) for p in sampler.processors))
+
+
+def _check(
+    num_beams: int,
+    max_new_tokens: int,
+    num_return_sequences: int,
+    length_penalty: float,
+    early_stopping: EarlyStopping,
+) -> None:
+    """Raise SamplingError, by name, for an option out of its range."""
+    whole("num_beams", num_beams, 1)
+    whole("max_new_tokens", max_new_tokens, 1)
+    whole("num_return_sequences", num_return_sequences, 1)
+    if num_return_sequences > num_beams:
+        raise SamplingError(
+            f"num_return_sequences is {num_return_sequences}, more than num_beams, {num_beams}"
+        )
+    if not is_number(length_penalty) or not math.isfinite(length_penalty):
+        raise SamplingError(f"length_penalty must be a finite number, got {length_penalty!r}")
+    if abs(length_penalty) * math.log(max_new_tokens) > 80:  # exp(80) is still a float32
+        raise SamplingError(
+            f"length_penalty {length_penalty} is out of range: {max_new_tokens} to its power is"
+            " more than a float32 holds"
+        )
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise SamplingError(
+            f"early_stopping must be False, True or 'never', got {early_stopping!r:.40}"
+        )

@@ -1,0 +1,120 @@
+"""Contrastive search (Su et al. 2022): likely tokens that do not repeat what the text has said.
+
+An example of what `fork` makes easy: the candidates are rows that share the whole text by
+reference, one forward pass looks at all of them, and the one that is chosen is committed. The
+others leave no trace, since `forward` changes nothing.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import commit, init_cache
+from jaxllm.cache.rows import fork
+from jaxllm.decode.loops.text import padded_eos
+from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
+from jaxllm.steps import Output, forward
+from jaxllm.weights.paths import Params
+from jaxllm.whole import is_number, whole
+
+
+def contrastive_search(
+    model: nn.Module,
+    params: Params,
+    prompt: Sequence[int],
+    *,
+    penalty_alpha: float,
+    top_k: int,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int] = (),
+) -> list[int]:
+    """The tokens that continue a prompt: up to `max_new_tokens`, or to an end of text, included.
+
+    Each is the best of the `top_k` likeliest by `score`. penalty_alpha: from 0, which is greedy
+    search, to 1.
+
+    Raises SamplingError for values out of range, CapacityError for a text longer than the model's
+    positions, NonFiniteError when a step is not finite, and what `forward` raises.
+    """
+    top_k = whole("top_k", top_k, 1, model.config.vocab_size)
+    if not is_number(penalty_alpha) or not 0 <= penalty_alpha <= 1:
+        raise SamplingError(
+            f"penalty_alpha must be a number from 0 to 1, got {penalty_alpha!r:.40}"
+        )
+    whole("max_new_tokens", max_new_tokens, 1)
+    ends = padded_eos(eos_token_ids)
+    room, limit = len(prompt) + max_new_tokens, model.config.position_limit
+    if room > limit:
+        raise CapacityError(f"a text of {room} tokens does not fit into {limit} positions")
+
+    cache = init_cache(model, 1, room)
+    out = forward(model, params, cache, [list(prompt)], hidden_states=True)
+    cache = commit(cache, out.delta, donate=True)
+    said_SD = jnp.zeros((room, model.config.hidden_size), jnp.float32)
+    logits_V, said_SD = _begin(out, said_SD)
+
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in ends):
+        likely_C, token_C = _candidates(logits_V, top_k)
+        rows = fork(cache, top_k, capacity=1)
+        out = forward(model, params, rows, token_C[:, None], hidden_states=True)
+        end = len(prompt) + len(tokens)
+        best, score_C, chosen, said_SD = _choose(likely_C, out, said_SD, end, penalty_alpha)
+        if not np.isfinite(score_C).all():
+            raise NonFiniteError(f"the scores of token {len(tokens)} are not finite")
+        cache, logits_V = commit(cache, chosen.delta, donate=True), chosen.logits
+        tokens.append(int(token_C[best]))
+    return tokens
+
+
+def score(
+    likely_C: jax.Array, hidden_CD: jax.Array, said_SD: jax.Array, penalty_alpha: jax.Array
+) -> jax.Array:
+    """(1 - alpha) times a candidate's probability, less alpha times its likeness to the text.
+
+    Su et al. 2022, equation 5: the likeness is the largest cosine between the candidate's last
+    hidden state and those of all tokens before it. Both are unit vectors, `[C, D]` and `[S, D]`;
+    rows of zeros are no tokens.
+    """
+    cosine_CS = jnp.where((said_SD != 0).any(axis=1)[None], hidden_CD @ said_SD.T, -jnp.inf)
+    return (1 - penalty_alpha) * likely_C - penalty_alpha * cosine_CS.max(axis=1)
+
+
+@partial(jax.jit, static_argnums=1)
+def _candidates(logits_V: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """The probabilities and ids of the likeliest tokens, `[C]` each."""
+    likely_C, token_C = jax.lax.top_k(jax.nn.softmax(logits_V), top_k)
+    return likely_C, token_C
+
+
+@jax.jit
+def _begin(out: Output, said_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The last logits of the prompt, and what it has said."""
+    hidden_TD = _last_hidden(out)[0]
+    return out.logits[0, -1], jax.lax.dynamic_update_slice_in_dim(said_SD, hidden_TD, 0, axis=0)
+
+
+@jax.jit
+def _choose(
+    likely_C: jax.Array, out: Output, said_SD: jax.Array, end: Any, penalty_alpha: Any
+) -> tuple[jax.Array, jax.Array, Output, jax.Array]:
+    """The best candidate, all scores, the best one's output, and what has been said with it."""
+    hidden_CD = _last_hidden(out)[:, 0]
+    score_C = score(likely_C, hidden_CD, said_SD, penalty_alpha)
+    best = jnp.argmax(score_C)
+    chosen: Output = out.replace(
+        logits=out.logits[best, 0], delta=jax.tree.map(lambda x: x[best][None], out.delta)
+    )
+    return best, score_C, chosen, said_SD.at[end].set(hidden_CD[best])
+
+
+def _last_hidden(out: Output) -> jax.Array:
+    """What the model made of each token, as vectors of length one, float32 `[B, T, D]`."""
+    assert out.hidden_states is not None
+    x_BTD = out.hidden_states[-1].astype(jnp.float32)
+    return x_BTD / jnp.linalg.norm(x_BTD, axis=-1, keepdims=True)

@@ -1,0 +1,402 @@
+"""Generation: a prefill, then one compiled loop that samples and decodes until every row has ended.
+
+`generate` runs the loop on the device, `stream` runs the same body a token at a time from Python.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Required, TypedDict, Unpack
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import KVCache, Segment, check_usable, extend, init_cache, settle
+from jaxllm.decode.loops.overflow import Overflow
+from jaxllm.decode.loops.text import NO_TOKEN, Finish, finished, new_tokens, padded_eos, put
+from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sample_next
+from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.files import check_memory
+from jaxllm.inputs import checked_prompts
+from jaxllm.shapes import bucket
+from jaxllm.steps import Mass, prefill, run
+from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
+
+# Told each row's newest token (-1: it has ended), says which rows end with it.
+Until = Callable[[np.ndarray], np.ndarray]
+
+
+class Generated(struct.PyTreeNode):
+    """What `generate` returns.
+
+    token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; an end-of-text token is part of
+    its row. logprob_BT: float32, each token's log-probability under the model, before any
+    sampler. length_B: tokens of each row. finish_B: a `Finish`. cache: holds the prompt and every
+    token but each row's last, so that a longer text goes on from the last token. top_token_BTN,
+    top_logprob_BTN: the N likeliest tokens of each step, best first; None unless asked for.
+    attention_mass: what each of the cache's slots received from the tokens run so far, `[B, S]` or
+    `[layers, B, S]`; None unless asked for.
+    """
+
+    token_BT: jax.Array
+    logprob_BT: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
+    cache: KVCache
+    top_token_BTN: jax.Array | None
+    top_logprob_BTN: jax.Array | None
+    attention_mass: jax.Array | None
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take beside model, parameters and prompts.
+
+    max_new_tokens: a number, or one a row; required. lengths_B: the prompts' lengths, where they
+    are padded on the right. sampler: greedy by default. seed: a number, or keys `[B]`.
+    eos_token_ids: a row ends with any of them. until: a function of each row's newest token that
+    says which rows end; it runs in Python after every token. cache: what the prompts go on from; it
+    stays valid. overflow: what to forget when the cache is full; by default such a generation is
+    refused. top_logprobs: how many of each step's likeliest tokens to report. chunk: tokens of a
+    prompt that are run at once. attention_mass: as for `forward`.
+    """
+
+    max_new_tokens: Required[int | Sequence[int]]
+    lengths_B: Any
+    sampler: Sampler
+    seed: int | jax.Array
+    eos_token_ids: Sequence[int]
+    until: Until | None
+    cache: KVCache | None
+    overflow: Overflow | None
+    top_logprobs: int
+    chunk: int
+    attention_mass: Mass
+
+
+class Plan(struct.PyTreeNode):
+    """What a generation was asked for; the same at every step.
+
+    budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
+    """
+
+    budget_B: jax.Array
+    eos_E: jax.Array
+
+
+class State(struct.PyTreeNode):
+    """Where each row stands, apart from its cache.
+
+    newest_B: its last token, which the cache does not hold yet. context: its text, and its own
+    random key, which each step folds with the length. logprob_BL, top_BLN: as in `Generated`, by
+    place in the text. mass: accumulated.
+    """
+
+    newest_B: jax.Array
+    finish_B: jax.Array
+    context: Context
+    sampler: Sampler
+    logprob_BL: jax.Array
+    top_BLN: tuple[jax.Array, jax.Array]
+    mass: jax.Array | None
+
+
+def generate(
+    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[Options]
+) -> Generated:
+    """Continue each prompt `[B, T]` until it ends: one prefill, one compiled while-loop.
+
+    options: see `Options`. Only shapes compile: a prompt's content, its length within a bucket,
+    sampler values, seed, budgets and end-of-text ids do not.
+
+    Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
+    cache or the model, SamplingError for a budget below one.
+    """
+    plan, cache, state = _begin(model, params, tokens_BT, **options)
+    if options.get("until") is not None:
+        *_, (cache, state) = _steps(model, params, plan, cache, state, options)
+        return _generated(state, cache, options)
+    mass, overflow = options.get("attention_mass", False), options.get("overflow")
+    while True:
+        tail, state = _loop(
+            model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass
+        )
+        cache = tail.replace(frozen=cache.frozen)
+        if overflow is None or not _running(state):
+            return _generated(state, cache, options)
+        cache = overflow(model, params, cache, state.context)
+
+
+def stream(
+    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[Options]
+) -> Iterator[Generated]:
+    """As `generate`, a token at a time: yields what came since, with T = 1.
+
+    The caches inside what is yielded are written over by the next step; the last one is the
+    caller's. Prefill runs, and errors are raised, when the first item is asked for. The attention
+    mass is each step's own, the prompt's at first.
+    """
+    plan, cache, state = _begin(model, params, tokens_BT, **options)
+    before_B = np.asarray(state.context.prompt_B)
+    for now, step in _steps(model, params, plan, cache, state, options):
+        yield _generated(step, now, options, before_B, width=1)
+        before_B = np.asarray(step.context.length_B)
+
+
+def _begin(
+    model: nn.Module,
+    params: Params,
+    tokens_BT: Any,
+    *,
+    max_new_tokens: int | Sequence[int],
+    lengths_B: Any = None,
+    sampler: Sampler = GREEDY,
+    seed: int | jax.Array = 0,
+    eos_token_ids: Sequence[int] = (),
+    until: Until | None = None,
+    cache: KVCache | None = None,
+    overflow: Overflow | None = None,
+    top_logprobs: int = 0,
+    chunk: int = 256,
+    attention_mass: Mass = False,
+) -> tuple[Plan, KVCache, State]:
+    """Check the room, prefill, and sample the first token of each row."""
+    tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
+    budget_B = new_tokens(max_new_tokens, B)
+    top_logprobs = whole("top_logprobs", top_logprobs, 0, model.config.vocab_size)
+    if overflow is not None and attention_mass is not False:
+        raise SamplingError("attention_mass has no slots to belong to once the cache overflows")
+    needed = T + int(budget_B.max()) - 1  # the last token is never run
+    fresh = cache is None
+    if cache is None:
+        capacity = bucket(needed)
+        if overflow is not None:
+            capacity = min(capacity, model.config.context_length)
+        cache = init_cache(model, B, capacity)
+    check_usable(cache)
+    token_BL, length_B = _text(None if fresh else cache, tokens_BT, lengths_B, needed)
+    if overflow is None:
+        _check_room(model, cache, needed)
+    else:
+        tokens_BT, lengths_B = _recent(cache, tokens_BT, lengths_B, overflow)
+    given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
+    mass = None
+    if attention_mass is False:
+        logits_BV, cache = prefill(model, params, cache, tokens_BT, **given)
+    else:
+        logits_BV, cache, mass = prefill(
+            model, params, cache, tokens_BT, attention_mass=attention_mass, **given
+        )
+    plan = Plan(*jax.device_put((budget_B, padded_eos(eos_token_ids))))
+    key_B = keys_of(seed, B)
+    L, N = token_BL.shape[1], top_logprobs
+    token_BL, length_B, newest_B, finish_B, logprob_BL, top_token, top_logprob = jax.device_put(
+        (
+            token_BL,
+            length_B,
+            np.zeros(B, np.int32),
+            np.full(B, Finish.RUNNING, np.int32),
+            np.zeros((B, L), np.float32),
+            np.full((B, L, N), NO_TOKEN, np.int32),
+            np.zeros((B, L, N), np.float32),
+        )
+    )
+    context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
+    state = State(newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), mass)
+    return plan, cache, _first(plan, state, logits_BV)
+
+
+def _text(
+    cache: KVCache | None, tokens_BT: np.ndarray, lengths_B: np.ndarray, needed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's text before generation, with room for all of it: int32 `[B, L]`, `[B]`."""
+    B = tokens_BT.shape[0]
+    held = [[] if cache is None else cache.tokens(row) for row in range(B)]
+    rows = [[*held[b], *tokens_BT[b, : lengths_B[b]].tolist()] for b in range(B)]
+    longest = max(map(len, held)) + needed
+    check_memory(8 * B * bucket(longest), f"a text of {longest:,} tokens in {B:,} rows")
+    token_BL = np.full((B, bucket(longest) + 1), NO_TOKEN, np.int32)
+    for token_L, row in zip(token_BL, rows, strict=True):
+        token_L[: len(row)] = row
+    return token_BL, np.array([len(row) for row in rows], np.int32)
+
+
+def _check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
+    """Raise CapacityError where `needed` more tokens do not fit into cache or model."""
+    start, limit = int(np.max(cache.next_position_B)), model.config.position_limit
+    if start + needed > limit:
+        raise CapacityError(
+            f"{start + needed} tokens of prompt and continuation do not fit into the model's"
+            f" {limit} positions. Shorten the prompt or max_new_tokens"
+        )
+    if int(cache.cursor) + needed > cache.capacity:
+        raise CapacityError(
+            f"{needed} tokens of prompt and continuation do not fit: {int(cache.cursor)} of the"
+            f" cache's {cache.capacity} slots are used. Make the cache with a larger capacity"
+        )
+
+
+def _recent(
+    cache: KVCache, tokens_BT: np.ndarray, lengths_B: np.ndarray, overflow: Overflow
+) -> tuple[np.ndarray, np.ndarray]:
+    """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
+    B, T = tokens_BT.shape
+    room = cache.capacity - int(cache.cursor)
+    keep = overflow.room_for(cache.capacity)
+    if room >= T:
+        return tokens_BT, lengths_B
+    if int(cache.cursor):
+        raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
+    rows = [tokens_BT[b, :n][-keep:] for b, n in enumerate(lengths_B)]
+    kept = np.zeros((B, keep), np.int64)
+    for out, row in zip(kept, rows, strict=True):
+        out[: len(row)] = row
+    return kept, np.array([len(row) for row in rows])
+
+
+def _generated(
+    state: State,
+    cache: KVCache,
+    options: Options,
+    start_B: np.ndarray | None = None,
+    width: int | None = None,
+) -> Generated:
+    """What came since `start_B` (by default the prompt), cut out of the state on the host."""
+    prompt_B, length_B = np.asarray(state.context.prompt_B), np.asarray(state.context.length_B)
+    start_B = prompt_B if start_B is None else start_B
+    width = int(np.max(options["max_new_tokens"])) if width is None else width
+    index_BT = start_B[:, None] + np.arange(width)[None]
+    there_BT = index_BT < length_B[:, None]
+    index_BT = np.where(there_BT, index_BT, 0)
+
+    def cut(array: jax.Array, blank: Any) -> jax.Array:  # JAX's own slice would be compiled
+        x: np.ndarray = np.asarray(array)
+        there = there_BT.reshape(there_BT.shape + (1,) * (x.ndim - 2))
+        found: np.ndarray = np.take_along_axis(x, index_BT.reshape(there.shape), axis=1)
+        return jax.device_put(np.where(there, found, x.dtype.type(blank)))
+
+    asked = bool(options.get("top_logprobs", 0))
+    return Generated(
+        cut(state.context.token_BL, NO_TOKEN),
+        cut(state.logprob_BL, 0),
+        jax.device_put(length_B - prompt_B),
+        state.finish_B,
+        cache,
+        cut(state.top_BLN[0], NO_TOKEN) if asked else None,
+        cut(state.top_BLN[1], 0) if asked else None,
+        state.mass,
+    )
+
+
+def _steps(
+    model: nn.Module,
+    params: Params,
+    plan: Plan,
+    cache: KVCache,
+    state: State,
+    options: Options,
+) -> Iterator[tuple[KVCache, State]]:
+    """The caches and states after each token, until every row has ended."""
+    until, overflow = options.get("until"), options.get("overflow")
+    mass, before_B = options.get("attention_mass", False), np.asarray(state.context.prompt_B)
+    while True:
+        if until is not None:
+            grown_B = np.asarray(state.context.length_B) > before_B
+            ends_B = until(np.where(grown_B, state.newest_B, NO_TOKEN))
+            finish_B = np.where(ends_B & grown_B, np.int32(Finish.STOP), state.finish_B)
+            state = state.replace(finish_B=jax.device_put(finish_B))
+        before_B = np.asarray(state.context.length_B)
+        yield cache, state
+        if not _running(state):
+            return
+        if overflow is not None and int(cache.cursor) >= cache.capacity:
+            cache = overflow(model, params, cache, state.context)
+        tail, state = _one(model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass)
+        cache = tail.replace(frozen=cache.frozen)
+
+
+def _running(state: State) -> bool:
+    return bool((np.asarray(state.finish_B) == Finish.RUNNING).any())
+
+
+def _choose(plan: Plan, state: State, logits_BV: jax.Array) -> State:
+    """Sample a token for every row that still runs, and see whether it ends with it."""
+    context, finite_B = state.context, jnp.isfinite(logits_BV).all(axis=1)
+    running_B = state.finish_B == Finish.RUNNING
+    grows_B = running_B & finite_B
+    key_B = jax.vmap(jax.random.fold_in)(context.key_B, context.length_B)
+    token_B, sampler = sample_next(logits_BV, state.sampler, context.replace(key_B=key_B))
+    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+    before_B, length_B = context.length_B, context.length_B + grows_B.astype(jnp.int32)
+    limit_B = context.prompt_B + plan.budget_B
+    finish_B = finished(token_B, length_B, limit_B, plan.eos_E, finite_B)
+    top = jax.lax.top_k(logprob_BV, state.top_BLN[0].shape[2])[::-1]
+    return state.replace(
+        newest_B=jnp.where(grows_B, token_B, state.newest_B),
+        finish_B=jnp.where(running_B, finish_B, state.finish_B),
+        context=context.replace(
+            token_BL=put(context.token_BL, before_B, token_B, grows_B), length_B=length_B
+        ),
+        sampler=sampler,
+        logprob_BL=put(state.logprob_BL, before_B, logprob_B, grows_B),
+        top_BLN=tuple(
+            put(old, before_B, new, grows_B) for old, new in zip(state.top_BLN, top, strict=True)
+        ),
+    )
+
+
+def _advance(
+    model: nn.Module,
+    params: Params,
+    frozen: tuple[Segment, ...],
+    plan: Plan,
+    tail: KVCache,
+    state: State,
+    attention_mass: Mass,
+) -> tuple[KVCache, State]:
+    """Run the chosen tokens, commit them (of running rows only), and choose the next.
+
+    The state's mass is then this step's own.
+    """
+    running_B = state.finish_B == Finish.RUNNING
+    position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
+    segments, token_BT = (*frozen, tail.tail), state.newest_B[:, None]
+    trace, delta, mass = run(
+        model, params, segments, token_BT, position_BT, attention_mass=attention_mass
+    )
+    mass = None if mass is None else settle(mass, tail, 1)
+    tail = extend(tail, delta)
+    return tail, _choose(plan, state.replace(mass=mass), trace.logits[:, 0])
+
+
+@partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)
+def _loop(
+    model: nn.Module,
+    params: Params,
+    frozen: tuple[Segment, ...],
+    plan: Plan,
+    tail: KVCache,
+    state: State,
+    attention_mass: Mass,
+) -> tuple[KVCache, State]:
+    def unfinished(carry: tuple[KVCache, State]) -> jax.Array:
+        tail, state = carry
+        return (state.finish_B == Finish.RUNNING).any() & (tail.cursor < tail.capacity)
+
+    def body(carry: tuple[KVCache, State]) -> tuple[KVCache, State]:
+        tail, before = carry
+        tail, state = _advance(model, params, frozen, plan, tail, before, attention_mass)
+        if before.mass is not None and state.mass is not None:
+            state = state.replace(mass=before.mass + state.mass)
+        return tail, state
+
+    tail, state = jax.lax.while_loop(unfinished, body, (tail, state))
+    return tail, state
+
+
+_first = jax.jit(_choose)
+_one = jax.jit(_advance, static_argnums=(0, 6), donate_argnums=4)

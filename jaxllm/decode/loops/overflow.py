@@ -1,0 +1,86 @@
+"""What to do when a text outgrows its cache: forget something, by a named policy.
+
+Without a policy generation is refused before it begins. Both policies are stated by what the model
+then sees, so that a result can be checked: it is that of a run over just those tokens.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import numpy as np
+
+from jaxllm.cache.eviction import sinks_and_window
+from jaxllm.cache.kv import KVCache, init_cache
+from jaxllm.cache.surgery import close_gaps, compact
+from jaxllm.decode.sampling.sampler import Context
+from jaxllm.errors import CapacityError
+from jaxllm.steps import prefill
+from jaxllm.weights.paths import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Slide:
+    """Begin again from the most recent `keep` tokens, at position 0.
+
+    They are run again: what follows is a text that begins with them. For every model, with learned
+    positions too. keep: by default half the cache.
+    """
+
+    keep: int | None = None
+
+    def room_for(self, capacity: int) -> int:
+        """How many tokens stay. Raises CapacityError where that leaves no room for more."""
+        keep = max(1, capacity // 2) if self.keep is None else self.keep
+        if not 1 <= keep < capacity:
+            raise CapacityError(f"a cache of {capacity} slots cannot slide over {keep} tokens")
+        return keep
+
+    def __call__(
+        self, model: nn.Module, params: Params, cache: KVCache, context: Context
+    ) -> KVCache:
+        """The cache of each row's last `keep` tokens but for the newest, which is yet to run."""
+        length_B = np.asarray(context.length_B) - 1
+        kept_B = np.minimum(self.room_for(cache.capacity), length_B)
+        column = np.arange(kept_B.max())
+        index_BT = (length_B - kept_B)[:, None] + np.minimum(column[None], kept_B[:, None] - 1)
+        tokens_BT = np.take_along_axis(np.asarray(context.token_BL), index_BT, axis=1)
+        empty = init_cache(model.config, cache.batch, cache.capacity, dtype=cache.dtype)
+        return prefill(model, params, empty, tokens_BT, lengths_B=kept_B, donate=True)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class SinksAndWindow:
+    """Keep the first `sinks` tokens and the last `window` as they are, and close the gap.
+
+    What is left has read what is gone; nothing is run again (Xiao et al. 2024). For models with
+    rotary positions. window: by default half the cache.
+    """
+
+    sinks: int = 4
+    window: int | None = None
+
+    def room_for(self, capacity: int) -> int:
+        """How many tokens stay. Raises CapacityError where that leaves no room for more."""
+        window = max(1, capacity // 2 - self.sinks) if self.window is None else self.window
+        if window < 1 or self.sinks < 0 or self.sinks + window >= capacity:
+            raise CapacityError(
+                f"a cache of {capacity} slots cannot keep {self.sinks} sinks and a window of"
+                f" {window}"
+            )
+        return self.sinks + window
+
+    def __call__(
+        self, model: nn.Module, params: Params, cache: KVCache, context: Context
+    ) -> KVCache:
+        """The cache without what is between the sinks and the window."""
+        window = self.room_for(cache.capacity) - self.sinks
+        left = sinks_and_window(cache, sinks=self.sinks, window=window)
+        return compact(close_gaps(left), capacity=cache.capacity)
+
+
+Overflow = Slide | SinksAndWindow
+OVERFLOWS: dict[str, Overflow | None] = {
+    "refuse": None,
+    "slide": Slide(),
+    "sinks": SinksAndWindow(),
+}

@@ -1,0 +1,451 @@
+"""Speculative decoding: a cheap draft proposes several tokens, the target scores them in one pass.
+
+Exact (Leviathan et al. 2023, algorithm 1; Chen et al. 2023): greedy tokens are those of plain
+greedy decoding, drawn ones have the target's law, processors included. A pass over several tokens
+rounds its logits otherwise than passes over one, as any two shapes do: greedy tokens are equal
+wherever the two best scores differ by more than rounding.
+
+Rows accept different numbers of tokens, so they do not share a cursor: in the caches made here a
+token's slot is its position. Each row writes where its own text ends, over what was rejected
+there before; nothing is compacted, and the caches are no larger than plain decoding's.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import Delta, KVCache, as_kept, init_cache
+from jaxllm.cache.surgery import rewind
+from jaxllm.cache.write import at_slots
+from jaxllm.config import ModelConfig
+from jaxllm.decode.loops.text import (
+    NO_TOKEN,
+    Finish,
+    finished,
+    is_in,
+    new_tokens,
+    padded_eos,
+    put,
+)
+from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, process
+from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.inputs import checked_prompts
+from jaxllm.shapes import bucket
+from jaxllm.steps import prefill, run
+from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLookup:
+    """A draft without a model: what followed the latest earlier occurrence of the last tokens.
+
+    ngram: how many last tokens are looked for; where they do not occur, fewer, down to one. Raises
+    SamplingError for less than one.
+    """
+
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1:
+            raise SamplingError(f"ngram must be at least 1, got {self.ngram}")
+
+
+class Speculated(struct.PyTreeNode):
+    """What `speculative_generate` returns.
+
+    token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; an end-of-text token is part of
+    its row. length_B: tokens of each row. finish_B: a `Finish`. proposed_B, accepted_B: drafted
+    tokens that the target scored, and those that it kept. rounds_B: passes of the target in which
+    a row took part, the prompt's not counted. cache: the target's, with the prompt and every token
+    but each row's last.
+    """
+
+    token_BT: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
+    proposed_B: jax.Array
+    accepted_B: jax.Array
+    rounds_B: jax.Array
+    cache: KVCache
+
+
+class Plan(struct.PyTreeNode):
+    """What was asked for: each row's prompt length, last length, random key; end-of-text ids."""
+
+    prompt_B: jax.Array
+    limit_B: jax.Array
+    key_B: jax.Array
+    eos_E: jax.Array
+
+
+class Text(struct.PyTreeNode):
+    """Each row's text `[B, L]`, -1 past its end; its end; and the sampler that goes on from it."""
+
+    token_BL: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
+    sampler: Sampler
+
+    def add(self, token_B: jax.Array, where_B: jax.Array) -> "Text":
+        """The text with one more token in these rows."""
+        return self.replace(
+            token_BL=put(self.token_BL, self.length_B, token_B, where_B),
+            length_B=self.length_B + where_B.astype(jnp.int32),
+        )
+
+    def last(self, n: int) -> jax.Array:
+        """The last n tokens, `[B, n]`."""
+        at_BN = self.length_B[:, None] + jnp.arange(-n, 0, dtype=jnp.int32)[None]
+        return jnp.take_along_axis(self.token_BL, jnp.maximum(at_BN, 0), axis=1)
+
+
+class State(struct.PyTreeNode):
+    """What a round starts from.
+
+    caches: the target's, with the text but its last token; the draft's lacks one more where all
+    that it had proposed was accepted. alone_B: rows whose last pass was not finite. A drafted token
+    that the target would not have chosen may be to blame: they repeat it without drafted tokens.
+    """
+
+    text: Text
+    caches: list[KVCache]
+    alone_B: jax.Array
+    proposed_B: jax.Array
+    accepted_B: jax.Array
+    rounds_B: jax.Array
+
+
+def speculative_generate(
+    model: nn.Module,
+    params: Params,
+    tokens_BT: Any,
+    *,
+    draft: tuple[nn.Module, Params] | PromptLookup,
+    max_new_tokens: int | Sequence[int],
+    num_draft_tokens: int = 4,
+    sampler: Sampler = GREEDY,
+    seed: int | jax.Array = 0,
+    eos_token_ids: Sequence[int] = (),
+    lengths_B: Any = None,
+    chunk: int = 256,
+) -> Speculated:
+    """Continue each prompt `[B, T]` as `generate` would, in fewer passes over the target's weights.
+
+    draft: a model of the same vocabulary and its parameters, in any format and precision, or a
+    `PromptLookup`. num_draft_tokens: how many tokens are proposed at most before the target's next
+    pass. sampler: applies to both models. The rest is as for `generate`. Only shapes,
+    num_draft_tokens and the models compile.
+
+    Raises SamplingError for a draft of another vocabulary and for numbers below one, CapacityError
+    when the text does not fit into either model's positions, ConfigError for models whose rotary
+    angles would change with the text's length, and what `prefill` raises.
+    """
+    tokens_BT, prompt_B = checked_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
+    budget_B = new_tokens(max_new_tokens, B)
+    longest = int(budget_B.max())
+    num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, model.config.position_limit)
+    pairs = [(model, params)] if isinstance(draft, PromptLookup) else [(model, params), draft]
+    _check([one.config for one, _ in pairs], T, longest)
+    starts = [
+        prefill(
+            one,
+            its_params,
+            init_cache(one, B, bucket(T + longest - 1)),
+            tokens_BT,
+            lengths_B=prompt_B,
+            chunk=chunk,
+            donate=True,
+        )
+        for one, its_params in pairs
+    ]
+    token_BL = np.full((B, bucket(T + longest)), NO_TOKEN, np.int32)
+    token_BL[:, :T] = np.where(np.arange(T)[None] < prompt_B[:, None], tokens_BT, NO_TOKEN)
+    eos_E = padded_eos(eos_token_ids)
+    limit_B, running_B = prompt_B + budget_B, np.full(B, Finish.RUNNING, np.int32)
+    arrays = jax.device_put((token_BL, prompt_B, limit_B, eos_E, running_B))
+    token_BL, start_B, limit_B, eos_E, running_B = arrays
+    end = _loop(
+        model,
+        draft if isinstance(draft, PromptLookup) else draft[0],
+        num_draft_tokens,
+        [its_params for _, its_params in pairs],
+        Plan(start_B, limit_B, keys_of(seed, B), eos_E),
+        Text(token_BL, start_B, running_B, sampler.begin(B)),
+        starts[0][0],
+        [cache for _, cache in starts],
+    )
+    at_BT = prompt_B[:, None] + np.arange(longest)[None]
+    return Speculated(
+        jax.device_put(np.take_along_axis(np.asarray(end.text.token_BL), at_BT, axis=1)),
+        jax.device_put(np.asarray(end.text.length_B) - prompt_B),
+        end.text.finish_B,
+        end.proposed_B,
+        end.accepted_B,
+        end.rounds_B,
+        end.caches[0],
+    )
+
+
+def _check(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
+    sizes = [config.vocab_size for config in configs]
+    if len(set(sizes)) != 1:
+        raise SamplingError(
+            f"the draft's vocabulary has {sizes[1]} tokens, the model's {sizes[0]}: a draft must"
+            " speak of the same tokens"
+        )
+    for name, config in zip(("model", "draft"), configs, strict=False):
+        if T + longest - 1 > config.position_limit:
+            raise CapacityError(
+                f"{T} tokens and {longest} new ones do not fit into the {config.position_limit}"
+                f" positions of the {name}. Shorten the prompt or max_new_tokens"
+            )
+        if config.angles_follow_length and T + longest - 1 > config.max_position_embeddings:
+            raise ConfigError(
+                f"the {name}'s dynamic rotary angles change with every token past position"
+                f" {config.max_position_embeddings}: several at once are not scored as one by one"
+            )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=7)
+def _loop(
+    model: nn.Module,
+    draft: nn.Module | PromptLookup,
+    width: int,
+    params: list[Params],
+    plan: Plan,
+    text: Text,
+    logits_BV: jax.Array,
+    caches: list[KVCache],
+) -> State:
+    """The first token from the prompt's logits, then rounds until every row has ended."""
+    zeros_B = jnp.zeros_like(text.length_B)
+    nothing_BT = jnp.full_like(zeros_B, NO_TOKEN)[:, None]
+    text, _ = _judge(plan, text, zeros_B == 0, logits_BV[:, None], nothing_BT, None)
+
+    def unfinished(state: State) -> jax.Array:
+        return (state.text.finish_B == Finish.RUNNING).any()
+
+    def one_round(state: State) -> State:
+        return _round(model, draft, width, params, plan, state)
+
+    start = State(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B)
+    return jax.lax.while_loop(unfinished, one_round, start)
+
+
+def _round(
+    model: nn.Module,
+    draft: nn.Module | PromptLookup,
+    width: int,
+    params: list[Params],
+    plan: Plan,
+    state: State,
+) -> State:
+    """Propose up to `width` tokens a row, score them in one pass, keep what stands."""
+    text, cache = state.text, state.caches[0]
+    running_B = text.finish_B == Finish.RUNNING
+    room_B = jnp.where(running_B & ~state.alone_B, plan.limit_B - text.length_B - 1, 0)
+    if isinstance(draft, PromptLookup):
+        rest, draft_BK, q_KBV = [], look_up(text, draft.ngram, width), None
+    else:
+        found = _draft(draft, params[1], width, plan, text, state.caches[1], room_B)
+        rest, draft_BK, q_KBV = [found[0]], *found[1:]
+    draft_BK = _sound(draft_BK, room_B, plan.eos_E)
+    token_BT = jnp.concatenate([text.last(1), draft_BK], axis=1)
+    real_BT = (token_BT >= 0) & running_B[:, None]
+    column = jnp.arange(-1, width, dtype=jnp.int32)[None]
+    position_BT = jnp.where(real_BT, text.length_B[:, None] + column, -1)
+    trace, delta, _ = run(model, params[0], cache.segments, token_BT, position_BT)
+    finite_B = (jnp.isfinite(trace.logits).all(axis=2) | ~real_BT).all(axis=1)
+    alone_B = running_B & ~finite_B & real_BT[:, 1]
+    text, accepted_B = _judge(plan, text, running_B & ~alone_B, trace.logits, draft_BK, q_KBV)
+    next_B = jnp.where(running_B, text.length_B - 1, cache.next_position_B)
+    return State(
+        text,
+        [rewind(_place(cache, delta), to=next_B), *rest],
+        alone_B,
+        state.proposed_B + (draft_BK >= 0).sum(axis=1, dtype=jnp.int32),
+        state.accepted_B + accepted_B,
+        state.rounds_B + running_B.astype(jnp.int32),
+    )
+
+
+def _judge(
+    plan: Plan,
+    text: Text,
+    rows_B: jax.Array,
+    logits_BTV: jax.Array,
+    draft_BK: jax.Array,
+    q_KBV: jax.Array | None,
+) -> tuple[Text, jax.Array]:
+    """Add what the target makes of each column to the text; how many drafted tokens it accepted.
+
+    A row goes on while its drafted tokens are accepted, and ends with a token of the target's own:
+    in place of the first one rejected, or after the last. q_KBV: the law that each was drawn from.
+    """
+    logits_TBV = jnp.moveaxis(logits_BTV, 1, 0)
+    after = logits_TBV.shape[0] - draft_BK.shape[1]  # columns with nothing drafted for them
+    draft_TB = jnp.pad(draft_BK.T, ((0, after), (0, 0)), constant_values=NO_TOKEN)
+    q_TBV = None if q_KBV is None else jnp.pad(q_KBV, ((0, after), (0, 0), (0, 0)))
+
+    def one(carry: tuple[Text, jax.Array], column: Any) -> tuple[tuple[Text, jax.Array], jax.Array]:
+        text, alive_B = carry
+        logits_BV, draft_B, q_BV = column
+        _, accept_B, draw_B = _keys(plan, text.length_B)
+        scores_BV = process(logits_BV, text.sampler, _context(plan, text, draw_B))
+        if text.sampler.greedy:
+            token_B = jnp.argmax(scores_BV, axis=1).astype(jnp.int32)
+            agreed_B = token_B == draft_B
+        else:
+            if q_BV is None:
+                q_BV = jax.nn.one_hot(draft_B, scores_BV.shape[1])
+            q_BV = jnp.where(draft_B[:, None] >= 0, q_BV, 0.0)
+            token_B, agreed_B = verify(scores_BV, draft_B, q_BV, accept_B, draw_B)
+        finite_B = jnp.isfinite(logits_BV).all(axis=1)
+        taken_B = alive_B & finite_B
+        memory = _rows(taken_B, text.sampler.observe(scores_BV, token_B), text.sampler)
+        text = text.add(token_B, taken_B).replace(sampler=memory)
+        finish_B = finished(token_B, text.length_B, plan.limit_B, plan.eos_E, finite_B)
+        text = text.replace(finish_B=jnp.where(alive_B, finish_B, text.finish_B))
+        agreed_B &= taken_B
+        return (text, agreed_B & (text.finish_B == Finish.RUNNING)), agreed_B
+
+    (text, _), agreed_TB = jax.lax.scan(one, (text, rows_B), (logits_TBV, draft_TB, q_TBV))
+    return text, agreed_TB.sum(axis=0, dtype=jnp.int32)
+
+
+def verify(
+    scores_BV: jax.Array, draft_B: jax.Array, q_BV: jax.Array, accept_B: jax.Array, draw_B: Any
+) -> tuple[jax.Array, jax.Array]:
+    """A token with the law of the target, and whether it is the drafted one.
+
+    A drafted x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else the token is
+    drawn from the residual. draft_B: -1 for none, with q = 0: then the token is drawn from p.
+    """
+    p_BV = jax.nn.softmax(scores_BV, axis=1)
+    x_B1 = jnp.maximum(draft_B, 0)[:, None]
+    p_B, q_B = (jnp.take_along_axis(law, x_B1, axis=1)[:, 0] for law in (p_BV, q_BV))
+    agreed_B = (draft_B >= 0) & (jax.vmap(jax.random.uniform)(accept_B) * q_B < p_B)
+    other_B = jax.vmap(jax.random.categorical)(draw_B, jnp.log(residual(p_BV, q_BV)))
+    return jnp.where(agreed_B, draft_B, other_B.astype(jnp.int32)), agreed_B
+
+
+def residual(p_BV: jax.Array, q_BV: jax.Array) -> jax.Array:
+    """norm(max(p - q, 0)): what the target has left after what the draft has given it.
+
+    Where rounding leaves nothing the laws are equal, and it is p.
+    """
+    left_BV = jnp.maximum(p_BV - q_BV, 0.0)
+    total_B1 = left_BV.sum(axis=1, keepdims=True)
+    return jnp.where(total_B1 > 0, left_BV / jnp.where(total_B1 > 0, total_B1, 1.0), p_BV)
+
+
+def look_up(text: Text, ngram: int, width: int) -> jax.Array:
+    """The `width` tokens after the best earlier match of each text's end, `[B, width]`; or all -1.
+
+    The best match is the longest, up to `ngram` tokens, and among these the latest. A continuation
+    that reaches the end of the text goes on with itself.
+    """
+    token_BL, end_B1 = text.token_BL, text.length_B[:, None]
+    at = jnp.arange(token_BL.shape[1], dtype=jnp.int32)[None]
+    same_BL = jnp.broadcast_to(at < end_B1 - 1, token_BL.shape)
+    matched_BL = jnp.zeros_like(token_BL)
+    for back in range(ngram):  # does the token `back` before this one equal that before the end?
+        before_BL = jnp.pad(token_BL, ((0, 0), (back, 0)), constant_values=NO_TOKEN)
+        wanted_B1 = jnp.take_along_axis(token_BL, jnp.maximum(end_B1 - 1 - back, 0), axis=1)
+        same_BL &= (before_BL[:, : token_BL.shape[1]] == wanted_B1) & (at >= back)
+        matched_BL += same_BL.astype(jnp.int32)
+    score_BL = jnp.where(matched_BL > 0, matched_BL * token_BL.shape[1] + at, NO_TOKEN)
+    match_B1 = jnp.argmax(score_BL, axis=1, keepdims=True).astype(jnp.int32)
+    period_B1 = jnp.maximum(end_B1 - 1 - match_B1, 1)
+    ahead = jnp.arange(width, dtype=jnp.int32)[None]
+    found_BK = jnp.take_along_axis(token_BL, match_B1 + 1 + ahead % period_B1, axis=1)
+    return jnp.where((matched_BL > 0).any(axis=1, keepdims=True), found_BK, NO_TOKEN)
+
+
+def _draft(
+    model: nn.Module,
+    params: Params,
+    width: int,
+    plan: Plan,
+    text: Text,
+    cache: KVCache,
+    room_B: jax.Array,
+) -> tuple[KVCache, jax.Array, jax.Array | None]:
+    """A model's own tokens one by one, -1 where it fails; and the laws they were drawn from."""
+    running_B, start_B = text.finish_B == Finish.RUNNING, text.length_B
+
+    def one(cache: KVCache, text: Text, token_BT: jax.Array, position_BT: jax.Array) -> Any:
+        last_B = jnp.full_like(start_B, token_BT.shape[1] - 1)
+        trace, delta, _ = run(model, params, cache.segments, token_BT, position_BT, column_B=last_B)
+        logits_BV, (draw_B, _, _) = trace.logits[:, 0], _keys(plan, text.length_B)
+        scores_BV = process(logits_BV, text.sampler, _context(plan, text, draw_B))
+        q_BV = None if text.sampler.greedy else jax.nn.softmax(scores_BV, axis=1)
+        if q_BV is None:
+            token_B = jnp.argmax(scores_BV, axis=1)
+        else:
+            token_B = jax.vmap(jax.random.categorical)(draw_B, scores_BV)
+        good_B = jnp.isfinite(logits_BV).all(axis=1) & (position_BT[:, -1] >= 0)
+        token_B = jnp.where(good_B, token_B.astype(jnp.int32), NO_TOKEN)
+        return (_place(cache, delta), text.add(token_B, good_B), token_B), (token_B, q_BV)
+
+    def again(carry: Any, i: jax.Array) -> Any:
+        cache, text, token_B = carry
+        position_B = jnp.where((token_B >= 0) & (i < room_B), start_B + i - 1, -1)
+        return one(cache, text, token_B[:, None], position_B[:, None])
+
+    # The last token but one, too: it was not run if all that had been proposed was accepted.
+    cache = rewind(cache, to=jnp.where(running_B, start_B - 2, cache.next_position_B))
+    position_BT = start_B[:, None] + jnp.array([[-2, -1]], jnp.int32)
+    position_BT = jnp.where(running_B[:, None], position_BT, -1)
+    carry, first = one(cache, text, text.last(2), position_BT)
+    (cache, *_), rest = jax.lax.scan(again, carry, jnp.arange(1, width, dtype=jnp.int32))
+    token_KB, q_KBV = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
+    return cache, token_KB.T, q_KBV
+
+
+def _sound(draft_BK: jax.Array, room_B: jax.Array, eos_E: jax.Array) -> jax.Array:
+    """Nothing proposed past the room, a gap, or an end of text."""
+    column = jnp.arange(draft_BK.shape[1], dtype=jnp.int32)[None]
+    ended_BK = jnp.pad(is_in(draft_BK, eos_E), ((0, 0), (1, 0)))[:, :-1]
+    wrong_BK = (draft_BK < 0) | (column >= room_B[:, None]) | ended_BK
+    return jnp.where(jnp.cumsum(wrong_BK, axis=1, dtype=jnp.int32) == 0, draft_BK, NO_TOKEN)
+
+
+def _place(cache: KVCache, delta: Delta) -> KVCache:
+    """The cache with each token of the delta in the slot that is its position."""
+    slot_BT = jnp.where(delta.position_BS >= 0, delta.position_BS, cache.capacity)
+    tail = at_slots(cache.tail, as_kept(delta, cache.tail), slot_BT)
+    next_B = jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1)
+    return cache.replace(tail=tail, cursor=next_B.max(), next_position_B=next_B)
+
+
+def _keys(plan: Plan, position_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys for the token at this position of each row: to draft it, to accept it, to draw it.
+
+    A position that is drafted again uses them again: nothing depended on what was dropped.
+    """
+    key_B = jax.vmap(jax.random.fold_in)(plan.key_B, position_B)
+    key_B3 = jax.vmap(lambda key: jax.random.split(key, 3))(key_B)
+    return key_B3[:, 0], key_B3[:, 1], key_B3[:, 2]
+
+
+def _context(plan: Plan, text: Text, key_B: jax.Array) -> Context:
+    return Context(text.token_BL, plan.prompt_B, text.length_B, key_B)
+
+
+def _rows(where_B: jax.Array, new: Any, old: Any) -> Any:
+    """The new values in these rows, the old ones in others; what did not change has no rows."""
+
+    def pick(x: jax.Array, y: jax.Array) -> jax.Array:
+        return y if x is y else jnp.where(where_B.reshape(-1, *[1] * (y.ndim - 1)), x, y)
+
+    return jax.tree.map(pick, new, old)

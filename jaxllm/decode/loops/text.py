@@ -1,0 +1,78 @@
+"""What every loop does with its text: how much may come, why a row ends, one more token."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import MOST_SLOTS
+from jaxllm.errors import SamplingError
+from jaxllm.whole import whole, whole_array
+
+_EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
+NO_TOKEN = -1
+MOST_TOKENS = 1 << 30  # positions are int32
+
+
+class Finish(IntEnum):
+    """Why a row ended."""
+
+    RUNNING = 0
+    EOS = 1
+    LENGTH = 2
+    NON_FINITE = 3
+    STOP = 4
+    CANCELLED = 5
+
+
+def padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
+    """End-of-text ids, int32 `[E]`, padded with -1 so that their number is seldom a new shape.
+
+    Raises SamplingError for what is no list of ids.
+    """
+    if not isinstance(eos_token_ids, list | tuple | range | np.ndarray | jax.Array):
+        raise SamplingError(f"eos_token_ids must be a list of token ids, got {eos_token_ids!r:.60}")
+    ids = [whole("an end-of-text id", x, 0, MOST_SLOTS) for x in eos_token_ids]
+    slots = _EOS_SLOTS * max(1, -(-len(ids) // _EOS_SLOTS))
+    return np.array([*ids, *[NO_TOKEN] * (slots - len(ids))], np.int32)
+
+
+def new_tokens(max_new_tokens: Any, rows: int) -> np.ndarray:
+    """New tokens of each row, int32 `[B]`."""
+    budget = whole_array("max_new_tokens", max_new_tokens, SamplingError)
+    if budget.shape not in ((), (rows,)) or budget.min() < 1 or budget.max() > MOST_TOKENS:
+        raise SamplingError(
+            f"max_new_tokens must be a whole number from 1 to {MOST_TOKENS}, or one for each of"
+            f" {rows} rows, got {max_new_tokens!r:.60}"
+        )
+    return np.broadcast_to(budget.astype(np.int32), (rows,))
+
+
+def put(x_BL: jax.Array, at_B: jax.Array, new_B: jax.Array, where_B: jax.Array) -> jax.Array:
+    """x with `new_B` in column `at_B` of these rows; the others stay. May have axes after L."""
+    at_B = jnp.where(where_B, at_B, x_BL.shape[1])  # past the end: dropped
+    return x_BL.at[jnp.arange(at_B.shape[0]), at_B].set(new_B, mode="drop")
+
+
+def finished(
+    token_B: jax.Array,
+    length_B: jax.Array,
+    limit_B: jax.Array,
+    eos_E: jax.Array,
+    finite_B: jax.Array,
+) -> jax.Array:
+    """Why rows end with their newest token, a `Finish` `[B]`; RUNNING where they go on.
+
+    length_B: of the text with it, at most limit_B. finite_B: whether its logits were.
+    """
+    finish_B = jnp.where(length_B >= limit_B, Finish.LENGTH, Finish.RUNNING)
+    finish_B = jnp.where(is_in(token_B, eos_E), Finish.EOS, finish_B)
+    return jnp.where(finite_B, finish_B, Finish.NON_FINITE)
+
+
+def is_in(token_X: jax.Array, eos_E: jax.Array) -> jax.Array:
+    """Which tokens end a text; -1 in either is none."""
+    return (token_X[..., None] == eos_E).any(axis=-1) & (token_X >= 0)

@@ -1,0 +1,162 @@
+"""Processors that forbid tokens, favour them, or force them, by id and by the text before them.
+
+Token ids are data: padded with -1 to a static shape, shared by all rows or with a leading `[B]`.
+A ban that would leave a row without any token is not applied to it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.decode.sampling.penalties import recent, repeated, scatter, spread
+from jaxllm.decode.sampling.sampler import Context, Processor
+from jaxllm.decode.sampling.truncation import column
+
+
+class SequenceBias(Processor):
+    """A bias on each sequence's last token, where the text ends with the tokens before it.
+
+    As in transformers: biases of sequences that end alike add up. token_NS: int32, each sequence
+    *last token first*, `[N, S]` or `[B, N, S]`. bias_N: `[N]` or `[B, N]`; 0 is off.
+    """
+
+    token_NS: Any
+    bias_N: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        token_BN = _completing(self.token_NS, context)
+        bias_BN = spread(self.bias_N, scores_BV.shape[0], 1)
+        bias_BV = scatter(jnp.zeros_like(scores_BV), token_BN).add(bias_BN, mode="drop")
+        return jnp.where(bias_BV == 0, scores_BV, scores_BV + bias_BV)
+
+
+class LogitBias(SequenceBias):
+    """A bias for each token, as OpenAI's `logit_bias`: sequences of one token."""
+
+
+class NoRepeatNGram(Processor):
+    """No sequence of `size` tokens comes twice, prompt included (Paulus et al. 2018); 0 is off."""
+
+    size: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        size_B1 = column(self.size, scores_BV)
+        recent_BL = recent(context)
+        length_BL = repeated(recent_BL, size_B1 - 1).astype(jnp.float32)
+        ends_BL = (size_B1 > 0) & (length_BL >= size_B1 - 1)
+        return _ban(scores_BV, _members(scores_BV, jnp.where(ends_BL, recent_BL, -1)))
+
+
+class BadWords(Processor):
+    """No sequence is completed: its last token is banned where the text ends with the others.
+
+    token_NS: as for `SequenceBias`.
+    """
+
+    token_NS: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        return _ban(scores_BV, _members(scores_BV, _completing(self.token_NS, context)))
+
+
+class Suppress(Processor):
+    """Tokens that are never drawn. token_N: `[N]` or `[B, N]`."""
+
+    token_N: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        return _ban(scores_BV, _members(scores_BV, self.token_N))
+
+
+class BeginSuppress(Processor):
+    """Tokens that are not drawn first.
+
+    As in transformers: after a forced first token (`ForcedBos`) the second counts as the first.
+    """
+
+    token_N: Any
+    forced_bos: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        forced_B = (column(self.forced_bos, scores_BV)[:, 0] >= 0) & (context.prompt_B == 1)
+        first_B = context.length_B == context.prompt_B + forced_B.astype(jnp.int32)
+        return _ban(scores_BV, _members(scores_BV, self.token_N) & first_B[:, None])
+
+
+class MinLength(Processor):
+    """No end of text before the row has `total` tokens, and `new` ones after its prompt; 0 is off.
+
+    end_E: the end-of-text ids, `[E]` or `[B, E]`.
+    """
+
+    total: Any
+    new: Any
+    end_E: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        length_B1, new_B1 = context.length_B[:, None], _generated(context)
+        short_B1 = length_B1.astype(jnp.float32) < column(self.total, scores_BV)
+        short_B1 |= new_B1 < column(self.new, scores_BV)
+        return _ban(scores_BV, _members(scores_BV, self.end_E) & short_B1)
+
+
+class ForcedBos(Processor):
+    """A text's second token, where its prompt is one token; -1 is off.
+
+    As in transformers: every other token is removed, and this one scores 0.
+    """
+
+    token: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        now_B1 = context.length_B[:, None] == 1
+        token_B1 = column(self.token, scores_BV).astype(jnp.int32)
+        return _force(scores_BV, _members(scores_BV, token_B1) & now_B1)
+
+
+class ForcedEos(Processor):
+    """The last token that `max_new_tokens` leaves room for, one of these `[E]` or `[B, E]`.
+
+    As in transformers: every other token is removed, and these score 0.
+    """
+
+    token_E: Any
+    max_new_tokens: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        now_B1 = _generated(context) == column(self.max_new_tokens, scores_BV) - 1
+        return _force(scores_BV, _members(scores_BV, self.token_E) & now_B1)
+
+
+def _generated(context: Context) -> jax.Array:
+    """Tokens after the prompt, float32 `[B, 1]`."""
+    return (context.length_B - context.prompt_B).astype(jnp.float32)[:, None]
+
+
+def _completing(token_NS: Any, context: Context) -> jax.Array:
+    """The tokens that would complete a sequence, int32 `[B, N]`, -1 where the text is another."""
+    B, L = context.token_BL.shape
+    token_BNS = spread(token_NS, B, 2)
+    earlier_BNR = token_BNS[:, :, 1:]
+    R = earlier_BNR.shape[2]
+    recent_BR = jnp.pad(recent(context), ((0, 0), (0, max(R - L, 0))), constant_values=-1)[:, :R]
+    matches_BN = ((earlier_BNR == recent_BR[:, None]) | (earlier_BNR < 0)).all(axis=2)
+    return jnp.where(matches_BN, token_BNS[:, :, 0], -1)
+
+
+def _members(scores_BV: jax.Array, token_N: Any) -> jax.Array:
+    """Which tokens of the vocabulary are among these, `[N]` or `[B, N]`: bool `[B, V]`."""
+    token_BN = spread(token_N, scores_BV.shape[0], 1)
+    return scatter(jnp.zeros(scores_BV.shape, bool), token_BN).set(True, mode="drop")
+
+
+def _ban(scores_BV: jax.Array, banned_BV: jax.Array) -> jax.Array:
+    left_BV = jnp.where(banned_BV, -jnp.inf, scores_BV)
+    some_B1 = (left_BV > -jnp.inf).any(axis=1, keepdims=True)
+    return jnp.where(some_B1, left_BV, scores_BV)
+
+
+def _force(scores_BV: jax.Array, wanted_BV: jax.Array) -> jax.Array:
+    some_B1 = wanted_BV.any(axis=1, keepdims=True)
+    return jnp.where(some_B1, jnp.where(wanted_BV, 0.0, -jnp.inf), scores_BV)

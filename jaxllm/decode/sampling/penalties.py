@@ -1,0 +1,148 @@
+"""Processors that make what was said before less likely.
+
+They read the text from the `Context`: a slot past a row's end counts for nothing, and every real
+token counts, the padding id's own included.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.decode.sampling.sampler import Context, Processor
+from jaxllm.decode.sampling.truncation import column
+from jaxllm.errors import SamplingError
+
+_LARGEST_PENALTY = 1e30  # finite, so that a row whose every token is penalised keeps its order
+
+_Match = tuple[jax.Array, jax.Array, jax.Array]  # tokens compared, which still agree, how many did
+
+
+class Repetition(Processor):
+    """Positive scores divided by the penalty, negative ones multiplied; 1 is off.
+
+    CTRL (Keskar et al. 2019, section 4.1): once for each distinct token of the text, prompt
+    included, as in transformers.
+    """
+
+    penalty: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        penalty_B1 = column(self.penalty, scores_BV)
+        seen_BV = _count(scores_BV, context, prompt=True) > 0
+        less_BV = jnp.where(scores_BV < 0, scores_BV * penalty_B1, scores_BV / penalty_B1)
+        return jnp.where(seen_BV, less_BV, scores_BV)
+
+
+class Frequency(Processor):
+    """A token's score less `frequency` for each time it was sampled, and `presence` once.
+
+    As OpenAI defines its frequency and presence penalties: of sampled tokens, so the prompt does
+    not count (it does in llama.cpp). 0 is off, negative values encourage.
+    """
+
+    presence: Any
+    frequency: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        count_BV = _count(scores_BV, context, prompt=False)
+        each_B1, once_B1 = column(self.frequency, scores_BV), column(self.presence, scores_BV)
+        penalty_BV = count_BV * each_B1 + jnp.where(count_BV > 0, once_B1, 0.0)
+        return scores_BV - penalty_BV
+
+
+class Dry(Processor):
+    """A penalty for each token that would prolong a repetition: "don't repeat yourself".
+
+    As in llama.cpp (p-e-w 2024): where the text's last n >= allowed_length tokens came earlier,
+    the token that followed them loses multiplier * base ** (n - allowed_length), for the longest
+    such n. A breaker token ends what counts as the text's last tokens, and is never penalised.
+    last_n: how many of the row's last tokens are looked at, the prompt's included; -1 is all,
+    0 none. multiplier 0 is off. breakers: token ids, padded with -1, `[S]` or `[B, S]`.
+    """
+
+    multiplier: Any
+    base: Any
+    allowed_length: Any
+    last_n: Any
+    breakers: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        multiplier_B1, base_B1 = column(self.multiplier, scores_BV), column(self.base, scores_BV)
+        allowed_B1 = column(self.allowed_length, scores_BV)
+        last_n_B1 = column(self.last_n, scores_BV)
+        B, L = context.token_BL.shape
+        age_1L = jnp.arange(L, dtype=jnp.float32)[None]
+        near_BL = (last_n_B1 < 0) | (age_1L < last_n_B1)
+        recent_BL = jnp.where(near_BL, recent(context), -1)
+        breaker_BS = spread(self.breakers, B, 1)
+        breaks_BL = (recent_BL[:, :, None] == breaker_BS[:, None]).any(axis=2) & (recent_BL >= 0)
+        since_B1 = jnp.where(breaks_BL, age_1L, jnp.inf).min(axis=1, keepdims=True)
+        # llama.cpp's bound on the exponent, below which base ** exponent is finite.
+        exponent_B1 = jnp.floor(88.7228391 / jnp.log(base_B1))
+        limit_B1 = jnp.minimum(since_B1, allowed_B1 + exponent_B1)
+        limit_B1 = jnp.where(multiplier_B1 > 0, limit_B1, 0.0)
+        length_BL = repeated(recent_BL, limit_B1).astype(jnp.float32)
+        prolongs_BL = (length_BL >= allowed_B1) & ~breaks_BL
+        token_BL = jnp.where(prolongs_BL, recent_BL, -1)
+        longest_BV = scatter(jnp.zeros_like(scores_BV), token_BL).max(length_BL, mode="drop")
+        power_BV = base_B1 ** jnp.maximum(longest_BV - allowed_B1, 0.0)
+        penalty_BV = jnp.minimum(multiplier_B1 * power_BV, _LARGEST_PENALTY)
+        return jnp.where(longest_BV > 0, scores_BV - penalty_BV, scores_BV)
+
+
+def recent(context: Context) -> jax.Array:
+    """Each row's text, its newest token first: int32 `[B, L]`, -1 past its oldest."""
+    L = context.token_BL.shape[1]
+    from_BL = context.length_B[:, None] - 1 - jnp.arange(L)[None]
+    token_BL = jnp.take_along_axis(context.token_BL, jnp.maximum(from_BL, 0), axis=1)
+    return jnp.where(from_BL >= 0, token_BL, -1)
+
+
+def repeated(recent_BL: jax.Array, limit_B1: jax.Array) -> jax.Array:
+    """How many of a row's last tokens also came right before each token: int32 `[B, L]`.
+
+    recent_BL: as `recent` gives it, and so are the counts. limit_B1: no more are counted. The work
+    is L for each token of the longest repetition within the limit.
+    """
+    B, L = recent_BL.shape
+    padded_BM = jnp.concatenate([recent_BL, jnp.full((B, L + 1), -1, jnp.int32)], axis=1)
+
+    def unfinished(state: _Match) -> jax.Array:
+        return state[1].any()
+
+    def lengthen(state: _Match) -> _Match:
+        i, same_BL, count_BL = state
+        last_B1 = jax.lax.dynamic_slice_in_dim(padded_BM, i, 1, axis=1)
+        before_BL = jax.lax.dynamic_slice_in_dim(padded_BM, i + 1, L, axis=1)
+        same_BL &= (before_BL == last_B1) & (last_B1 >= 0) & (i.astype(jnp.float32) < limit_B1)
+        return i + 1, same_BL, count_BL + same_BL.astype(jnp.int32)
+
+    start = (jnp.int32(0), recent_BL >= 0, jnp.zeros_like(recent_BL))
+    return jax.lax.while_loop(unfinished, lengthen, start)[2]
+
+
+def scatter(array_BV: jax.Array, token_BN: jax.Array) -> Any:
+    """The array's `.at` these tokens of each row; those of -1 are outside, for `mode="drop"`."""
+    B, V = array_BV.shape
+    return array_BV.at[jnp.arange(B)[:, None], jnp.where(token_BN < 0, V, token_BN)]
+
+
+def spread(value: Any, rows: int, ndim: int) -> jax.Array:
+    """An array of `ndim` axes that all rows share, or one a row, as one a row."""
+    value = jnp.asarray(value)
+    if value.ndim == ndim:
+        value = value[None]
+    if value.shape[0] not in (1, rows):
+        raise SamplingError(f"a sampler with settings for {value.shape[0]} rows was given {rows}")
+    return jnp.broadcast_to(value, (rows, *value.shape[1:]))
+
+
+def _count(scores_BV: jax.Array, context: Context, *, prompt: bool) -> jax.Array:
+    """How often each token came, in all of the text or after the prompt: float32 `[B, V]`."""
+    at_1L = jnp.arange(context.token_BL.shape[1])[None]
+    counts_BL = at_1L < context.length_B[:, None]
+    if not prompt:
+        counts_BL &= at_1L >= context.prompt_B[:, None]
+    token_BL = jnp.where(counts_BL, context.token_BL, -1)
+    return scatter(jnp.zeros_like(scores_BV), token_BL).add(1.0, mode="drop")

@@ -1,0 +1,233 @@
+"""Processors of the distribution alone, whatever the text: sharpen it, or cut a part of it off.
+
+None of them sorts the vocabulary: each finds the score at which it cuts, in closed form or by
+bisection. The best token always stays, except that XTC takes it away by intention.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.decode.sampling.sampler import Context, Processor
+from jaxllm.errors import SamplingError
+
+_XTC_STREAM = 1  # folded into a row's key: the draw itself uses the key as it is
+
+
+class Temperature(Processor):
+    """Scores divided by the temperature; 0 leaves only the best token (the first of equals)."""
+
+    temperature: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        t_B1 = column(self.temperature, scores_BV)
+        best = jnp.arange(scores_BV.shape[1])[None] == jnp.argmax(scores_BV, axis=1)[:, None]
+        cold = jnp.where(best, scores_BV, -jnp.inf)
+        return jnp.where(t_B1 == 0, cold, scores_BV / jnp.where(t_B1 == 0, 1.0, t_B1))
+
+
+class TopK(Processor):
+    """The k best tokens and all that tie with the last of them (Fan et al. 2018); 0 is off."""
+
+    top_k: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        k_B1 = column(self.top_k, scores_BV)
+        weight_BV = jnp.ones_like(scores_BV)
+        kept = _keep_until(scores_BV, weight_BV, jnp.where(k_B1 == 0, jnp.inf, k_B1))
+        return jnp.where(kept, scores_BV, -jnp.inf)
+
+
+class TopP(Processor):
+    """The fewest best tokens whose probabilities reach p (Holtzman et al. 2020).
+
+    1 is off, 0 keeps the best token; tokens that tie with the last one kept stay too.
+    """
+
+    top_p: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        p_B1 = column(self.top_p, scores_BV)
+        weight_BV = jax.nn.softmax(scores_BV, axis=-1)
+        kept = _keep_until(scores_BV, weight_BV, jnp.where(p_B1 >= 1, jnp.inf, p_B1))
+        return jnp.where(kept, scores_BV, -jnp.inf)
+
+
+class MinP(Processor):
+    """Tokens at least `min_p` times as probable as the best (Nguyen et al. 2024); 0 is off."""
+
+    min_p: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        ratio_BV = jnp.exp(scores_BV - scores_BV.max(axis=1, keepdims=True))
+        return _without(scores_BV, ratio_BV < column(self.min_p, scores_BV))
+
+
+class Typical(Processor):
+    """The tokens whose surprise is nearest the entropy, until they weigh `typical_p`; 1 is off.
+
+    Locally typical sampling (Meister et al. 2022); tokens that tie with the last one kept stay,
+    as in transformers.
+    """
+
+    typical_p: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        p_B1 = column(self.typical_p, scores_BV)
+        logprob_BV = jax.nn.log_softmax(scores_BV, axis=-1)
+        distance_BV = jnp.abs(-logprob_BV - _entropy(logprob_BV))
+        limit_B1 = jnp.where(p_B1 >= 1, jnp.inf, p_B1)
+        kept = _keep_until(-distance_BV, jnp.exp(logprob_BV), limit_B1)
+        return jnp.where(kept, scores_BV, -jnp.inf)
+
+
+class Epsilon(Processor):
+    """Tokens of probability at least epsilon (Hewitt et al. 2022, section 4.1); 0 is off."""
+
+    epsilon: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        p_BV = jax.nn.softmax(scores_BV, axis=-1)
+        return _without(scores_BV, p_BV < column(self.epsilon, scores_BV))
+
+
+class Eta(Processor):
+    """Tokens of probability at least min(epsilon, sqrt(epsilon) * exp(-entropy)); 0 is off.
+
+    Hewitt et al. 2022, equation 4, with their choice of alpha.
+    """
+
+    epsilon: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        epsilon_B1 = column(self.epsilon, scores_BV)
+        logprob_BV = jax.nn.log_softmax(scores_BV, axis=-1)
+        eta_B1 = jnp.sqrt(epsilon_B1) * jnp.exp(-_entropy(logprob_BV))
+        return _without(scores_BV, jnp.exp(logprob_BV) < jnp.minimum(epsilon_B1, eta_B1))
+
+
+class TopNSigma(Processor):
+    """Scores at most n standard deviations below the best (Tang et al. 2024); 0 is off.
+
+    As in llama.cpp, the deviation is that of the tokens not yet removed.
+    """
+
+    n: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        n_B1 = column(self.n, scores_BV)
+        there = scores_BV > -jnp.inf
+        count_B1 = there.sum(axis=1, keepdims=True).astype(jnp.float32)
+        mean_B1 = jnp.where(there, scores_BV, 0.0).sum(axis=1, keepdims=True) / count_B1
+        square_BV = jnp.where(there, (scores_BV - mean_B1) ** 2, 0.0)
+        sigma_B1 = jnp.sqrt(square_BV.sum(axis=1, keepdims=True) / count_B1)
+        lowest_B1 = scores_BV.max(axis=1, keepdims=True) - n_B1 * sigma_B1
+        return _without(scores_BV, (n_B1 > 0) & (scores_BV < lowest_B1))
+
+
+class XTC(Processor):
+    """With a probability, exclude the top choices: of the tokens at or above the threshold, all
+    but the least probable; probability 0 is off, and so is a threshold above 0.5.
+
+    As in llama.cpp, where the idea (p-e-w 2024) spares no special token. Tokens that tie with the
+    least probable stay with it. Applied after the temperature, so the threshold is a probability
+    of the sharpened distribution, renormalised over what earlier processors left.
+    """
+
+    probability: Any
+    threshold: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        p_BV = jax.nn.softmax(scores_BV, axis=-1)
+        top = (p_BV >= column(self.threshold, scores_BV)) & (scores_BV > -jnp.inf)
+        least_B1 = jnp.where(top, scores_BV, jnp.inf).min(axis=1, keepdims=True)
+        key_B = jax.vmap(jax.random.fold_in, (0, None))(context.key_B, _XTC_STREAM)
+        chance_B1 = jax.vmap(jax.random.uniform)(key_B)[:, None]
+        struck_B1 = chance_B1 < column(self.probability, scores_BV)
+        return jnp.where(struck_B1 & (scores_BV > least_B1), -jnp.inf, scores_BV)
+
+
+class Mirostat(Processor):
+    """Tokens of at most `mu` bits of surprise, where mu follows the text's (Basu et al. 2021).
+
+    Version 2, as in llama.cpp: mu begins at 2 * tau, and after each draw falls by eta times what
+    the token's surprise, in bits after the cut, exceeds tau by. It must be a chain's last. tau: the
+    surprise aimed at; 0 is off here. mu: the state, one a row; a number until `begin`.
+    """
+
+    tau: Any
+    eta: Any
+    mu: Any
+
+    @classmethod
+    def start(cls, tau: Any, eta: Any) -> "Mirostat":
+        """Before the first token."""
+        return cls(tau, eta, 2 * jnp.asarray(tau, jnp.float32))
+
+    def begin(self, rows: int) -> "Mirostat":
+        """With one mu a row, so that its shape is that of every later step."""
+        return self.replace(mu=column(self.mu, jnp.zeros((rows, 1)))[:, 0])
+
+    def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
+        bits_BV = -jax.nn.log_softmax(scores_BV, axis=-1) / math.log(2)
+        on_B1 = column(self.tau, scores_BV) > 0
+        return _without(scores_BV, on_B1 & (bits_BV > column(self.mu, scores_BV)))
+
+    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Mirostat":
+        """mu after a draw from these scores."""
+        tau_B1, mu_B1 = column(self.tau, scores_BV), column(self.mu, scores_BV)
+        logprob_BV = jax.nn.log_softmax(scores_BV, axis=-1)
+        bits_B1 = -jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1) / math.log(2)
+        next_B1 = mu_B1 - column(self.eta, scores_BV) * (bits_B1 - tau_B1)
+        return self.replace(mu=jnp.where(tau_B1 > 0, next_B1, mu_B1)[:, 0])
+
+
+def column(value: Any, scores_BV: jax.Array) -> jax.Array:
+    """A number, or one a row, as float32 `[B, 1]`; SamplingError for another number of rows."""
+    value = jnp.asarray(value, jnp.float32)
+    rows = scores_BV.shape[0]
+    if value.size not in (1, rows):
+        raise SamplingError(f"a sampler with settings for {value.size} rows was given {rows}")
+    return jnp.broadcast_to(value.reshape(-1, 1), (rows, 1))
+
+
+def _without(scores_BV: jax.Array, removed_BV: jax.Array) -> jax.Array:
+    """The scores without the removed tokens, but always with the best."""
+    best_B1 = scores_BV.max(axis=1, keepdims=True)
+    return jnp.where(removed_BV & (scores_BV < best_B1), -jnp.inf, scores_BV)
+
+
+def _entropy(logprob_BV: jax.Array) -> jax.Array:
+    """Of each row, in nats, `[B, 1]`; removed tokens add nothing."""
+    p_BV = jnp.exp(logprob_BV)
+    return -jnp.where(p_BV > 0, p_BV * logprob_BV, 0.0).sum(axis=1, keepdims=True)
+
+
+def _keep_until(scores_BV: jax.Array, weight_BV: jax.Array, limit_B1: jax.Array) -> jax.Array:
+    """Keep each token whose strictly better tokens weigh less than the limit, bool `[B, V]`.
+
+    With weights of 1 that is top-k, with probabilities top-p. The best token always stays. The
+    lowest score kept is found by bisection over the 2**32 floats: on a CPU twenty times faster
+    than sorting a vocabulary of 32,000.
+    """
+    order_BV = _ordered(scores_BV)
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_B1, high_B1 = bounds
+        middle_B1 = (low_B1 & high_B1) + ((low_B1 ^ high_B1) >> 1)  # no overflow
+        above_B1 = jnp.where(order_BV > middle_B1, weight_BV, 0.0).sum(axis=1, keepdims=True)
+        enough = above_B1 < limit_B1
+        return jnp.where(enough, low_B1, middle_B1 + 1), jnp.where(enough, middle_B1, high_B1)
+
+    lowest = jnp.full_like(order_BV[:, :1], jnp.iinfo(jnp.int32).min)
+    best_B1 = order_BV.max(axis=1, keepdims=True)
+    threshold_B1, _ = jax.lax.fori_loop(0, 32, halve, (lowest, best_B1))
+    return order_BV >= jnp.minimum(threshold_B1, best_B1)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """int32 that compare as the float32 do (IEEE 754's sign and magnitude to two's complement)."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,0 +1,222 @@
+"""The other side of an equivalence report: transformers, with a tap at every stage.
+
+Module outputs come from forward hooks. Queries, keys and values after rotation, and the heads' sums
+come from an attention function registered for the time of one pass, which records its arguments and
+hands them to the model's own eager attention.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.equivalence.sides import Case, Decoded, by_position, held
+from jaxllm.evaluate.equivalence.stages import stage_names
+from jaxllm.models import family
+from jaxllm.weights.leaves.arrays import DTYPES
+
+TAPS = "jaxllm_taps"
+
+# By transformers' model_type: ours, and the module that holds the layers.
+BODIES = {
+    "llama": ("llama", "model"),
+    "mistral": ("llama", "model"),
+    "gpt2": ("gpt2", "transformer"),
+}
+# Stages of ours that go by another name there.
+MODULES = {"attention": "self_attn", "embeddings": "drop"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformers:
+    """A transformers model (`model`) on the CPU, with eager attention."""
+
+    name: str
+    dtype: str
+    model: Any
+
+    @classmethod
+    def load(cls, directory: Path, dtype: str = "float32") -> "Transformers":
+        """Load a Hugging Face directory in one format: float32, bfloat16 or float16.
+
+        Raises ConfigError for another format, or where torch or transformers are not installed.
+        """
+        if dtype not in DTYPES:
+            raise ConfigError(f"the reference's dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
+        torch, transformers = _import()
+        with _quiet(transformers.utils.logging):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,
+            )
+        return cls(f"transformers {transformers.__version__}", dtype, model.eval())
+
+    def stages(self, case: Case) -> dict[str, np.ndarray]:
+        """Every stage, through transformers' own cache where the case has one."""
+        cache = self._cache()
+        outputs: dict[str, Any] = {}
+        if case.cached:
+            self._run(*case.pieces[0], case.position_BT[:, : case.cached], cache)
+        with self._tapped(outputs):
+            logits = self._run(*case.pieces[-1], case.position_BT, cache)
+        outputs["logits"] = logits
+        return {name: _numpy(outputs[name]) for name in self._stage_names}
+
+    def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
+        """A pass over each piece, then one for each token after the first."""
+        cache = self._cache()
+        position_BS = case.position_BT[:, :0]
+        for tokens_BT, position_BT in case.pieces:
+            position_BS = np.concatenate([position_BS, position_BT], axis=1)
+            logits = _numpy(self._run(tokens_BT, position_BT, position_BS, cache))
+            last_B = np.argmax(
+                np.where(position_BT >= 0, np.arange(position_BT.shape[1]), -1), axis=1
+            )
+            found = [np.take_along_axis(logits, last_B[:, None, None], axis=1)[:, 0]]
+        for n in range(1, steps):
+            before_B = found[-1].argmax(axis=1) if text_BN is None else text_BN[:, n - 1]
+            position_B1 = position_BS.max(axis=1, keepdims=True) + 1
+            position_BS = np.concatenate([position_BS, position_B1], axis=1)
+            logits = self._run(before_B[:, None], position_B1, position_BS, cache)
+            found.append(_numpy(logits)[:, 0])
+        logits_BNV = np.stack(found, axis=1)
+        k, v = [], []
+        for layer in cache.layers:  # a sliding window keeps the last slots alone
+            kept_BS = position_BS[:, -layer.keys.shape[2] :]
+            k.append(by_position(_heads_last(layer.keys), kept_BS))
+            v.append(by_position(_heads_last(layer.values), kept_BS))
+        held_BP = held(kept_BS)
+        return Decoded(logits_BNV, logits_BNV.argmax(axis=2), tuple(k), tuple(v), held_BP)
+
+    @property
+    def _family(self) -> str:
+        """The model_type as our configurations have it."""
+        return BODIES[self.model.config.model_type][0]
+
+    @property
+    def _stage_names(self) -> list[str]:
+        return stage_names(self._family, self.model.config.num_hidden_layers)
+
+    def _cache(self) -> Any:
+        return _import()[1].DynamicCache(config=self.model.config)
+
+    def _run(
+        self, tokens_BT: np.ndarray, position_BT: np.ndarray, position_BS: np.ndarray, cache: Any
+    ) -> Any:
+        """Logits of some tokens; position_BS: of them and of all that the cache has."""
+        torch, _ = _import()
+        with torch.no_grad():
+            return self.model(
+                torch.tensor(tokens_BT.astype(np.int64)),
+                attention_mask=torch.tensor((position_BS >= 0).astype(np.int64)),
+                position_ids=torch.tensor(np.maximum(position_BT, 0).astype(np.int64)),
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+
+    @contextmanager
+    def _tapped(self, outputs: dict[str, Any]) -> Iterator[None]:
+        """While this lasts, a pass of the model leaves its stages in `outputs`."""
+        layers = family(self._family).layers
+        body = self.model.get_submodule(BODIES[self.model.config.model_type][1])
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(_: Any, __: Any, output: Any) -> None:
+                outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
+
+            return hook
+
+        def keep_input(name: str) -> Callable[..., None]:
+            def hook(_: Any, inputs: tuple[Any, ...]) -> None:
+                outputs[name] = inputs[0].clone()
+
+            return hook
+
+        def attend(
+            module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+        ) -> tuple[Any, Any]:
+            path, new = f"{layers}.{module.layer_idx}", query.shape[2]
+            for name, x in (("q", query), ("k", key), ("v", value)):
+                outputs[f"{path}.{name}"] = x[:, :, -new:].transpose(1, 2).clone()
+            eager = sys.modules[type(module).__module__].eager_attention_forward
+            heads, weights = eager(module, query, key, value, mask, **options)
+            outputs[f"{path}.heads"] = heads.clone()
+            return heads, weights
+
+        with ExitStack() as stack:
+            stack.enter_context(_attention(self.model, attend))
+            for name in self._stage_names:
+                path, _, last = name.rpartition(".")
+                if last in ("q", "k", "v", "heads", "logits"):
+                    continue
+                if last == "input":
+                    linear = body.get_submodule(path)
+                    stack.callback(linear.register_forward_pre_hook(keep_input(name)).remove)
+                    continue
+                module = body.get_submodule(".".join(filter(None, [path, MODULES.get(last, last)])))
+                stack.callback(module.register_forward_hook(keep(name)).remove)
+            yield
+
+
+@contextmanager
+def _attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """`attend` in the place of the model's attention function, as transformers' registry has it."""
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(TAPS, attend)
+    AttentionMaskInterface.register(TAPS, eager_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(TAPS)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Without transformers' own progress bars."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _heads_last(x: Any) -> np.ndarray:
+    """Transformers' `[B, K, S, H]` as our `[B, S, K, H]`."""
+    return _numpy(x.transpose(1, 2))
+
+
+def _numpy(x: Any) -> np.ndarray:
+    """A tensor's numbers, bit for bit; numpy has no bfloat16 of its own."""
+    torch, _ = _import()
+    if x.dtype == torch.bfloat16:
+        bits: np.ndarray = x.contiguous().view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    array: np.ndarray = x.numpy()
+    return array
+
+
+def _import() -> tuple[Any, Any]:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"comparing with transformers needs torch and transformers ({error.name} is missing):"
+            " pip install 'jaxllm[test]'"
+        ) from None
+    return torch, transformers

@@ -1,0 +1,314 @@
+"""Test vectors: what a model computes for some texts, frozen, to check another implementation by.
+
+A directory of two files. `vectors.safetensors` holds every stage (`stages.stage_names`) at every
+token of the texts, one text after the other, `[tokens, ...]`; `generated`, int32 `[texts, N]`, the
+greedy tokens after each text; and `generated_logits`, `[texts, N, V]`, that they were chosen by.
+`vectors.json` holds the model's configuration, precision and fingerprint, and the cases: ids and
+absolute positions (-1 is padding) of the texts alone, padded on either side, and through a cache.
+The cases have no numbers of their own, because all of them must give the same.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from jaxllm.cache.files import fingerprint
+from jaxllm.errors import CheckpointError, TokenError
+from jaxllm.evaluate.equivalence.compare import Report, compare_stages, compare_text
+from jaxllm.evaluate.equivalence.difference import TOLERANCES, Tolerance, coarser, measure
+from jaxllm.evaluate.equivalence.sides import Case, Ours, Side, padded
+from jaxllm.files import (
+    as_schema,
+    check_vacant,
+    inside,
+    is_there,
+    read_json,
+    write_json,
+    writing_directory,
+)
+from jaxllm.progress import steps_bar
+from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+
+FORMAT = "jaxllm-vectors"
+VERSION = 1
+JSON, TENSORS = "vectors.json", "vectors.safetensors"
+GENERATED, LOGITS = "generated", "generated_logits"
+
+
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Position = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+_Text = Annotated[list[_Id], msgspec.Meta(min_length=2)]
+
+
+class _Case(msgspec.Struct, forbid_unknown_fields=True):
+    """A case in vectors.json: which texts; their tokens and positions with padding, `[B, T]`."""
+
+    texts: list[_Id]
+    tokens: list[list[_Id]]
+    positions: list[list[_Position]]
+    cached: _Id
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    """vectors.json. contents: the digest of the tensors."""
+
+    format: str
+    version: int
+    made_by: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    config: dict[str, Any]
+    precision: dict[str, Any]
+    weights: str
+    stages: list[str]
+    contents: str
+    texts: Annotated[list[_Text], msgspec.Meta(min_length=1)]
+    cases: dict[str, _Case]
+
+
+@dataclasses.dataclass(frozen=True)
+class Vectors:
+    """What a directory holds. identity: of the model; cases: name to the case and its texts."""
+
+    made_by: str
+    dtype: str
+    identity: Mapping[str, Any]
+    texts: list[list[int]]
+    cases: Mapping[str, tuple[Case, list[int]]]
+    stages: Mapping[str, np.ndarray]
+    generated_BN: np.ndarray
+    logits_BNV: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What `check` found. differs: what of the model is not what the vectors were made with."""
+
+    differs: tuple[str, ...]
+    reports: Mapping[str, Report]
+
+    @property
+    def numbers_hold(self) -> bool:
+        """Whether every case gives the vectors' numbers."""
+        return all(report.holds for report in self.reports.values())
+
+    @property
+    def holds(self) -> bool:
+        """Whether the numbers hold, and the model is the one they were made with."""
+        return self.numbers_hold and not self.differs
+
+
+def make(
+    directory: Path, ours: Ours, texts: Sequence[Sequence[int]], *, new_tokens: int = 4,
+    source: Side | None = None,
+) -> None:  # fmt: skip
+    """Write vectors of a model for texts of at least two tokens each.
+
+    source: whose numbers to write; another implementation of the same weights, or by default ours.
+    All of it or nothing is written. Raises CheckpointError if the directory already holds vectors
+    or cannot be written, TokenError for texts that do not fit the model.
+    """
+    if min(map(len, texts), default=0) < 2 or new_tokens < 1:
+        raise TokenError("vectors need texts of at least two tokens, and one new token")
+    cases = _cases(texts)
+    cases["left"][0].check(ours.model.config, new_tokens)
+    check_vacant(directory, JSON, "vectors")
+    source = source or ours
+    case, _ = cases["left"]  # its real tokens, row by row, are the texts end to end
+    with steps_bar("making vectors", 2) as advance:
+        tensors = {name: x[case.real_BT] for name, x in source.stages(case).items()}
+        advance()
+        decoded = source.decode(case, new_tokens)
+        advance()
+    tensors[GENERATED] = decoded.token_BN.astype(np.int32)
+    tensors[LOGITS] = decoded.logits_BNV
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "made_by": source.name,
+        "dtype": source.dtype,
+        **_identity(ours),
+        "stages": list(tensors)[:-2],
+        "contents": _digest(tensors),
+        "texts": [list(map(int, text)) for text in texts],
+        "cases": {
+            name: {
+                "texts": rows,
+                "tokens": case.token_BT.tolist(),
+                "positions": case.position_BT.tolist(),
+                "cached": case.cached,
+            }
+            for name, (case, rows) in cases.items()
+        },
+    }
+    lazy = {name: LazyTensor.of(np.ascontiguousarray(x)) for name, x in tensors.items()}
+    with writing_directory(directory, JSON) as made:
+        write_tensors(made / TENSORS, lazy, aligned=False)
+        write_json(made / JSON, header)
+
+
+def read(directory: Path) -> Vectors:
+    """Read what `make` wrote. Raises CheckpointError for a directory that is none or is damaged."""
+    if not is_there(directory / JSON):
+        raise CheckpointError(f"{directory} has no {JSON}: not a directory of test vectors")
+    where = str(directory / JSON)
+    data = read_json(inside(directory, JSON))
+    if data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise CheckpointError(
+            f"{where}: {data.get('format')!r:.40} version {data.get('version')!r:.40} is not"
+            f" {FORMAT} version {VERSION}"
+        )
+    header: _Header = as_schema(data, _Header, where)
+    lazy = open_tensors(inside(directory, TENSORS))
+    tensors = {name: x.read() for name, x in lazy.items()}
+    if _digest(tensors) != header.contents:
+        raise CheckpointError(f"{directory / TENSORS}: damaged, not what {JSON} was written with")
+    _check_forms(header, tensors, where)
+    cases = {name: _case(name, said, header.texts, where) for name, said in header.cases.items()}
+    return Vectors(
+        made_by=header.made_by,
+        dtype=header.dtype,
+        identity={name: getattr(header, name) for name in ("config", "precision", "weights")},
+        texts=header.texts,
+        cases=cases,
+        stages={name: tensors[name] for name in header.stages},
+        generated_BN=tensors[GENERATED],
+        logits_BNV=tensors[LOGITS],
+    )
+
+
+def _case(name: str, said: _Case, texts: list[list[int]], where: str) -> tuple[Case, list[int]]:
+    """A case and its rows, which must be those of its texts, wherever their tokens stand."""
+    shapes = {len(row) for row in (*said.tokens, *said.positions)}
+    width = shapes.pop() if len(shapes) == 1 else 0
+    sound = (
+        len(said.tokens) == len(said.positions) == len(said.texts) > 0
+        and 0 <= said.cached < width
+        and max(said.texts) < len(texts)
+    )
+    if sound:
+        case = Case(
+            np.array(said.tokens, np.int32), np.array(said.positions, np.int32), said.cached
+        )
+        if _is_of(case, [texts[row] for row in said.texts]):
+            return case, said.texts
+    raise CheckpointError(f"{where}: cases: {name} does not run its texts")
+
+
+def _check_forms(header: _Header, tensors: Mapping[str, np.ndarray], where: str) -> None:
+    """Every stage has each token of the texts, what was generated each text."""
+    count = sum(map(len, header.texts))
+    complaints = [
+        f"stage {name} has not the {count} tokens of the texts"
+        for name in header.stages
+        if name not in tensors or tensors[name].shape[:1] != (count,)
+    ]
+    generated, logits = tensors.get(GENERATED), tensors.get(LOGITS)
+    if (
+        generated is None
+        or logits is None
+        or (generated.ndim, logits.ndim, generated.dtype) != (2, 3, np.int32)
+        or generated.shape != logits.shape[:2]
+        or generated.shape[0] != len(header.texts)
+        or not generated.size
+        or not logits.size
+    ):
+        complaints.append(f"{GENERATED} and {LOGITS} are not those of {len(header.texts)} texts")
+    if complaints:
+        raise CheckpointError(f"{where}: {'; '.join(complaints[:5])}")
+
+
+def check(vectors: Vectors, ours: Ours, *, tolerance: Tolerance | None = None) -> Checked:
+    """Run every case and compare with the vectors, at every stage, whatever the weights are.
+
+    tolerance: by default that of the coarser of the two formats.
+
+    Raises ConfigError for a model of another form, TokenError for ids that it does not have.
+    """
+    identity = _identity(ours)
+    differs = tuple(name for name, value in vectors.identity.items() if identity[name] != value)
+    with steps_bar("checking", len(vectors.cases)) as advance:
+        reports = {}
+        for name, (case, rows) in vectors.cases.items():
+            reports[name] = _check(vectors, case, rows, ours, tolerance)
+            advance()
+    return Checked(differs, reports)
+
+
+def _check(
+    vectors: Vectors, case: Case, rows: list[int], ours: Ours, tolerance: Tolerance | None
+) -> Report:
+    text_BN, logits_BNV = vectors.generated_BN[rows], vectors.logits_BNV[rows]
+    case.check(ours.model.config, text_BN.shape[1])
+    found = ours.stages(case)
+    start = np.cumsum([0, *map(len, vectors.texts)])[rows]
+    token_BT = np.maximum(case.position_BT + start[:, None], 0)[:, case.cached :]
+    theirs = {name: x[token_BT] for name, x in vectors.stages.items()}
+    answer = ours.decode(case, text_BN.shape[1], text_BN)
+    dtype = coarser(np.dtype(ours.dtype), np.dtype(vectors.dtype)).name
+    tolerance = tolerance or TOLERANCES[dtype]
+    return Report(
+        ours=ours.name,
+        reference=f"vectors by {vectors.made_by}",
+        dtype=dtype,
+        tolerance=tolerance,
+        stages=compare_stages(case, found, theirs, tolerance),
+        decoding=(measure("decoded logits", answer.logits_BNV, logits_BNV, tolerance),),
+        greedy=compare_text(answer.logits_BNV, logits_BNV, tolerance),
+    )
+
+
+def _cases(texts: Sequence[Sequence[int]]) -> dict[str, tuple[Case, list[int]]]:
+    """Every way of running the texts, and which of them it runs."""
+    rows = list(range(len(texts)))
+    left = padded(texts)
+    # As many columns as leave the shortest text one token on either side of the cut.
+    cached = left.token_BT.shape[1] - min(map(len, texts)) + 1
+    return {
+        **{f"text {row}": (padded([texts[row]]), [row]) for row in rows[:1]},
+        "left": (left, rows),
+        "right": (padded(texts, "right"), rows),
+        "cached": (dataclasses.replace(left, cached=cached), rows),
+    }
+
+
+def _identity(ours: Ours) -> dict[str, Any]:
+    """Which model this is, as JSON has it, without the options that are off.
+
+    An option that a later version adds is off in what an earlier one wrote.
+    """
+
+    def said(options: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if value not in (None, False, ())}
+
+    identity = {
+        "config": said(ours.model.config.to_dict()),
+        "precision": said(dataclasses.asdict(ours.model.precision)),
+        "weights": fingerprint(ours.params),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(identity))
+    return plain
+
+
+def _is_of(case: Case, texts: list[list[int]]) -> bool:
+    """Whether the case's rows are these texts, wherever their tokens stand."""
+    rows = zip(case.token_BT, case.position_BT, texts, strict=True)
+    return all(
+        position[position >= 0].tolist() == list(range(len(text)))
+        and token[position >= 0].tolist() == text
+        for token, position, text in rows
+    )
+
+
+def _digest(tensors: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        array = np.ascontiguousarray(tensors[name])
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(array.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

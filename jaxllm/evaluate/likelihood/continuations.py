@@ -1,0 +1,113 @@
+"""Log-likelihoods of continuations and of whole documents, as lm-evaluation-harness defines them.
+
+Requests of all lengths run together, longest first, in batches of few shapes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import flax.linen as nn
+import numpy as np
+
+from jaxllm.errors import CapacityError, TokenError
+from jaxllm.evaluate.likelihood.data import Loader
+from jaxllm.evaluate.likelihood.score import check_loader, score
+from jaxllm.evaluate.likelihood.windows import Span, rolling
+from jaxllm.progress import steps_bar
+from jaxllm.weights.paths import Params
+
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+class Likelihood(NamedTuple):
+    """The log-probability of some tokens, and whether greedy decoding would make all of them."""
+
+    logprob: float
+    greedy: bool
+
+
+def continuation_likelihoods(
+    model: nn.Module,
+    params: Params,
+    pairs: Sequence[Pair],
+    *,
+    max_length: int,
+    batch: int = 8,
+    show_progress: bool | None = None,
+) -> Iterator[tuple[int, Likelihood]]:
+    """The likelihood of each continuation given its context: `(number of the pair, Likelihood)`.
+
+    pairs: token ids of context and continuation; a context holds at least one token. What exceeds
+    `max_length` tokens of input is cut from the left. They come as they are computed.
+
+    Raises TokenError for an empty context or continuation and for ids outside the vocabulary,
+    CapacityError for a continuation longer than `max_length` or a `max_length` beyond the context.
+    """
+    documents, spans = [], []
+    for number, (context, continuation) in enumerate(pairs):
+        if not len(context) or not len(continuation):
+            raise TokenError(f"pair {number}: context and continuation need a token each")
+        if len(continuation) > max_length:
+            raise CapacityError(
+                f"pair {number}: a continuation of {len(continuation)} tokens does not fit a"
+                f" length of {max_length}"
+            )
+        ids = np.asarray([*context, *continuation][-(max_length + 1) :], np.int32)
+        documents.append(ids)
+        spans.append(Span(number, 0, len(ids), len(ids) - len(continuation)))
+    return _each(model, params, documents, spans, max_length, batch, show_progress)
+
+
+def document_logprobs(
+    model: nn.Module,
+    params: Params,
+    documents: Sequence[Sequence[int]],
+    *,
+    max_length: int,
+    batch: int = 8,
+    show_progress: bool | None = None,
+) -> list[float]:
+    """The log-probability of each document's tokens but the first, in windows of `max_length`.
+
+    documents: token ids, the first one the prefix token that is only conditioned on. Every other
+    token counts once (`windows.rolling`). Raises as `continuation_likelihoods`.
+    """
+    arrays = [np.asarray(ids, np.int32) for ids in documents]
+    spans = [s for n, ids in enumerate(arrays) for s in rolling(len(ids), max_length + 1, 0, n)]
+    total_D = np.zeros(len(arrays))
+    each = _each(model, params, arrays, spans, max_length, batch, show_progress)
+    for number, likelihood in each:
+        total_D[spans[number].document] += likelihood.logprob
+    return total_D.tolist()
+
+
+def _each(
+    model: nn.Module,
+    params: Params,
+    documents: list[np.ndarray],
+    spans: list[Span],
+    max_length: int,
+    batch: int,
+    show_progress: bool | None,
+) -> Iterator[tuple[int, Likelihood]]:
+    loader = Loader(
+        documents=documents,
+        spans=spans,
+        batch=batch,
+        width=max_length + 1,
+        order="length",
+        bucketed=True,
+    )
+    check_loader(model, loader)
+
+    def run() -> Iterator[tuple[int, Likelihood]]:
+        with steps_bar("likelihoods", len(loader), show_progress) as done:
+            for rows, _ in loader.batches():
+                logprob_BT, greedy_BT = score(model, params, rows)
+                logprob_B = logprob_BT.sum(axis=1, dtype=np.float64)
+                greedy_B = (greedy_BT == rows.scored_BT).all(axis=1)
+                for b in np.flatnonzero(rows.span_B >= 0):
+                    yield int(rows.span_B[b]), Likelihood(float(logprob_B[b]), bool(greedy_B[b]))
+                done()
+
+    return run()

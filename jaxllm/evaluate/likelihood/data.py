@@ -1,0 +1,215 @@
+"""Documents and streams of tokens in batches: deterministic, in a seeded order, resumable.
+
+A loader is a value: it holds no cursor. `batches(state)` yields each batch with the state that
+follows it, a small JSON-able dict; given one of these, it yields exactly the batches that remain.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxllm.errors import ConfigError, TokenError
+from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
+from jaxllm.files import as_schema, parse_json, read_text
+from jaxllm.shapes import power_of_two
+
+State = Mapping[str, Any]
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, padded on the right.
+
+    token_BT: int32 ids, 0 where there is padding. length_B: int32, 0 for a row that only fills the
+    batch. scored_BT: bool, whether the token's own log-probability, given what stands left of it in
+    its row, counts; never where there is padding. span_B: int32, which of the loader's spans the
+    row is, -1 for none.
+    """
+
+    token_BT: np.ndarray
+    length_B: np.ndarray
+    scored_BT: np.ndarray
+    span_B: np.ndarray
+
+    @property
+    def position_BT(self) -> np.ndarray:
+        """Positions from 0 in each row, -1 for padding, int32 `[B, T]`: what `forward` takes."""
+        column_T = np.arange(self.token_BT.shape[1], dtype=np.int32)[None]
+        return np.where(column_T < self.length_B[:, None], column_T, np.int32(-1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Loader:
+    """Spans of documents in batches of `[batch, width]` tokens.
+
+    documents: token ids, int32 each; a continuous stream is one document. spans: the rows; see
+    `evaluate.windows`. bos: if given, stands in place of the first token of every span. order:
+    "given", "length" (longest first), or a seed: a permutation that differs with each epoch.
+    bucketed: a batch is only as wide as its longest row, rounded up to a power of two and one more
+    (at most `width`), instead of always `width`: less padding, a few more programs to compile.
+    """
+
+    documents: Sequence[np.ndarray]
+    spans: Sequence[Span]
+    batch: int
+    width: int
+    bos: int | None = None
+    order: str | int = "given"
+    bucketed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ConfigError(f"batch must be at least 1, got {self.batch}")
+        if not isinstance(self.order, int) and self.order not in ("given", "length"):
+            raise ConfigError(f"order must be 'given', 'length' or a seed, got {self.order!r}")
+        for span in self.spans:
+            if not 0 <= span.start < span.scored < span.end <= len(self.documents[span.document]):
+                raise ConfigError(f"{span} is not start < scored < end within its document")
+            if span.end - span.start > self.width:
+                raise ConfigError(f"{span} has more tokens than a row of {self.width}")
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return -(-len(self.spans) // self.batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in an epoch whose log-probability counts."""
+        return sum(span.end - span.scored for span in self.spans)
+
+    @cached_property
+    def digest(self) -> str:
+        """What a state remembers of the data and its order."""
+        settings = [list(map(int, s)) for s in self.spans], self.batch, self.bos, self.order
+        sha = hashlib.sha256(json.dumps(settings).encode())
+        for document in self.documents:
+            sha.update(len(document).to_bytes(8, "little") + document.astype("<i4").tobytes())
+        return sha.hexdigest()[:16]
+
+    def state(self, epoch: int = 0) -> dict[str, Any]:
+        """Where an epoch begins."""
+        return {"epoch": epoch, "row": 0, "digest": self.digest}
+
+    def batches(self, state: State | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """What remains of the state's epoch: each batch, and the state that follows it.
+
+        Raises ConfigError for the state of other data, another order or another batch size.
+        """
+        state = self.state() if state is None else dict(state)
+        if state.keys() != self.state().keys() or state["digest"] != self.digest:
+            raise ConfigError(f"the state {state!r:.120} belongs to other data or another order")
+        for name, largest in (("epoch", 1 << 31), ("row", len(self.spans))):
+            if type(state[name]) is not int or not 0 <= state[name] <= largest:
+                raise ConfigError(f"the state's {name} must be from 0 to {largest}: {state!r:.120}")
+        chosen = self._order(state["epoch"])
+        for row in range(state["row"], len(chosen), self.batch):
+            some = chosen[row : row + self.batch]
+            yield self._assemble(some), {**state, "row": row + len(some)}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self.order == "given":
+            return np.arange(len(self.spans))
+        if self.order == "length":
+            return np.argsort([s.start - s.end for s in self.spans], kind="stable")
+        return np.random.default_rng([int(self.order), epoch]).permutation(len(self.spans))
+
+    def _assemble(self, rows: np.ndarray) -> Batch:
+        width = self.width
+        if self.bucketed:
+            inputs = max(self.spans[row].end - self.spans[row].start for row in rows) - 1
+            width = min(width, power_of_two(inputs, 8) + 1)
+        token_BT = np.zeros((self.batch, width), np.int32)
+        length_B, span_B = np.zeros(self.batch, np.int32), np.full(self.batch, -1, np.int32)
+        scored_BT = np.zeros((self.batch, width), bool)
+        for b, row in enumerate(rows):
+            _, start, end, scored = span = self.spans[row]
+            token_BT[b, : end - start] = self.documents[span.document][start:end]
+            if self.bos is not None:
+                token_BT[b, 0] = self.bos
+            scored_BT[b, scored - start : end - start] = True
+            length_B[b], span_B[b] = end - start, row
+        return Batch(token_BT, length_B, scored_BT, span_B)
+
+
+def loader(
+    documents: Sequence[Sequence[int]],
+    *,
+    window: int,
+    stride: int | None = None,
+    protocol: str = "strided",
+    batch: int = 1,
+    limit: int | None = None,
+    **options: Any,
+) -> Loader:
+    """The loader that runs a protocol over documents, each by itself.
+
+    documents: token ids; a continuous stream is one of them. window: tokens of a row. batch: at
+    most as many rows as there are. stride: by default the window. protocol: a name in
+    `windows.PROTOCOLS`. limit: only the first so many windows. options: as `Loader`'s.
+
+    Raises ConfigError for an impossible window, stride, protocol or batch, and TokenError where no
+    token can be scored, or for ids that are none.
+    """
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be at least 1 window, got {limit}")
+    arrays = [_ids(document, number) for number, document in enumerate(documents)]
+    stride = window if stride is None else stride
+    spans = [
+        span
+        for number, ids in enumerate(arrays)
+        for span in PROTOCOLS[protocol](len(ids), window, stride, number)
+    ][:limit]
+    if not spans:
+        raise TokenError(
+            f"nothing to score: {sum(map(len, arrays))} tokens in {len(arrays)} documents, of which"
+            f" the protocol {protocol!r} with windows of {window} counts none"
+        )
+    rows = min(batch, len(spans))
+    return Loader(documents=arrays, spans=spans, batch=rows, width=window, **options)
+
+
+class _Document(msgspec.Struct):
+    """A line of a file of documents: one or the other."""
+
+    text: str | None = None
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
+
+
+def read_documents(path: Path) -> list[str] | list[list[int]]:
+    """The documents of a JSON-lines file: objects with "text", or all of them with "tokens" (ids).
+
+    Blank lines are passed over; what else an object has is ignored. Raises CheckpointError for an
+    unreadable file, TokenError for a line that is something else.
+    """
+    documents: list[Any] = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        value = parse_json(line, where, TokenError)
+        row: _Document = as_schema(value, _Document, where, TokenError)
+        if (row.text is None) == (row.tokens is None):
+            raise TokenError(f'{where} should be an object with "text" or "tokens"')
+        documents.append(row.text if row.tokens is None else row.tokens)
+    if not documents or len({type(document) for document in documents}) > 1:
+        raise TokenError(f'{path} should hold documents, all with "text" or all with "tokens"')
+    return documents
+
+
+def _ids(document: Sequence[int], number: int) -> np.ndarray:
+    ids = np.asarray(document)
+    if ids.size == 0:
+        return np.zeros(0, np.int32)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise TokenError(f"document {number} should be a list of token ids, got {document!r:.60}")
+    if ids.min() < 0 or ids.max() >= 1 << 31:
+        raise TokenError(f"document {number} has an id outside int32's range")
+    return ids.astype(np.int32)

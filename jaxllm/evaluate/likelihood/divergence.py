@@ -1,0 +1,185 @@
+"""How far a model's next-token distributions are from another's: what a change of format costs.
+
+P is the reference, Q the model compared with it. The measures are those of llama-perplexity's
+--kl-divergence.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.likelihood.data import Batch, Loader
+from jaxllm.evaluate.likelihood.passes import Columns, over
+from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
+from jaxllm.evaluate.likelihood.score import (
+    check_finite,
+    check_loader,
+    first_column,
+    logits,
+    picked,
+)
+from jaxllm.weights.paths import Params
+
+
+class Differences(NamedTuple):
+    """Of each token, given those left of it: `[B, T]` of a batch, or `[N]` of what counts.
+
+    kl: KL(P || Q) of the whole distribution, nats. same_top: whether P and Q find the same token
+    likeliest. reference, other: the token's log-probability under P and under Q.
+    """
+
+    kl: Any
+    same_top: Any
+    reference: Any
+    other: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """Differences over all tokens that count.
+
+    kl, with its quantiles and largest value: nats. same_top: a share, whose error is the
+    binomial sqrt(p (1 - p) / (N - 1)). ratio: perplexity of Q over that of P; its error is that of
+    the mean of the paired differences of log-probabilities, so that what both find hard cancels.
+    delta_p: mean of q - p over the tokens of the text, delta_p_rms its root mean square.
+    """
+
+    kl: Estimate
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    same_top: Estimate
+    ratio: Estimate
+    delta_p: Estimate
+    delta_p_rms: float
+    reference: Perplexity
+    other: Perplexity
+
+    @classmethod
+    def of(cls, found: Differences) -> "Divergence":
+        """From the differences of N tokens. Quantiles are interpolated linearly."""
+        kl_N, same_N, p_N, q_N = (np.asarray(x, np.float64) for x in found)
+        delta_N = np.exp(q_N) - np.exp(p_N)
+        median, p99, largest = np.quantile(kl_N, [0.5, 0.99, 1.0])
+        return cls(
+            kl=Estimate.of(kl_N),
+            kl_median=float(median),
+            kl_p99=float(p99),
+            kl_max=float(largest),
+            same_top=Estimate.of(same_N),
+            ratio=Estimate.of(p_N - q_N).exp(),
+            delta_p=Estimate.of(delta_N),
+            delta_p_rms=math.sqrt(float(np.mean(delta_N**2))),
+            reference=Perplexity.of(p_N),
+            other=Perplexity.of(q_N),
+        )
+
+
+def divergence(
+    model: nn.Module,
+    params: Params,
+    other_model: nn.Module,
+    other_params: Params,
+    loader: Loader,
+    *,
+    journal: Path | None = None,
+    show_progress: bool | None = None,
+) -> Divergence:
+    """Compare a model (Q, the `other`) with a reference (P) on all that a loader's spans count.
+
+    journal: as for `perplexity`. Memory: the float32 logits `[B, T, V]` of both. Raises ConfigError
+    where the vocabularies differ in size, else what `perplexity` raises.
+    """
+    check_pair(model, other_model)
+    for one in (model, other_model):
+        check_loader(one, loader)
+
+    def each(batch: Batch) -> Columns:
+        arrays = batch.token_BT, batch.position_BT
+        found = _compare(model, other_model, params, other_params, *arrays)
+        return counted(found, batch)._asdict()
+
+    columns = over(
+        loader,
+        each,
+        models={"model": (model, params), "other": (other_model, other_params)},
+        journal=journal,
+        description="divergence",
+        show_progress=show_progress,
+    )
+    return Divergence.of(Differences(**columns))
+
+
+def check_pair(model: nn.Module, other: nn.Module) -> None:
+    """Raise ConfigError for models whose next-token distributions are not over the same tokens."""
+    ours, theirs = model.config.vocab_size, other.config.vocab_size
+    if ours != theirs:
+        raise ConfigError(
+            f"the models have vocabularies of {ours} and {theirs} tokens; only distributions over"
+            " the same vocabulary can be compared"
+        )
+
+
+def counted(each: Differences, batch: Batch) -> Differences:
+    """Those of the tokens that count, `[N]`. Raises NonFiniteError for a number that is none."""
+    kept = Differences(*(np.asarray(x)[batch.scored_BT] for x in each))
+    for x_BT in (each.reference, each.other, each.kl):
+        check_finite(np.where(batch.scored_BT, x_BT, np.float32(0)), batch)
+    return kept
+
+
+def joined(parts: list[Differences]) -> Differences:
+    """One after the other."""
+    return Differences(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compare(
+    model: nn.Module,
+    other: nn.Module,
+    params: Params,
+    other_params: Params,
+    token_BT: jax.Array,
+    position_BT: jax.Array,
+) -> Differences:
+    p_BTV = logits(model, params, token_BT, position_BT)
+    q_BTV = logits(other, other_params, token_BT, position_BT)
+    return differences(p_BTV, q_BTV, token_BT)
+
+
+def differences(p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array) -> Differences:
+    """From float32 logits `[B, T - 1, V]` of both models and the tokens `[B, T]`; the first column
+    is zero. A row at a time, so that only the logits themselves take `[B, T, V]`.
+    """
+
+    def row(arrays: tuple[jax.Array, ...]) -> Differences:
+        p_TV, q_TV, target_T = arrays
+        same_T = jnp.argmax(p_TV, axis=-1) == jnp.argmax(q_TV, axis=-1)
+        p_TV, q_TV = jax.nn.log_softmax(p_TV), jax.nn.log_softmax(q_TV)
+        kl_T = kl_divergence(p_TV, q_TV)
+        return Differences(kl_T, same_T, picked(p_TV, target_T), picked(q_TV, target_T))
+
+    each = jax.lax.map(row, (p_BTV, q_BTV, token_BT[:, 1:]))
+    return Differences(*map(first_column, each))
+
+
+def kl_divergence(p_XV: jax.Array, q_XV: jax.Array) -> jax.Array:
+    """KL(P || Q) in nats from log-probabilities, `[..., V]` to `[...]`; never negative.
+
+    Summed as q - p - p log(q / p), which adds up to the same because both sum to one, but has no
+    negative terms to cancel: where P and Q are close, float32 keeps what rounding would swallow.
+    """
+    d_XV = q_XV - p_XV
+    near = jnp.abs(d_XV) < 0.5
+    # Where exp(d) could overflow the other branch is taken; both are computed.
+    close_XV = jnp.exp(p_XV) * (jnp.expm1(jnp.where(near, d_XV, 0.0)) - jnp.where(near, d_XV, 0.0))
+    apart_XV = jnp.exp(q_XV) - jnp.exp(p_XV) * (1.0 + d_XV)
+    return jnp.where(near, close_XV, apart_XV).sum(axis=-1)

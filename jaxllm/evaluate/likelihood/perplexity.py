@@ -1,0 +1,109 @@
+"""Perplexity of a text under a model, with its standard error."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import flax.linen as nn
+import numpy as np
+
+from jaxllm.evaluate.likelihood.data import Batch, Loader
+from jaxllm.evaluate.likelihood.passes import Columns, over
+from jaxllm.evaluate.likelihood.score import check_loader, score
+from jaxllm.weights.paths import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over tokens and its standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values_N: np.ndarray) -> "Estimate":
+        """The mean of N values, and s / sqrt(N) with s their sample standard deviation.
+
+        Float64. Neighbouring tokens are taken as independent, as llama-perplexity takes them. NaN
+        for the error of a single value.
+        """
+        values_N = np.asarray(values_N, np.float64)
+        n = values_N.size
+        error = values_N.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
+        return cls(float(values_N.mean()), float(error))
+
+    def exp(self) -> "Estimate":
+        """The exponential, its error to first order: `exp(m) * error`.
+
+        For the mean negative log-likelihood this is the perplexity with llama-perplexity's "+/-".
+        """
+        with np.errstate(over="ignore", invalid="ignore"):  # a mean above 709 nats is infinity
+            mean = np.exp(np.float64(self.mean))
+            return Estimate(float(mean), float(mean * self.error))
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """`exp` of the mean negative log-likelihood (nats a token) of the tokens that count."""
+
+    perplexity: Estimate
+    nll: Estimate
+    tokens: int
+
+    @classmethod
+    def of(cls, logprob_N: np.ndarray) -> "Perplexity":
+        """From the log-probability of each token."""
+        nll = Estimate.of(-np.asarray(logprob_N, np.float64))
+        return cls(nll.exp(), nll, int(np.size(logprob_N)))
+
+
+def perplexity(
+    model: nn.Module,
+    params: Params,
+    loader: Loader,
+    *,
+    journal: Path | None = None,
+    show_progress: bool | None = None,
+) -> Perplexity:
+    """Perplexity over all that a loader's spans count.
+
+    journal: a file from which an interrupted evaluation goes on (`evaluate.passes`).
+
+    Raises TokenError for ids outside the vocabulary, CapacityError for windows longer than the
+    context, NonFiniteError where the model returns NaN or infinity, ConfigError for the journal of
+    another evaluation.
+    """
+    return Perplexity.of(
+        token_logprobs(model, params, loader, journal=journal, show_progress=show_progress)
+    )
+
+
+def token_logprobs(
+    model: nn.Module,
+    params: Params,
+    loader: Loader,
+    *,
+    journal: Path | None = None,
+    show_progress: bool | None = None,
+) -> np.ndarray:
+    """The log-probability of every token that counts, float32 `[N]`, in the loader's order."""
+    check_loader(model, loader)
+
+    def each(batch: Batch) -> Columns:
+        return {"logprob": score(model, params, batch).logprob_BT[batch.scored_BT]}
+
+    columns = over(
+        loader,
+        each,
+        models={"model": (model, params)},
+        journal=journal,
+        description="perplexity",
+        summary=_so_far,
+        show_progress=show_progress,
+    )
+    return columns["logprob"]
+
+
+def _so_far(columns: Columns) -> str:
+    found = Perplexity.of(columns["logprob"])
+    return f"perplexity {found.perplexity.mean:.5f} over {found.tokens:,} tokens"

@@ -1,0 +1,96 @@
+"""Log-probabilities of given tokens: what perplexity and the harness are made of.
+
+One compiled program runs a batch and reduces its logits to two numbers a token before anything
+leaves it.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import CapacityError, NonFiniteError, TokenError
+from jaxllm.evaluate.likelihood.data import Batch, Loader
+from jaxllm.steps import run
+from jaxllm.weights.paths import Params
+
+LOGITS = 1 << 28  # bytes of float32 logits that a batch of the default size takes at most
+
+
+class Scores(NamedTuple):
+    """Of each token given those left of it, `[B, T]`: zero and False where it does not count.
+
+    logprob_BT: float32, natural logarithm. greedy_BT: whether it is the likeliest token.
+    """
+
+    logprob_BT: np.ndarray
+    greedy_BT: np.ndarray
+
+
+def score(model: nn.Module, params: Params, batch: Batch) -> Scores:
+    """Run one batch. Raises NonFiniteError where the model returns NaN or infinity.
+
+    Memory: one float32 `[B, T, V]`.
+    """
+    logprob_BT, greedy_BT = _score(model, params, batch.token_BT, batch.position_BT)
+    logprob_BT = np.where(batch.scored_BT, np.asarray(logprob_BT), np.float32(0))
+    check_finite(logprob_BT, batch)
+    return Scores(logprob_BT, np.asarray(greedy_BT) & batch.scored_BT)
+
+
+@partial(jax.jit, static_argnums=0)
+def _score(
+    model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    logits_BTV = logits(model, params, token_BT, position_BT)
+    target_BT = token_BT[:, 1:]
+    logprob_BT = picked(logits_BTV, target_BT) - jax.nn.logsumexp(logits_BTV, axis=-1)
+    greedy_BT = jnp.argmax(logits_BTV, axis=-1) == target_BT
+    return first_column(logprob_BT), first_column(greedy_BT)
+
+
+def logits(
+    model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
+) -> jax.Array:
+    """Float32 `[B, T - 1, V]`: what each token but the last says of the next."""
+    return run(model, params, (), token_BT[:, :-1], position_BT[:, :-1])[0].logits
+
+
+def picked(logits_XV: jax.Array, token_X: jax.Array) -> jax.Array:
+    """Each row's entry for its token."""
+    return jnp.take_along_axis(logits_XV, token_X[..., None], axis=-1)[..., 0]
+
+
+def first_column(x_BT: jax.Array) -> jax.Array:
+    """`[B, T - 1]` with the first token's column put before it, zero: nothing predicts it."""
+    return jnp.pad(x_BT, ((0, 0), (1, 0)))
+
+
+def check_loader(model: nn.Module, loader: Loader) -> None:
+    """Raise TokenError for ids outside the vocabulary, CapacityError for rows too long to run."""
+    config = model.config
+    if loader.width - 1 > config.context_length:
+        raise CapacityError(
+            f"a window of {loader.width} tokens does not fit the context of {config.context_length}"
+        )
+    largest = max((int(ids.max()) for ids in loader.documents if ids.size), default=0)
+    largest = max(largest, loader.bos or 0)
+    if largest >= config.vocab_size:
+        raise TokenError(f"token id {largest} is outside the vocabulary of {config.vocab_size}")
+
+
+def check_finite(x_BT: np.ndarray, batch: Batch) -> None:
+    """Raise NonFiniteError, naming the window, for a number that is none."""
+    if not np.isfinite(x_BT).all():
+        row, column = np.argwhere(~np.isfinite(x_BT))[0]
+        raise NonFiniteError(
+            f"the model returned NaN or infinite logits: window {batch.span_B[row]}, token {column}"
+        )
+
+
+def default_batch(vocab_size: int, window: int) -> int:
+    """Rows whose logits fill at most 256 MiB, from 1 to 16."""
+    return int(np.clip(LOGITS // (4 * vocab_size * window), 1, 16))
