@@ -348,5 +348,7 @@ def test_dynamic_rope_is_not_movable() -> None:
 )  # fmt: skip
 def test_what_is_no_whole_number_is_refused_by_name(asked: Callable[[KVCache], Any]) -> None:
     cache = filled(lm_of(("llama", "float32")), tokens(2, 5))
-    with pytest.raises((TokenError, CapacityError), match="whole number|array of integers|32 bits"):
+    with pytest.raises(
+        (TokenError, CapacityError), match=r"whole number|array of integers|32 bits"
+    ):
         asked(cache)

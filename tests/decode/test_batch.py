@@ -246,7 +246,7 @@ def test_a_part_can_be_copied_and_copies_copied(lm: Any) -> None:
     assert copy_sequence(state, 1, 1) is state
     with pytest.raises(TokenError, match="already has a token at position 0"):
         copy_sequence(state, 0, 1)
-    with pytest.raises(TokenError, match="sequence must be .* got 4"):
+    with pytest.raises(TokenError, match=r"sequence must be .* got 4"):
         copy_sequence(state, 0, 4)
     with pytest.raises(CapacityError, match="shared slots"):
         copy_sequence(fed(lm, empty(lm, shared=8), (0, A))[1], 0, 1)
