@@ -1,4 +1,6 @@
 """Hugging Face checkpoints to jaxllm's own form and back: an engine, and a table an architecture.
 
 `python -m convert SRC DST` writes the native form, `--to-hf` a Hugging Face directory.
+
+engine: runs a table; tables: what one may say. llama, gpt2: the tables.
 """

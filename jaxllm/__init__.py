@@ -2,6 +2,14 @@
 
 Names are imported from their homes when they are first used, so that `import jaxllm` (and with it
 `jaxllm --help`) does not wait for JAX.
+
+The front door, from the top: api (`load`, `LM`), serving (requests with text), complete (which
+decoder runs, its result as text), settings (options over a checkpoint's defaults), prompts (text or
+ids as ids). On it stand cli/, batchfile, bench, harness (lm-evaluation-harness) and verifying
+(`jaxllm.verify`). Under it steps (`forward`, `prefill`, `decode_step`), inputs (what they are
+given, checked), embed, repair (parts of a cache run again), checkpoint (our own form of files),
+config (what a model is). At the bottom errors, whole (numbers as arguments), shapes (few of them),
+progress (bars), process (streams and Ctrl-C of a command), moved (old names).
 """
 
 from importlib import import_module

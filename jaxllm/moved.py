@@ -35,7 +35,7 @@ MODULES = {
 def install() -> None:
     """Have the old names found, once."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())
 
 
 def attribute(package: str, module: str, name: str) -> Any:

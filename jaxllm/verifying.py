@@ -53,11 +53,12 @@ def verify(
     """Compare a model with a reference: every stage of a case, the cache, and greedy text.
 
     model: as `load` takes it, or loaded. reference: "transformers", which runs the same weights; or
-    another model. Either may be a side of `jaxllm.evaluate.equivalence.sides`, the model with a case. case: by
-    default two prompts of unequal length, `length` tokens the longer. name: of the model in the
-    report. files: where a loaded model's weights are, so that they need not be written for
-    transformers. dtype: of a model that is loaded here, by default "float32". reference_dtype: by
-    default the same for transformers, float32 otherwise. The rest is as for `equivalence.verify`.
+    another model. Either may be a side of `jaxllm.evaluate.equivalence.sides`, the model with a
+    case. case: by default two prompts of unequal length, `length` tokens the longer. name: of the
+    model in the report. files: where a loaded model's weights are, so that they need not be written
+    for transformers. dtype: of a model that is loaded here, by default "float32". reference_dtype:
+    by default the same for transformers, float32 otherwise. The rest is as for
+    `equivalence.compare.verify`.
 
     The report `holds`, or names the `first` stage that does not; `evaluate.report.to_text` prints
     it. Raises ConfigError without transformers, and what `load` and `equivalence.verify` raise.

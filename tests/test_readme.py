@@ -67,29 +67,31 @@ def test_make_and_pip_do_the_same() -> None:
 
 
 def test_the_file_map_is_complete() -> None:
-    mapped = TEXT[TEXT.index("## Where things are") :]
-    for file in (ROOT / "jaxllm").rglob("*.py"):
-        relative = file.relative_to(ROOT)
-        folder = f"`{relative.parent}/`"
-        named = f"`{relative}`" in mapped or f"`{relative.name}`" in mapped
-        assert named or folder in mapped or file.name.startswith("__"), relative
-    for name in re.findall(r"^\| `([^`]+)`", mapped, re.MULTILINE):
+    """README has a row for each folder, a folder's docstring a word on each of its files."""
+    rows = re.findall(r"^\| `([^`]+)`", TEXT[TEXT.index("## Where things are") :], re.MULTILINE)
+    for name in rows:
         assert (ROOT / name).exists(), name
+    for file in [*(ROOT / "jaxllm").rglob("*.py"), *(ROOT / "convert").rglob("*.py")]:
+        folder = file.parent
+        assert f"{folder.relative_to(ROOT)}/" in rows, folder
+        if not file.name.startswith("__"):
+            said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+            assert re.search(rf"\b{file.stem}\b", said), file
 
 
 # From the ground up; what stands on one floor does not import its neighbours.
 STOREYS = """
-    errors process progress shapes
+    errors process progress shapes moved
     whole files
     config
     ops
     weights
-    cache exported
+    cache
     models inputs
     steps
     decode repair checkpoint text
     fixed embed evaluate options prompts
-    settings export
+    settings
     complete
     serving
     api
@@ -97,6 +99,8 @@ STOREYS = """
     cli
     __main__
 """
+# The same within a folder of rooms; None: rooms that do not know each other.
+ROOMS = {"decode": ["sampling", "loops", "batching"], "evaluate": None}
 FLOORS = {name: n for n, row in enumerate(STOREYS.strip().splitlines()) for name in row.split()}
 
 
@@ -121,3 +125,6 @@ def test_each_floor_imports_only_from_floors_below(file: Path) -> None:
                 assert FLOORS[alias.name] <= FLOORS[name], alias.name
         elif module[0] == "jaxllm":
             assert FLOORS[module[1]] < FLOORS[name] or module[1] == name, node.module
+            if module[1] == name and name in ROOMS and len(parts) > 2:
+                order, here, there = ROOMS[name], parts[1], module[2]
+                assert here == there or (order and order.index(there) < order.index(here))

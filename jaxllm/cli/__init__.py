@@ -1,4 +1,9 @@
-"""The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs."""
+"""The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
+
+generate, chat, batch (`generate --batch`), embed; convert, quantize, export; info, bench; verify,
+vectors, perplexity, sensitivity. Shared: options (flags of generation), corpus (flags of texts),
+console (what is said, and errors), compiled (programs kept for the next process).
+"""
 
 import sys
 from collections.abc import Callable, Sequence

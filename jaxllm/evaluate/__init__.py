@@ -1,1 +1,4 @@
-"""How good a model is, and what a change to it costs: perplexity, divergence, sensitivity."""
+"""What a model computes, and what a change to it costs; two rooms that do not know each other.
+
+equivalence/: does it compute the same as another? likelihood/: how likely does it find a text?
+"""

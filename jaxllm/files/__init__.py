@@ -1,8 +1,8 @@
 """The border of files: whatever is read from a disk comes in here, what is written goes out.
 
-`reading.py`: regular files of bounded size, JSON of bounded depth and digits; `schema.py`: what its
-fields may be. `writing.py`: files and directories that appear when they are complete, and locks.
-`patterns.py`: regular expressions that a file may bring. `memory.py`: what the machine has.
+reading: regular files of bounded size, JSON of bounded depth and digits. schema: what its fields
+may be. writing: files and directories that appear when they are complete, and locks. patterns:
+regular expressions that a file may bring. memory: what the machine has.
 """
 
 from jaxllm.files.memory import check_memory, machine_memory

@@ -1,7 +1,8 @@
 """Flax modules that name parameters and call `ops`; a file's name is its `model_type`.
 
-`FAMILIES` has a row for each. What a family's rotary settings and windows are, its configuration
-says (`ModelConfig.rotary`, `.window`); how its files are read, its table in `convert`.
+`FAMILIES` has a row for each: llama, gpt2; layers: what they share. What a family's rotary settings
+and windows are, its configuration says (`ModelConfig.rotary`, `.window`); how its files are read,
+its table in `convert`.
 """
 
 import dataclasses

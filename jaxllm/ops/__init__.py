@@ -1,4 +1,9 @@
-"""Pure mathematics on arrays: knows neither caches nor parameters."""
+"""Pure mathematics on arrays: knows neither caches nor parameters.
+
+attention: over segments, blockwise; masked: under an explicit mask. entries: keys and values as
+they are kept, int8 or not. rope, norms, activations: what their names say. pooling: one vector for
+many. native/: kernels in C++.
+"""
 
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.ops.attention import Part, attend, visible

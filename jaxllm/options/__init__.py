@@ -3,6 +3,9 @@
 `LM.generate`, `LM.stream`, requests to `LM.serve`, lines of a batch file, the commands' flags and
 generation_config.json are all checked by it, before anything is loaded or run. The names are those
 of Hugging Face; common names of other libraries are answered with ours.
+
+table: every option; values: what its values may be; typed: its type, for editors. check: whole
+requests against it. spellings: the nearest name.
 """
 
 from jaxllm.options.check import Kind, check_options, check_values, check_ways, row_options, way_of

@@ -1,1 +1,6 @@
-"""What a weight can be, how it multiplies, in which precision it is kept, and how it is filed."""
+"""What a weight can be, how it multiplies, in which precision it is kept, and how it is filed.
+
+linear: products with a weight of any kind. leaves/: the kinds; formats: their names. paths:
+parameters by dotted name and ordered rules. precision: formats by path; quantize, dequantize.
+files: safetensors, read lazily, written in a stream.
+"""
