@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/*)
+# Packages count: an editable install remembers which there are.
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/__init__.py jaxllm/*/__init__.py jaxllm/*/*/__init__.py) $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/*)
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
