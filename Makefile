@@ -16,10 +16,11 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
 
-# Most of the time is compiling: the tests of every day do without LLVM's expensive passes and with
-# XLA's plain emitters, which give the same numbers sooner.
+# Most of the time is compiling: the tests of every day do without LLVM's expensive passes, with
+# XLA's plain emitters and in one piece, which gives the same numbers sooner.
 test: export XLA_FLAGS := --xla_backend_optimization_level=0 \
-	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false
+	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false \
+	--xla_cpu_parallel_codegen_split_count=1
 test: lint
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"
 

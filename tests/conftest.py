@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,11 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time that tracing takes
 
 os.environ["JAXLLM_COMPILE_CACHE"] = "0"  # nothing is left in anybody's home
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process has compiled, others read
+    _KEPT = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _KEPT.name
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 << 30)  # which also locks the folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 # Compiling takes what it takes, a busy machine longer; and what CI runs today it runs tomorrow.
 hypothesis.settings.register_profile(

@@ -494,9 +494,11 @@ def test_a_path_alone_can_be_verified(shallow: Any) -> None:
     path = shallow("gpt2")
     assert jaxllm.verify(path, length=8, new_tokens=2).holds
     lm = jaxllm.load(path, dtype="float32")
-    weight = lm.params["h_1"]["mlp"]["c_fc"]["weight"]
-    lm.params["h_1"]["mlp"]["c_fc"]["weight"] = weight.at[3, 5].add(1.0)
-    found = jaxllm.verify(lm, path, length=8, new_tokens=2)
+    changed = map_leaves(
+        lambda name, x: x.at[3, 5].add(1.0) if name == "h.1.mlp.c_fc.weight" else x, lm.params
+    )
+    changed = dataclasses.replace(lm, params=changed)
+    found = jaxllm.verify(changed, path, length=8, new_tokens=2)
     assert not found.holds
     assert found.first is not None
-    assert found.first.name.startswith("layers.1.mlp")
+    assert found.first.name == "h.1.mlp.c_proj.input"
