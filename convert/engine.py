@@ -6,6 +6,7 @@ complaints come in one error. Nothing outside the directory is opened and nothin
 
 import re
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,10 @@ from jaxllm.files import (
     write_json,
     writing_directory,
 )
-from jaxllm.models import family
+from jaxllm.models import FAMILIES, family
 from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 
-from . import gpt2, llama
 from .tables import Architecture, Same, Transposed
 
 
@@ -53,31 +53,35 @@ class _Kind(msgspec.Struct):
     architectures: list[str] | None = None
 
 
+# A module for each family, of the same name: `READS` (by their model_type, the tables that it
+# reads), `read_config` and `write_config`.
+TABLES: dict[str, Any] = {name: import_module(f"{__package__}.{name}") for name in FAMILIES}
 READERS: dict[str, tuple[Any, Architecture]] = {
-    "llama": (llama.read_config, llama.LLAMA),
-    "mistral": (llama.read_config, llama.MISTRAL),
-    "gpt2": (gpt2.read_config, gpt2.GPT2),
+    theirs: (module.read_config, table)
+    for module in TABLES.values()
+    for theirs, table in module.READS.items()
 }
 
-# By our model_type: a configuration as config.json's fields, and the table of its tensors.
-WRITERS: dict[str, Any] = {"llama": llama.write_config, "gpt2": gpt2.write_config}
+FORM = "Hugging Face"
 
 # What generation_config.json says, where older checkpoints have it in config.json instead.
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def open_hf(directory: Path) -> Checkpoint:
+def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a Hugging Face checkpoint (Llama, Mistral or GPT-2; one safetensors file or shards).
 
-    Raises ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
+    data: its config.json, where that has been read. Raises ConfigError or CheckpointError with all
+    that is wrong; no tensor has been read then.
     """
-    data = read_model_json(directory)
+    data = read_model_json(directory) if data is None else data
     config, table = read_config(data)
     tensors = _rename(_open_files(directory), config, table, str(directory))
     check_names(tensors, config, str(directory))
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
     generation = check_ids({**ids, **read_generation(directory)}, f"{directory / 'config.json'}")
-    return Checkpoint(directory, config, tensors, generation, native_precision(tensors))
+    precision = native_precision(tensors)
+    return Checkpoint(directory, config, tensors, generation, precision, form=FORM)
 
 
 def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
@@ -125,9 +129,9 @@ def write_hf(
     """
     claim(directory)
     config = checkpoint.config
-    if config.model_type not in WRITERS or type(config) is not family(config.model_type).config:
+    if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
         raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
-    data, table = WRITERS[config.model_type](config)
+    data, table = TABLES[config.model_type].write_config(config)
     rows = {ours: row for row, _, ours in _rows(table, config)}
     names = {ours: theirs for _, theirs, ours in _rows(table, config)}
     # Conv1D's transpose is its own inverse, so the rows that read also write.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.config import GPT2Config
+from jaxllm.models.gpt2 import GPT2Config
 
 from .tables import (
     COMMON_ALLOWED,
@@ -77,6 +77,9 @@ GPT2 = Architecture(
     skipped=(r"h\.\d+\.attn\.(bias|masked_bias)",),
     prefix="transformer.",
 )
+
+
+READS = {"gpt2": GPT2}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.config import ROPE_FIELDS, LlamaConfig, Rope
+from jaxllm.config import ROPE_FIELDS, Rope
+from jaxllm.models.llama import LlamaConfig
 
 from .tables import (
     COMMON_ALLOWED,
@@ -82,6 +83,9 @@ MISTRAL = dataclasses.replace(
         Field("sliding_window", "sliding_window", None),
     ),
 )
+
+
+READS = {"llama": LLAMA, "mistral": MISTRAL}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> LlamaConfig:

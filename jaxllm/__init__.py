@@ -4,12 +4,13 @@ Names are imported from their homes when they are first used, so that `import ja
 `jaxllm --help`) does not wait for JAX.
 
 The front door, from the top: api (`load`, `LM`), serving (requests with text), complete (which
-decoder runs, its result as text), settings (options over a checkpoint's defaults), prompts (text or
-ids as ids). On it stand cli/, batchfile, bench, harness (lm-evaluation-harness) and verifying
-(`jaxllm.verify`). Under it steps (`forward`, `prefill`, `decode_step`), inputs (what they are
-given, checked), embed, repair (parts of a cache run again), checkpoint (our own form of files),
-config (what a model is). At the bottom errors, whole (numbers as arguments), shapes (few of them),
-progress (bars), process (streams and Ctrl-C of a command), moved (old names).
+decoder runs, its result as text), settings (options over a checkpoint's defaults), forms (the forms
+of checkpoints on disk), prompts (text or ids as ids). On it stand cli/, batchfile, bench, harness
+(lm-evaluation-harness) and verifying (`jaxllm.verify`). Under it steps (`forward`, `prefill`,
+`decode_step`), inputs (what they are given, checked), embed, repair (parts of a cache run again),
+checkpoint (our own form of files), config (what a model is). At the bottom errors, whole (numbers
+as arguments), shapes (few of them), progress (bars), process (streams and Ctrl-C of a command),
+moved (old names).
 """
 
 from importlib import import_module
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from jaxllm.api import LM, Piece, load
     from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
     from jaxllm.complete import Completion
-    from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig, Rope
+    from jaxllm.config import ModelConfig, Rope
     from jaxllm.decode.batching.serve import Request, serve
     from jaxllm.decode.loops.beam import BeamResult, beam_search
     from jaxllm.decode.loops.generate import Generated, generate, stream
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import sensitivity
     from jaxllm.fixed import FixedShapeRunner
     from jaxllm.models import build, param_shapes
+    from jaxllm.models.gpt2 import GPT2Config
+    from jaxllm.models.llama import LlamaConfig
     from jaxllm.repair import insert, recompute
     from jaxllm.steps import Output, decode_step, forward, prefill
     from jaxllm.verifying import verify
@@ -49,7 +52,7 @@ _HOMES = {
     "jaxllm.api": ("LM", "Piece", "load"),
     "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "commit", "init_cache"),
     "jaxllm.complete": ("Completion",),
-    "jaxllm.config": ("GPT2Config", "LlamaConfig", "ModelConfig", "Rope"),
+    "jaxllm.config": ("ModelConfig", "Rope"),
     "jaxllm.decode.loops.beam": ("BeamResult", "beam_search"),
     "jaxllm.decode.loops.generate": ("Generated", "generate", "stream"),
     "jaxllm.decode.loops.text": ("Finish",),
@@ -64,6 +67,8 @@ _HOMES = {
     "jaxllm.evaluate.equivalence.stages": ("stages",),
     "jaxllm.fixed": ("FixedShapeRunner",),
     "jaxllm.models": ("build", "param_shapes"),
+    "jaxllm.models.gpt2": ("GPT2Config",),
+    "jaxllm.models.llama": ("LlamaConfig",),
     "jaxllm.repair": ("insert", "recompute"),
     "jaxllm.steps": ("Output", "decode_step", "forward", "prefill"),
     "jaxllm.weights.leaves.integers": ("QTensor",),

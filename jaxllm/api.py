@@ -31,15 +31,17 @@ from jaxllm.embed import embeddings, log_probs
 from jaxllm.errors import (
     CheckpointError,
     JaxllmError,
+    TemplateError,
     TokenError,
 )
 from jaxllm.files import is_there
+from jaxllm.forms import open_directory, read_texts
 from jaxllm.options import GenerateOptions, Kind, check_options, row_options
 from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
 from jaxllm.settings import UNSUPPORTED, Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
-from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer
+from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision, freeze
@@ -72,6 +74,7 @@ class LM:
     """A language model and what its checkpoint brought with it; nothing here ever changes.
 
     generation: generation_config.json. tokenizer: None where the checkpoint has none.
+    chat_template: itself, or the reason why there is none, which is raised when it is needed.
     """
 
     config: ModelConfig
@@ -80,6 +83,9 @@ class LM:
     tokenizer: Tokenizer | None
     generation: Mapping[str, Any]
     path: Path
+    chat_template: ChatTemplate | JaxllmError = dataclasses.field(
+        default=TemplateError("this model has no chat template: pass a plain prompt"), repr=False
+    )
 
     @property
     def parts(self) -> Parts:
@@ -248,7 +254,9 @@ class LM:
         """
         if self.tokenizer is None:
             raise TokenError(f"{self.path} has no tokenizer: give token ids to generate")
-        text = ChatTemplate.from_directory(self.path).render(messages, **variables)
+        if isinstance(self.chat_template, JaxllmError):
+            raise self.chat_template
+        text = self.chat_template.render(messages, **variables)
         return self.tokenizer.encode(text, parse_special=True)
 
     def init_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
@@ -332,31 +340,24 @@ def load(
         precision = precision.in_dtype(dtype)
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze(quantize))
-    directory = opened.directory
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
-    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
+    texts = read_texts(opened)
     return LM(
         config=opened.config,
         model=models.build(opened.config, precision),
         params=checkpoint.load_params(opened, precision, show_progress=show_progress),
-        tokenizer=tokenizer,
+        tokenizer=texts.tokenizer,
         generation=opened.generation,
-        path=directory,
+        path=opened.directory,
+        chat_template=texts.chat_template,
     )
 
 
 def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
     """Open a checkpoint in either form, and check all but its numbers; `path` as for `load`."""
-    from jaxllm.convert.engine import (
-        open_hf,  # the one reach upwards: convert builds on this package
-    )
-
-    directory = resolve(path)
-    if checkpoint.is_native(directory):
-        return checkpoint.open_native(directory)
-    return open_hf(directory)
+    return open_directory(resolve(path))
 
 
 def resolve(path: str | Path) -> Path:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from jaxllm import models
-from jaxllm.config import ModelConfig, config_from_dict
+from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.files import (
     as_schema,
@@ -46,7 +46,7 @@ class Checkpoint:
     tensors: by our paths, in the shapes that the configuration demands. generation: the contents
     of generation_config.json, or what an older config.json said in its place. precision: as the
     checkpoint keeps its weights, unless it says otherwise. formats: of the quantized ones, by path;
-    their tensors are the leaf's pieces (see `weights.leaves`).
+    their tensors are the leaf's pieces (see `weights.leaves`). form: what it is on disk.
     """
 
     directory: Path
@@ -55,6 +55,7 @@ class Checkpoint:
     generation: Mapping[str, Any]
     precision: Precision
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    form: str = FORMAT
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,21 +79,19 @@ class _Ids(msgspec.Struct):
     pad_token_id: _Id | list[_Id] | None = None
 
 
-def is_native(directory: Path) -> bool:
-    """Whether a directory holds a checkpoint in jaxllm's own form."""
-    return read_model_json(directory).get("format") == FORMAT
+def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open a directory that `save` wrote. Raises CheckpointError with all that is wrong with it.
 
-
-def open_native(directory: Path) -> Checkpoint:
-    """Open a directory that `save` wrote. Raises CheckpointError with all that is wrong with it."""
-    data, where = read_model_json(directory), f"{directory / 'config.json'}"
+    data: its config.json, where that has been read.
+    """
+    data, where = data or read_model_json(directory), f"{directory / 'config.json'}"
     if data.get("version") != VERSION:
         raise CheckpointError(
             f"{directory}: written in version {data.get('version')!r:.40} of the format,"
             f" this jaxllm reads version {VERSION}"
         )
     header: _Header = as_schema(data, _Header, where)
-    config = config_from_dict(header.model, f"{where}: model")
+    config = models.config_from_dict(header.model, f"{where}: model")
     precision = Precision.from_dict(header.precision, f"{where}: precision")
     tensors = open_tensors(inside(directory, WEIGHTS), mapped=True)
     check_names(tensors, config, str(directory), header.formats)

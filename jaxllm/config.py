@@ -1,17 +1,19 @@
-"""What a model is: frozen, hashable configurations, checked once, on construction.
+"""What every model is: frozen, hashable configurations, checked once, on construction.
 
 Every field changes the mathematics or a shape, and is read by the code; the spelling is Hugging
 Face's Llama configuration. What a checkpoint says beyond that (dropout, initialisers, who wrote it)
-is dealt with in `convert`. An instance is a valid static argument of `jax.jit`.
+is dealt with in `convert`; what only one family has, its file in `models` adds. An instance is a
+valid static argument of `jax.jit`.
 """
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Meta
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import as_schema, complaints_of
+from jaxllm.files import complaints_of
+from jaxllm.moved import attribute
 
 HiddenAct = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
 HIDDEN_ACTS = get_args(HiddenAct)
@@ -139,83 +141,13 @@ class ModelConfig:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict that `config_from_dict` reads back to an equal configuration."""
+        """A JSON-ready dict that `models.config_from_dict` reads back to an equal configuration."""
         return {"model_type": self.model_type, **dataclasses.asdict(self)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
-    """Llama and its family: RMS norm, rotary positions, gated MLP, grouped-query attention."""
+if not TYPE_CHECKING:
+    # They stand with their models now; the old place goes with the next release.
+    _MOVED = {"LlamaConfig": "jaxllm.models.llama", "GPT2Config": "jaxllm.models.gpt2"}
 
-    model_type: ClassVar[str] = "llama"
-
-    rope: Rope
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: Tokens | None = None
-
-    def _complaints(self) -> list[str]:
-        complaints = super()._complaints()
-        if not complaints and self.head_dim % 2:
-            complaints.append(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        return complaints
-
-    @property
-    def rotary(self) -> Rope:
-        return self.rope
-
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
-
-    @property
-    def context_length(self) -> int:
-        """Dynamic NTK scaling stretches the trained context by its factor as the text grows."""
-        stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
-        return int(self.max_position_embeddings * (stretch or 1.0))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GPT2Config(ModelConfig):
-    """GPT-2: layer norm, learned absolute positions, plain MLP, biases everywhere."""
-
-    model_type: ClassVar[str] = "gpt2"
-
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-
-    @property
-    def position_limit(self) -> int:
-        """Positions are rows of a table."""
-        return self.max_position_embeddings
-
-    def _complaints(self) -> list[str]:
-        complaints = super()._complaints()
-        if complaints:
-            return complaints
-        if self.num_key_value_heads != self.num_attention_heads:
-            complaints.append("num_key_value_heads must equal num_attention_heads")
-        if self.head_dim * self.num_attention_heads != self.hidden_size:
-            complaints.append(
-                f"hidden_size ({self.hidden_size}) is not num_attention_heads"
-                f" ({self.num_attention_heads}) x head_dim ({self.head_dim})"
-            )
-        return complaints
-
-
-CONFIGS: dict[str, type[ModelConfig]] = {c.model_type: c for c in (LlamaConfig, GPT2Config)}
-
-
-def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig:
-    """Rebuild a configuration from `ModelConfig.to_dict`'s form.
-
-    where: its place, for messages. Raises ConfigError for an unknown model type, and for missing,
-    unknown or impossible fields.
-    """
-    fields = dict(as_schema(data, dict[str, Any], where, ConfigError))
-    model_type = fields.pop("model_type", None)
-    if not isinstance(model_type, str) or model_type not in CONFIGS:
-        raise ConfigError(
-            f"{where}: model_type {model_type!r:.40} is not supported (known: {sorted(CONFIGS)})"
-        )
-    config: ModelConfig = as_schema(fields, CONFIGS[model_type], where, ConfigError)
-    return config
+    def __getattr__(name: str) -> Any:
+        return attribute(__name__, _MOVED.get(name, __name__), name)

@@ -157,8 +157,7 @@ class Answers:
 
         Without a generation prompt it ends with the last message, for the model to go on with.
         """
-        template = ChatTemplate.from_directory(self.lm.path)
-        text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         final = chat_history[-1]["content"]
@@ -170,7 +169,13 @@ class Answers:
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, for the harness's records."""
-        return ChatTemplate.from_directory(self.lm.path).source if chat_template else None
+        return self._template.source if chat_template else None
+
+    @property
+    def _template(self) -> ChatTemplate:
+        if isinstance(self.lm.chat_template, JaxllmError):
+            raise self.lm.chat_template
+        return self.lm.chat_template
 
     @property
     def tokenizer_name(self) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm import process
 from jaxllm.api import LM, load, open_checkpoint
-from jaxllm.checkpoint import is_native
+from jaxllm.convert.engine import FORM, write_hf
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.equivalence import compare as equivalence
 from jaxllm.evaluate.equivalence.difference import Tolerance
@@ -119,11 +119,9 @@ def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iter
     files: the checkpoint that lm has its weights from, None where only lm has them. Where they are
     in other formats than `dtype`, they are written as they are dequantized.
     """
-    from jaxllm.convert.engine import write_hf  # as in api.py
-
     opened = open_checkpoint(files or lm.path)
     rounded = any(format_of(leaf) != dtype for _, leaf in flatten(lm.params))
-    if files is not None and not rounded and not is_native(opened.directory):
+    if files is not None and not rounded and opened.form == FORM:
         yield opened.directory
         return
     if rounded or files is None:

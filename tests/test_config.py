@@ -9,7 +9,7 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS, config_from_dict
+from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS
 from jaxllm.errors import ConfigError
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.weights.paths import flatten
@@ -74,12 +74,12 @@ def test_a_configuration_survives_json(family: str) -> None:
     import json
 
     config = random_model(family)[0].config
-    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert hash(config_from_dict(config.to_dict())) == hash(config)
+    assert models.config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(models.config_from_dict(config.to_dict())) == hash(config)
     with pytest.raises(ConfigError, match="unknown colour"):
-        config_from_dict({**config.to_dict(), "colour": 3})
+        models.config_from_dict({**config.to_dict(), "colour": 3})
     with pytest.raises(ConfigError, match="model_type"):
-        config_from_dict({})
+        models.config_from_dict({})
 
 
 def test_context_length_grows_with_dynamic_scaling_alone() -> None:

@@ -20,7 +20,6 @@ def info(
 
         from jaxllm.api import open_checkpoint
         from jaxllm.cache import init_cache
-        from jaxllm.checkpoint import is_native
         from jaxllm.models import build, param_shapes
         from jaxllm.ops import native
         from jaxllm.text.tokenizer import has_tokenizer
@@ -33,7 +32,7 @@ def info(
     token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
     facts = {
         "path": str(opened.directory),
-        "form": "jaxllm" if is_native(opened.directory) else "Hugging Face",
+        "form": opened.form,
         **config.to_dict(),
         "parameters": count,
         "bytes": size,

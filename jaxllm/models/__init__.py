@@ -1,8 +1,8 @@
 """Flax modules that name parameters and call `ops`; a file's name is its `model_type`.
 
-`FAMILIES` has a row for each: llama, gpt2; layers: what they share. What a family's rotary settings
-and windows are, its configuration says (`ModelConfig.rotary`, `.window`); how its files are read,
-its table in `convert`.
+llama, gpt2: the families, a row each in `FAMILIES`; family: what a row says; layers: what they
+share. A family's file has its configuration too, which says what its rotary settings and windows
+are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says.
 """
 
 import dataclasses
@@ -13,69 +13,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config import GPT2Config, LlamaConfig, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.gpt2 import GPT2
-from jaxllm.models.llama import Llama
+from jaxllm.files import as_schema
+from jaxllm.models import gpt2, llama
+from jaxllm.models.family import Family
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """What is to be known of the models of one `model_type`.
-
-    config, module: their classes. tokens, positions: the paths of the tables of tokens and of
-    learned positions (None: there is none). The rest is what stages are called: embeddings, norm,
-    and within the layers, whose path is `layers`, the norms, attention, and the MLP's last linear.
-    """
-
-    config: type[ModelConfig]
-    module: type[nn.Module]
-    tokens: str
-    positions: str | None
-    embeddings: str
-    layers: str
-    attention_norm: str
-    attention: str
-    mlp_norm: str
-    mlp_down: str
-    norm: str
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The paths of all tables of which a token takes one row."""
-        return (self.tokens,) if self.positions is None else (self.tokens, self.positions)
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        config=LlamaConfig,
-        module=Llama,
-        tokens="embed_tokens",
-        positions=None,
-        embeddings="embed_tokens",
-        layers="layers",
-        attention_norm="input_layernorm",
-        attention="attention",
-        mlp_norm="post_attention_layernorm",
-        mlp_down="mlp.down_proj",
-        norm="norm",
-    ),
-    "gpt2": Family(
-        config=GPT2Config,
-        module=GPT2,
-        tokens="wte",
-        positions="wpe",
-        embeddings="embeddings",  # the sum of both tables' rows
-        layers="h",
-        attention_norm="ln_1",
-        attention="attn",
-        mlp_norm="ln_2",
-        mlp_down="mlp.c_proj",
-        norm="ln_f",
-    ),
-}
+FAMILIES: dict[str, Family] = {row.config.model_type: row for row in (llama.FAMILY, gpt2.FAMILY)}
 
 
 def family(model_type: str) -> Family:
@@ -95,6 +41,22 @@ def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
     module: Any = family(config.model_type).module
     built: nn.Module = module(config=config, precision=precision or Precision())
     return built
+
+
+def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig:
+    """Rebuild a configuration from `ModelConfig.to_dict`'s form.
+
+    where: its place, for messages. Raises ConfigError for an unknown model type, and for missing,
+    unknown or impossible fields.
+    """
+    fields = dict(as_schema(data, dict[str, Any], where, ConfigError))
+    model_type = fields.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"{where}: model_type {model_type!r:.40} is not supported (known: {sorted(FAMILIES)})"
+        )
+    config: ModelConfig = as_schema(fields, FAMILIES[model_type].config, where, ConfigError)
+    return config
 
 
 @cache

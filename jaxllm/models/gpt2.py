@@ -4,13 +4,17 @@ Weights are `[out, in]` as everywhere here; the checkpoint's Conv1D matrices are
 loading.
 """
 
+import dataclasses
+from typing import ClassVar
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import GPT2Config
+from jaxllm.config import ModelConfig
+from jaxllm.models.family import Family
 from jaxllm.models.layers import (
     Attended,
     Embedding,
@@ -25,6 +29,34 @@ from jaxllm.models.layers import (
     unembed,
 )
 from jaxllm.weights.precision import Precision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPT2Config(ModelConfig):
+    """GPT-2: layer norm, learned absolute positions, plain MLP, biases everywhere."""
+
+    model_type: ClassVar[str] = "gpt2"
+
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+
+    @property
+    def position_limit(self) -> int:
+        """Positions are rows of a table."""
+        return self.max_position_embeddings
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        if complaints:
+            return complaints
+        if self.num_key_value_heads != self.num_attention_heads:
+            complaints.append("num_key_value_heads must equal num_attention_heads")
+        if self.head_dim * self.num_attention_heads != self.hidden_size:
+            complaints.append(
+                f"hidden_size ({self.hidden_size}) is not num_attention_heads"
+                f" ({self.num_attention_heads}) x head_dim ({self.head_dim})"
+            )
+        return complaints
 
 
 class GPT2(nn.Module):
@@ -118,3 +150,18 @@ class MLP(nn.Module):
         c, p = self.config, self.precision
         hidden = ops.ACTIVATIONS[c.hidden_act](Linear(c.intermediate_size, True, p, name="c_fc")(x))
         return hidden, Linear(x.shape[-1], True, p, name="c_proj")(hidden)
+
+
+FAMILY = Family(
+    config=GPT2Config,
+    module=GPT2,
+    tokens="wte",
+    positions="wpe",
+    embeddings="embeddings",  # the sum of both tables' rows
+    layers="h",
+    attention_norm="ln_1",
+    attention="attn",
+    mlp_norm="ln_2",
+    mlp_down="mlp.c_proj",
+    norm="ln_f",
+)

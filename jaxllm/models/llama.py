@@ -1,11 +1,15 @@
 """Llama (Touvron et al. 2023) and its family, with Hugging Face's names for the parameters."""
 
+import dataclasses
+from typing import ClassVar
+
 import flax.linen as nn
 import jax
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import LlamaConfig
+from jaxllm.config import ModelConfig, Rope, Tokens
+from jaxllm.models.family import Family
 from jaxllm.models.layers import (
     Attended,
     Embedding,
@@ -23,6 +27,37 @@ from jaxllm.models.layers import (
 from jaxllm.weights.precision import Precision
 
 Angles = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """Llama and its family: RMS norm, rotary positions, gated MLP, grouped-query attention."""
+
+    model_type: ClassVar[str] = "llama"
+
+    rope: Rope
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: Tokens | None = None
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        if not complaints and self.head_dim % 2:
+            complaints.append(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        return complaints
+
+    @property
+    def rotary(self) -> Rope:
+        return self.rope
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+    @property
+    def context_length(self) -> int:
+        """Dynamic NTK scaling stretches the trained context by its factor as the text grows."""
+        stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
+        return int(self.max_position_embeddings * (stretch or 1.0))
 
 
 class Llama(nn.Module):
@@ -143,3 +178,18 @@ class MLP(nn.Module):
         )
         hidden = ops.ACTIVATIONS[c.hidden_act](gate) * up
         return hidden, Linear(x.shape[-1], c.mlp_bias, p, name="down_proj")(hidden)
+
+
+FAMILY = Family(
+    config=LlamaConfig,
+    module=Llama,
+    tokens="embed_tokens",
+    positions=None,
+    embeddings="embed_tokens",
+    layers="layers",
+    attention_norm="input_layernorm",
+    attention="attention",
+    mlp_norm="post_attention_layernorm",
+    mlp_down="mlp.down_proj",
+    norm="norm",
+)

@@ -1,0 +1,90 @@
+"""The forms in which checkpoints lie on disk: a row each, and whatever a checkpoint brings.
+
+A further form is a file that opens it as a `Checkpoint`, and a row here.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxllm.checkpoint import FORMAT, Checkpoint, open_native, read_model_json
+from jaxllm.convert.engine import FORM, open_hf
+from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
+
+
+class Source(NamedTuple):
+    """A path that may be a checkpoint. header: what its config.json says, read once."""
+
+    path: Path
+    header: Mapping[str, Any]
+
+
+class Texts(NamedTuple):
+    """How a checkpoint speaks.
+
+    chat_template: itself, or the reason why there is none, which is told when it is needed.
+    """
+
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | JaxllmError
+
+
+class Form(NamedTuple):
+    """A form of checkpoints. Only the first that recognises a source opens it.
+
+    open: raises CheckpointError or ConfigError with all that is wrong; reads no tensor.
+    texts: raises CheckpointError for a tokenizer that is malformed.
+    """
+
+    name: str
+    recognises: Callable[[Source], bool]
+    open: Callable[[Source], Checkpoint]
+    texts: Callable[[Path], Texts]
+
+
+def texts_of_directory(directory: Path) -> Texts:
+    """The tokenizer's files and the chat template, as Hugging Face names them."""
+    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
+    try:
+        return Texts(tokenizer, ChatTemplate.from_directory(directory))
+    except JaxllmError as error:
+        return Texts(tokenizer, error)
+
+
+FORMS = (
+    Form(
+        FORMAT,
+        lambda source: source.header.get("format") == FORMAT,
+        lambda source: open_native(*source),
+        texts_of_directory,
+    ),
+    Form(
+        FORM,
+        lambda source: "format" not in source.header,
+        lambda source: open_hf(*source),
+        texts_of_directory,
+    ),
+)
+
+
+def open_directory(directory: Path) -> Checkpoint:
+    """The checkpoint in a directory, in whatever form it is.
+
+    Raises CheckpointError where it is in none, and what the form raises.
+    """
+    source = Source(directory, read_model_json(directory))
+    for form in FORMS:
+        if form.recognises(source):
+            return form.open(source)
+    raise CheckpointError(
+        f"{directory}: config.json says format {source.header['format']!r:.40}, known are"
+        f" {FORMAT!r} and Hugging Face's, which says none"
+    )
+
+
+def read_texts(opened: Checkpoint) -> Texts:
+    """The tokenizer and the chat template that go with a checkpoint, as its form keeps them."""
+    form = next(form for form in FORMS if form.name == opened.form)
+    return form.texts(opened.directory)

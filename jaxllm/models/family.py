@@ -1,0 +1,34 @@
+"""What is to be known of a family of models, beside the models themselves."""
+
+import dataclasses
+
+import flax.linen as nn
+
+from jaxllm.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is to be known of the models of one `model_type`.
+
+    config, module: their classes. tokens, positions: the paths of the tables of tokens and of
+    learned positions (None: there is none). The rest is what stages are called: embeddings, norm,
+    and within the layers, whose path is `layers`, the norms, attention, and the MLP's last linear.
+    """
+
+    config: type[ModelConfig]
+    module: type[nn.Module]
+    tokens: str
+    positions: str | None
+    embeddings: str
+    layers: str
+    attention_norm: str
+    attention: str
+    mlp_norm: str
+    mlp_down: str
+    norm: str
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The paths of all tables of which a token takes one row."""
+        return (self.tokens,) if self.positions is None else (self.tokens, self.positions)
