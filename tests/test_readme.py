@@ -79,6 +79,12 @@ def test_the_file_map_is_complete() -> None:
             assert re.search(rf"\b{file.stem}\b", said), file
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_no_line_is_long(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 120] == []
+
+
 # From the ground up; what stands on one floor does not import its neighbours.
 STOREYS = """
     errors process progress shapes moved
