@@ -29,13 +29,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = ("jax", "jax.numpy", "flax.linen", "torch", "transformers", "pytest")
+LIBRARIES = (
+    "jax", "jax.numpy", "flax.linen", "optax", "torch", "hypothesis", "pytest", "scipy.stats",
+    "transformers", "transformers.generation", "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral", "transformers.models.gpt2.modeling_gpt2",
+    "tokenizers", "msgspec", "re2", "jinja2", "typer.testing", "rich.progress",
+)  # fmt: skip
 COPIED = ("jaxllm", "convert", "scripts", "tests", "pyproject.toml", "README.md", "Makefile")
 KERNELS = Path("jaxllm/ops/native/csrc")
 SECONDS = 600  # a fault that makes its tests hang for so long is seen
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false",
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "CI": "1",  # hypothesis draws the same examples every time
 }
