@@ -61,7 +61,9 @@ class Fault(NamedTuple):
 
 
 class Result(NamedTuple):
-    """outcome: killed, survived or stale (its text is not there once). by: the test that failed."""
+    """outcome: killed, survived, or stale (its text is not there once, its tests are none, or fail
+    without it). by: the test that failed, or why it is stale.
+    """
 
     outcome: str
     by: str = ""
@@ -86,10 +88,7 @@ def is_stale(fault: Fault, root: Path) -> bool:
 def results(
     faults: Sequence[Fault], root: Path, kept: dict[str, list[str]], libraries: Sequence[str]
 ) -> Iterator[tuple[Fault, Result]]:
-    """Each fault's result, as it is found; `kept` is read, and grows.
-
-    Raises RuntimeError where tests fail without any fault: then nothing can be said.
-    """
+    """Each fault's result, as it is found; `kept` is read, and grows."""
     for name in libraries:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,11 +99,16 @@ def results(
                 continue
             key = _digest(*fault, *_texts([fault.file, *shlex.split(fault.tests)], root))
             if key not in kept:
-                kept[key] = list(_result(fault, copy, passing))
+                try:
+                    kept[key] = list(_result(fault, copy, passing))
+                except RuntimeError as error:  # its tests cannot say anything
+                    yield fault, Result("stale", " ".join(str(error).split())[-200:])
+                    continue
             yield fault, Result(*kept[key])
 
 
 def _result(fault: Fault, copy: Path, passing: set[str]) -> Result:
+    """Raises RuntimeError where its tests are none, or fail without any fault."""
     source = copy / fault.file
     good = source.read_text(encoding="utf-8")
     for tests in (fault.tests, fault.wide):
