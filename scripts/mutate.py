@@ -111,7 +111,7 @@ def _result(fault: Fault, copy: Path, passing: set[str]) -> Result:
     """Raises RuntimeError where its tests are none, or fail without any fault."""
     source = copy / fault.file
     good = source.read_text(encoding="utf-8")
-    for tests in (fault.tests, fault.wide):
+    for tests in filter(None, (fault.tests, fault.wide)):
         if tests not in passing and (failed := _failed(tests, copy, None)):
             raise RuntimeError(f"{tests} fails without any fault: {failed}")
         passing.add(tests)
@@ -236,11 +236,14 @@ def main() -> int:
     )
     parser.add_argument("--only", action="append", help="faults whose name or file contains this")
     parser.add_argument("--root", type=Path, default=ROOT, help="the sources (default: these)")
+    parser.add_argument(
+        "--narrow", action="store_true", help="try a fault's own tests only, not the wide ones"
+    )
     parser.add_argument("--again", action="store_true", help="forget the results that are kept")
     options = parser.parse_args()
     folder, memory = options.root / "scripts" / "mutants", options.root / "build" / "mutants.json"
     wanted = [
-        fault
+        fault._replace(wide="") if options.narrow else fault
         for fault in read_faults(folder)
         if not options.only or any(word in fault.name + fault.file for word in options.only)
     ]
