@@ -78,6 +78,14 @@ def test_what_was_rewound_is_room_again(llama: Any) -> None:
     assert int(rewind(again, 9).cursor) == 0
 
 
+def test_what_was_culled_after_the_point_of_return_is_gone_for_good(llama: Any) -> None:
+    cut = drop_range(filled(llama, tokens(2, 9)), 6, 8)
+    back = rewind(cut, to=5)
+    assert int(back.cursor) == 5
+    assert (np.asarray(back.position_BS)[:, 5:] == EMPTY).all()
+    assert (np.asarray(rewind(cut, to=8).position_BS)[:, 6:8] == culled(np.array([6, 7]))).all()
+
+
 def test_the_mark_of_a_culled_slot_is_no_position_and_not_that_of_an_empty_one() -> None:
     positions = np.arange(300)
     assert (culled(positions) < EMPTY).all()
