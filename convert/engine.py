@@ -125,7 +125,8 @@ def write_hf(
     """Write a Hugging Face directory that transformers loads: all of it, or nothing.
 
     files: further files of the checkpoint's directory to copy (the tokenizer's). Raises
-    CheckpointError if `directory` already holds a checkpoint, or cannot be written.
+    CheckpointError if `directory` already holds a checkpoint, or cannot be written; ConfigError for
+    a configuration of a class that no table writes.
     """
     claim(directory)
     config = checkpoint.config

@@ -24,7 +24,7 @@ Width = Annotated[int, Meta(ge=1, le=1 << 20)]
 Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
 Heads = Annotated[int, Meta(ge=1, le=1 << 12)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 26)]
-Positive = Annotated[float, Meta(gt=0, le=1e12)]
+Positive = Annotated[float, Meta(ge=1e-12, le=1e12)]
 
 # rope_type -> (fields it must have, fields it may have), beside rope_theta.
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -79,6 +79,10 @@ class Rope:
             f"{n} is not used by this type" for n in sorted(given - {*required, *optional})
         ]
         complaints += complaints_of(self)
+        if self.rope_type == "yarn" and self.rope_theta == 1:
+            complaints.append("rope_theta must not be 1: no pair would turn slower than another")
+        if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            complaints.append("low_freq_factor and high_freq_factor must differ")
         if complaints:
             raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
 

@@ -30,7 +30,7 @@ from jaxllm.cli.console import note, write
 EXAMPLE = "Example: python scripts/interrupts.py --moments 5 --model demo:llama"
 # Every run compiles what it runs: that is where an interrupt waits longest.
 ENVIRONMENT = {**os.environ, "JAXLLM_COMPILE_CACHE": "0"}
-TALK = "Once upon a time\nOne day\n" * 40
+TALK = "Once upon a time\nOne day\n" * 8
 STORY = "Once upon a time there was a girl. She had a red ball. " * 200
 # The arguments of each command, DST standing for a path that is not there yet, and its stdin.
 COMMANDS: dict[str, tuple[str, str]] = {

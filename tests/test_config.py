@@ -97,7 +97,7 @@ def test_every_activation_has_a_function() -> None:
 @pytest.mark.parametrize("kind", ROPE_FIELDS)
 def test_rope_settings_are_complete_and_nothing_else(kind: str) -> None:
     required, _ = ROPE_FIELDS[kind]
-    values = dict.fromkeys(required, 4)
+    values = {name: 4 + i for i, name in enumerate(required)}
     jaxllm.Rope(rope_type=kind, rope_theta=1e4, **values)
     for name in required:
         with pytest.raises(ConfigError, match=f"{name} is missing"):
@@ -105,6 +105,33 @@ def test_rope_settings_are_complete_and_nothing_else(kind: str) -> None:
     if kind != "yarn":
         with pytest.raises(ConfigError, match="beta_fast is not used"):
             jaxllm.Rope(rope_type=kind, rope_theta=1e4, beta_fast=3, **values)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({**YARN, "rope_theta": 1e4, "beta_fast": 5e-324}, "beta_fast"),
+        ({**YARN, "rope_theta": 1.0}, "rope_theta must not be 1"),
+        ({**LLAMA3, "rope_theta": 1e4}, "must differ"),
+    ],
+)
+def test_what_would_divide_by_nothing_is_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        jaxllm.Rope(**settings)
+
+
+def test_dynamic_scaling_needs_more_than_one_pair() -> None:
+    config = random_model("llama")[0].config
+    rope = jaxllm.Rope(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    with pytest.raises(ConfigError, match="head_dim above 2"):
+        dataclasses.replace(config, rope=rope, head_dim=2)
 
 
 def test_a_model_is_a_valid_static_argument() -> None:

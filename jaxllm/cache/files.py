@@ -167,8 +167,9 @@ def _difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "weights":
         return "the cache was made with other weights"
     if isinstance(theirs, dict):
-        field = next(f for f in {**ours, **theirs} if ours.get(f) != theirs.get(f))
-        found, wanted = theirs.get(field), ours.get(field)
+        unlike = (f for f in {**ours, **theirs} if ours.get(f, "none") != theirs.get(f, "none"))
+        field = next(unlike)
+        found, wanted = theirs.get(field, "none"), ours.get(field, "none")
         return f"the cache's {name} has {field} {found!r:.200}, the model's {wanted!r}"
     return f"the cache's {name} is {theirs!r}, this is {ours!r}"
 

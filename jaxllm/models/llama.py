@@ -44,6 +44,8 @@ class LlamaConfig(ModelConfig):
         complaints = super()._complaints()
         if not complaints and self.head_dim % 2:
             complaints.append(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        elif not complaints and self.angles_follow_length and self.head_dim == 2:
+            complaints.append("dynamic rotary scaling needs a head_dim above 2")
         return complaints
 
     @property

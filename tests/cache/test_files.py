@@ -78,6 +78,10 @@ def test_another_model_precision_or_text_is_refused_by_name(tmp_path: Path) -> N
     }.items():
         with pytest.raises(CacheMismatchError, match=what):
             load_cache(file, m, p)
+    less = {**header_of(file), "config": {**model.config.to_dict()}}
+    del less["config"]["sliding_window"]  # None in the model's: absent is something else
+    with pytest.raises(CacheMismatchError, match="has sliding_window 'none', the model's None"):
+        load_cache(_written(tmp_path / "less", less, load_file(file)), model, params)
     ids = tokens(1, 9)[0].tolist()
     assert load_cache(file, model, params, prefix=ids[:4]).tokens() == ids
     with pytest.raises(CacheMismatchError, match="row 0 is not this prefix: 3 of its 4 tokens"):

@@ -24,6 +24,7 @@ from jaxllm.cache import (
     shift,
     slots_at,
 )
+from jaxllm.cache.kv import EMPTY, culled
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from tests.cache.caches import KINDS, buffers, close, entries, filled, fresh, keys, lm_of, peek
 from tests.twins import random_model, tokens
@@ -62,6 +63,33 @@ def test_rewound_equals_never_committed(lm: Any, n: Any) -> None:
         close(logits[row], fresh(lm, text, token=token))
         close(peek(lm, again)[row], fresh(lm, [*text, token]))
     close(peek(lm, cache)[0], fresh(lm, ids[0]))  # and the later cache still works
+
+
+def test_what_was_rewound_is_room_again(llama: Any) -> None:
+    model, params = llama
+    full = filled(llama, tokens(2, 9))
+    full = compact(full, capacity=9)
+    back = rewind(full, 4)
+    assert int(back.cursor) == 5
+    ids = np.concatenate([tokens(2, 9)[:, :5], tokens(2, 4, seed=7)], axis=1)
+    logits, again = jaxllm.prefill(model, params, back, ids[:, 5:])
+    for row in range(2):
+        close(logits[row], fresh(llama, ids[row, :-1], token=ids[row, -1]))
+    assert int(rewind(again, 9).cursor) == 0
+
+
+def test_what_was_culled_after_the_point_of_return_is_gone_for_good(llama: Any) -> None:
+    cut = drop_range(filled(llama, tokens(2, 9)), 6, 8)
+    back = rewind(cut, to=5)
+    assert int(back.cursor) == 5
+    assert (np.asarray(back.position_BS)[:, 5:] == EMPTY).all()
+    assert (np.asarray(rewind(cut, to=8).position_BS)[:, 6:8] == culled(np.array([6, 7]))).all()
+
+
+def test_the_mark_of_a_culled_slot_is_no_position_and_not_that_of_an_empty_one() -> None:
+    positions = np.arange(300)
+    assert (culled(positions) < EMPTY).all()
+    assert (culled(culled(positions)) == positions).all()
 
 
 def test_a_rewind_reaches_into_what_is_shared(lm: Any) -> None:

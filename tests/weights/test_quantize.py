@@ -15,6 +15,7 @@ from jaxllm.checkpoint import in_memory, load_params, open_native, save
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 from jaxllm.weights.formats import as_format, dense, format_of, parse
+from jaxllm.weights.leaves.packed import NAME
 from jaxllm.weights.paths import flatten, map_leaves
 from tests.twins import assert_close, load_twin, save_random, tokens
 
@@ -91,6 +92,16 @@ def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -
     wide = jnp.exp(jnp.linspace(-60, 60, 4096)).reshape(8, 512).astype(jnp.bfloat16)
     with pytest.raises(ConfigError, match="outside any 16 consecutive"):
         as_format(wide, "bf16-packed")
+
+
+@pytest.mark.parametrize("least", [-126, -20, 0, 112])
+def test_sixteen_exponents_in_a_row_need_no_escape_of_packed_bfloat16(least: int) -> None:
+    weights = 2.0 ** jnp.arange(least, least + 16, dtype=jnp.float32)
+    packed: Any = as_format(jnp.tile(weights, (3, 8)).astype(jnp.bfloat16), NAME)
+    assert packed.escape_column.size == 0
+    rare = 2.0 ** jnp.float32(least + 16 if least < 100 else least - 1)
+    packed = as_format(jnp.append(jnp.tile(weights, 80), rare)[None].astype(jnp.bfloat16), NAME)
+    assert packed.escape_value.tolist() == [rare], "the rarest is the one that does not fit"
 
 
 def test_a_matrix_without_columns_has_nothing_to_scale() -> None:

@@ -103,7 +103,7 @@ def decode(
         raise CacheMismatchError("the state is of another model: make it from this one's config")
     now = positions_of(state)
     try:
-        vectors_ND = _vectors(model, params, batch)
+        vectors_ND = _vectors(model.config.hidden_size, batch)
         stages = plan(model.config, now, batch)
     except TokenError as error:
         return Status(Code.INVALID, str(error)), None, state
@@ -136,12 +136,11 @@ def decode(
     return Status(Code.OK), outputs, state
 
 
-def _vectors(model: nn.Module, params: Params, batch: TokenBatch) -> np.ndarray | None:
+def _vectors(size: int, batch: TokenBatch) -> np.ndarray | None:
     """The embeddings as float32, or None for a batch of tokens."""
     if batch.embeddings is None:
         return None
     vectors_ND = as_array("embeddings", batch.embeddings)
-    size = model.config.hidden_size
     if vectors_ND.ndim != 2 or vectors_ND.shape[1] != size or not len(vectors_ND):
         raise TokenError(f"embeddings must be [N, {size}], N not zero; got {vectors_ND.shape}")
     if not jnp.issubdtype(vectors_ND.dtype, jnp.floating):

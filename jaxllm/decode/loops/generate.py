@@ -155,7 +155,7 @@ def _begin(
     sampler: Sampler = GREEDY,
     seed: int | jax.Array = 0,
     eos_token_ids: Sequence[int] = (),
-    until: Until | None = None,
+    until: Until | None = None,  # asked after every token, by `_steps`
     cache: KVCache | None = None,
     overflow: Overflow | None = None,
     top_logprobs: int = 0,
