@@ -140,7 +140,7 @@ def _copied(root: Path, copy: Path) -> Path:
         elif (root / name).exists():
             shutil.copy(root / name, copy / name)
     if (copy / "convert").is_dir():  # as it is when installed
-        shutil.copytree(copy / "convert", copy / "jaxllm" / "convert")
+        (copy / "jaxllm" / "convert").symlink_to(Path("..", "convert"))
     return copy
 
 

@@ -64,7 +64,7 @@ class GenerateOptions(TypedDict, total=False):
     num_assistant_tokens: int | None
     num_beams: int | None
     num_return_sequences: int | None
-    overflow: Literal["refuse", "slide", "sinks"] | Overflow | None
+    overflow: Literal["refuse", "slide", "sinks", "heavy"] | Overflow | None
     pad_token_id: int | None
     penalty_alpha: float | None
     presence_penalty: Numbers | None

@@ -10,6 +10,7 @@ import pytest
 import jaxllm
 from jaxllm.cache import branch, drop_range, fork, keep, rewind, shift
 from jaxllm.cache.kv import cache_nbytes
+from jaxllm.cache.write import window_at_cursor
 from jaxllm.decode.sampling.truncation import Temperature
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.models import build
@@ -231,3 +232,16 @@ def test_culling_needs_no_copy_and_peeking_gives_no_mass_to_the_culled(lm: Any) 
     assert all(a is b for a, b in zip(culled.tail.k, cache.tail.k, strict=True))
     mass = jaxllm.forward(model, params, culled, [[7]], attention_mass=True).attention_mass
     assert float(mass[0, 4]) == 0 < float(mass[0, 5])
+
+
+@pytest.mark.parametrize("width", [1, 3, 6, 9])
+def test_what_is_written_past_the_end_changes_nothing(width: int) -> None:
+    """The write in plain JAX, against slot by slot, from every cursor there can be."""
+    old, new = np.arange(12.0).reshape(2, 6), -np.arange(1.0, 2 * width + 1).reshape(2, width)
+    for cursor in range(9):
+        expected = old.copy()
+        for i in range(width):
+            if cursor + i < 6:
+                expected[:, cursor + i] = new[:, i]
+        found = window_at_cursor(jnp.asarray(old), jnp.asarray(new), jnp.int32(cursor))
+        assert (np.asarray(found) == expected).all(), cursor

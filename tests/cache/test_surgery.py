@@ -86,6 +86,12 @@ def test_what_was_culled_after_the_point_of_return_is_gone_for_good(llama: Any) 
     assert (np.asarray(rewind(cut, to=8).position_BS)[:, 6:8] == culled(np.array([6, 7]))).all()
 
 
+def test_a_dropped_range_goes_to_before_its_stop(llama: Any) -> None:
+    cut = drop_range(filled(llama, tokens(2, 9)), [2, 0], [4, 1])
+    left = [sorted(p for p in row if p >= 0) for row in np.asarray(cut.position_BS).tolist()]
+    assert left == [[0, 1, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
 def test_the_mark_of_a_culled_slot_is_no_position_and_not_that_of_an_empty_one() -> None:
     positions = np.arange(300)
     assert (culled(positions) < EMPTY).all()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.decode.loops.overflow import Overflow, SinksAndWindow, Slide
+from jaxllm.decode.loops.overflow import HeavyHitters, Overflow, SinksAndWindow, Slide
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
 from tests.twins import random_model, tokens
 
@@ -74,6 +74,43 @@ def test_sinks_and_window_equal_a_run_over_what_is_left(window: int | None) -> N
     policy = SinksAndWindow(sinks=2, window=window)
     result = generated(lm, PROMPTS, policy)
     assert result.token_BT.tolist() == expected(lm, PROMPTS, policy)
+
+
+@pytest.mark.parametrize(("heavy", "recent"), [(None, None), (3, 5)])
+def test_heavy_hitters_are_those_that_the_weights_of_plain_runs_add_up_to(
+    heavy: int | None, recent: int | None
+) -> None:
+    """One layer, no cache: every token's attention weights, summed by the token they went to."""
+    model, params = lm = random_model("llama", num_hidden_layers=1)
+    policy = HeavyHitters(heavy, recent)
+    result = generated(lm, PROMPTS, policy)
+    stays = policy.room_for(CAPACITY) - (recent or CAPACITY // 4)
+    for row, prompt in enumerate(PROMPTS):
+        # The longest row's cache is full at these lengths; all rows are cut then.
+        seen, mass, new = list(prompt), np.zeros(0), []
+        used = max(map(len, PROMPTS))
+        for _ in range(NEW):
+            ids, at = np.zeros((1, 32), int), np.full((1, 32), -1)
+            ids[0, : len(seen)], at[0, : len(seen)] = seen, np.arange(len(seen))
+            out = jaxllm.forward(model, params, None, ids, positions_BT=at, attention_weights=True)
+            fresh_T = np.asarray(out.attention_weights)[0, 0].sum(axis=0)[:, : len(seen)]
+            added = len(seen) - len(mass)
+            mass = np.pad(mass, (0, added)) + fresh_T[len(seen) - added : len(seen)].sum(axis=0)
+            new.append(int(np.argmax(out.logits[0, len(seen) - 1])))
+            if used == CAPACITY:
+                old = len(seen) - (recent or CAPACITY // 4)
+                best = sorted(np.argsort(-mass[:old], kind="stable")[:stays].tolist())
+                kept = [*best, *range(max(old, 0), len(seen))]
+                seen, mass = [seen[i] for i in kept], mass[kept]
+                used = policy.room_for(CAPACITY)
+            used += 1
+            seen.append(new[-1])
+        assert result.token_BT[row].tolist() == new
+    steps = jaxllm.stream(
+        model, params, [PROMPTS[0]], max_new_tokens=NEW, overflow=policy,
+        cache=jaxllm.init_cache(model, 1, CAPACITY),
+    )  # fmt: skip
+    assert [int(s.token_BT[0, 0]) for s in steps] == result.token_BT[0].tolist()
 
 
 def test_a_stream_overflows_as_the_loop_does() -> None:

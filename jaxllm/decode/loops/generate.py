@@ -38,7 +38,7 @@ class Generated(struct.PyTreeNode):
     token but each row's last, so that a longer text goes on from the last token. top_token_BTN,
     top_logprob_BTN: the N likeliest tokens of each step, best first; None unless asked for.
     attention_mass: what each of the cache's slots received from the tokens run so far, `[B, S]` or
-    `[layers, B, S]`; None unless asked for.
+    `[layers, B, S]`; None unless asked for, or read by the overflow policy.
     """
 
     token_BT: jax.Array
@@ -118,7 +118,7 @@ def generate(
     if options.get("until") is not None:
         *_, (cache, state) = _steps(model, params, plan, cache, state, options)
         return _generated(state, cache, options)
-    mass, overflow = options.get("attention_mass", False), options.get("overflow")
+    mass, overflow = _mass_of(options), options.get("overflow")
     while True:
         tail, state = _loop(
             model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass
@@ -126,7 +126,8 @@ def generate(
         cache = tail.replace(frozen=cache.frozen)
         if overflow is None or not _running(state):
             return _generated(state, cache, options)
-        cache = overflow(model, params, cache, state.context)
+        cache, total = overflow(model, params, cache, state.context, state.mass)
+        state = state.replace(mass=total)
 
 
 def stream(
@@ -182,6 +183,8 @@ def _begin(
         _check_room(model, cache, needed)
     else:
         tokens_BT, lengths_B = _recent(cache, tokens_BT, lengths_B, overflow)
+    if overflow is not None and overflow.reads_mass:
+        attention_mass = True
     given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
     mass = None
     if attention_mass is False:
@@ -301,7 +304,8 @@ def _steps(
 ) -> Iterator[tuple[KVCache, State]]:
     """The caches and states after each token, until every row has ended."""
     until, overflow = options.get("until"), options.get("overflow")
-    mass, before_B = options.get("attention_mass", False), np.asarray(state.context.prompt_B)
+    mass, before_B = _mass_of(options), np.asarray(state.context.prompt_B)
+    total = state.mass
     while True:
         if until is not None:
             grown_B = np.asarray(state.context.length_B) > before_B
@@ -313,9 +317,19 @@ def _steps(
         if not _running(state):
             return
         if overflow is not None and int(cache.cursor) >= cache.capacity:
-            cache = overflow(model, params, cache, state.context)
+            cache, total = overflow(model, params, cache, state.context, total)
+            state = state.replace(mass=total)
         tail, state = _one(model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass)
         cache = tail.replace(frozen=cache.frozen)
+        if total is not None and state.mass is not None:
+            total = total + state.mass
+
+
+def _mass_of(options: Options) -> Mass:
+    """What to measure: as asked, or as the overflow policy needs it."""
+    overflow = options.get("overflow")
+    asked = options.get("attention_mass", False)
+    return True if overflow is not None and overflow.reads_mass else asked
 
 
 def _running(state: State) -> bool:
