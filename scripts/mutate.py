@@ -7,8 +7,8 @@ of that process, so that a fault costs what its tests cost.
     python scripts/mutate.py
     python scripts/mutate.py --only rotary --only window
 
-Faults that were killed are kept, and what has not changed since is not run again. The table of all of them is
-scripts/mutants/README.md.
+Faults that were killed are kept, and what has not changed since is not run again. The table of all
+of them is scripts/mutants/README.md.
 """
 
 import argparse
