@@ -7,8 +7,8 @@ of that process, so that a fault costs what its tests cost.
     python scripts/mutate.py
     python scripts/mutate.py --only rotary --only window
 
-Results are kept, and what has not changed since is not run again. The table of all of them is
-scripts/mutants/README.md.
+Faults that were killed are kept, and what has not changed since is not run again. The table of all
+of them is scripts/mutants/README.md.
 """
 
 import argparse
@@ -97,14 +97,18 @@ def results(
             if is_stale(fault, root):
                 yield fault, Result("stale")
                 continue
-            key = _digest(*fault, *_texts([fault.file, *shlex.split(fault.tests)], root))
-            if key not in kept:
-                try:
-                    kept[key] = list(_result(fault, copy, passing))
-                except RuntimeError as error:  # its tests cannot say anything
-                    yield fault, Result("stale", " ".join(str(error).split())[-200:])
-                    continue
-            yield fault, Result(*kept[key])
+            own = fault._replace(wide="")
+            key = _digest(*own, *_texts([fault.file, *shlex.split(fault.tests)], root))
+            if key in kept:
+                yield fault, Result(*kept[key])
+                continue
+            try:
+                result = _result(fault, copy, passing)
+            except RuntimeError as error:  # its tests cannot say anything
+                result = Result("stale", " ".join(str(error).split())[-200:])
+            if result.outcome == "killed":
+                kept[key] = list(result)
+            yield fault, result
 
 
 def _result(fault: Fault, copy: Path, passing: set[str]) -> Result:

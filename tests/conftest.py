@@ -46,9 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported is not looked through again whenever garbage is collected."""
+    """What has been imported is not looked through again whenever garbage is collected, and tracing
+    makes so many small objects that it is worth waiting for more of them.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 # Thousands of compiled programs in one process exhaust its memory maps.

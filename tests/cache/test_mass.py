@@ -155,6 +155,19 @@ def test_sinks_and_window_decode_for_ever_in_a_small_cache(renumber: bool) -> No
         sinks_and_window(cache, sinks=1, window=0)
 
 
+def test_what_is_kept_is_counted_in_positions() -> None:
+    cache = filled(random_model("llama"), tokens(2, 9))
+    mass_BS = jnp.pad(jnp.arange(9.0)[None], ((0, 1), (0, cache.slots - 9)))  # row 1: none at all
+
+    def left(cache: jaxllm.KVCache) -> list[list[int]]:
+        return [sorted(p for p in row if p >= 0) for row in np.asarray(cache.position_BS).tolist()]
+
+    assert left(sinks_and_window(cache, sinks=2, window=3)) == [[0, 1, 6, 7, 8]] * 2
+    assert left(sinks_and_window(cache, sinks=0, window=1)) == [[8]] * 2
+    assert left(heavy_hitters(cache, mass_BS, heavy=2, recent=3))[0] == [4, 5, 6, 7, 8]
+    assert left(heavy_hitters(cache, mass_BS, heavy=0, recent=2)) == [[7, 8]] * 2
+
+
 def test_other_values_are_refused_by_name() -> None:
     model, params = random_model("llama")
     with pytest.raises(ConfigError, match="attention_mass must be"):

@@ -100,6 +100,12 @@ def test_rows_are_selected_as_beams_need_it(lm: Any) -> None:
     assert single.batch == 2
 
 
+def test_selected_rows_bring_their_ends_along(lm: Any) -> None:
+    cache = rewind(filled(lm, tokens(3, 9)), [1, 4, 2])
+    taken = select(cache, [2, 0, 1, 2])
+    assert taken.next_position_B.tolist() == taken.length_B.tolist() == [7, 8, 5, 7]
+
+
 def test_merged_rows_keep_their_texts_and_their_room(lm: Any) -> None:
     model, params = lm
     short, long = filled(lm, tokens(1, 4)), filled(lm, tokens(2, 9, seed=1), capacity=12)

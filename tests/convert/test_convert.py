@@ -18,7 +18,9 @@ import jaxllm
 from jaxllm.checkpoint import load_params, open_native, save
 from jaxllm.cli.convert import convert, recast
 from jaxllm.cli.quantize import quantize
+from jaxllm.convert import gpt2, llama
 from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.convert.tables import REQUIRED
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
@@ -238,6 +240,32 @@ def test_an_untied_head_must_be_there_and_a_tied_one_must_agree(tmp_path: Path) 
     edit_tensors(tmp_path / "tied", lambda state: state["lm_head.weight"][3].mul_(2))
     with pytest.raises(CheckpointError, match="ties the head"):
         open_hf(tmp_path / "tied")
+
+
+@pytest.mark.parametrize(
+    ("fields", "theirs"),
+    [(llama.FIELDS, transformers.LlamaConfig), (gpt2.FIELDS, transformers.GPT2Config)],
+)
+def test_what_a_missing_field_means_transformers_decides(fields: Any, theirs: Any) -> None:
+    said = {f.theirs: f.default for f in fields if f.default is not REQUIRED}
+    known = theirs().to_dict()
+    worked_out = {"num_key_value_heads", "head_dim", "n_inner"}  # of other fields, on both sides
+    assert len(said) > 5
+    assert said == {
+        **{k: known.get(k, said[k]) for k in said},
+        **dict.fromkeys(worked_out & said.keys()),
+    }
+
+
+def test_a_width_that_its_heads_do_not_share_evenly_is_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    data = json.loads((tmp_path / "config.json").read_text())
+    del data["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps({**data, "num_attention_heads": 7}))
+    with pytest.raises(
+        ConfigError, match=r"hidden_size .* is not a multiple of num_attention_heads 7"
+    ):
+        open_hf(tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -178,6 +178,12 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
         assert int(alone[0]) == int(together[row])
 
 
+def test_each_row_has_a_key_of_its_own() -> None:
+    few, many = (jax.random.key_data(row_keys(7, n)).tolist() for n in (3, 64))
+    assert many[:3] == few
+    assert len({tuple(key) for key in many}) == 64
+
+
 def test_all_64_bits_of_a_seed_count() -> None:
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
     data = {jax.random.key_data(row_keys(seed, 1)).tobytes() for seed in seeds}

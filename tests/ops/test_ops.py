@@ -1,5 +1,6 @@
 """The mathematics against PyTorch, transformers and brute force."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from jaxllm import ops
 from jaxllm.config import Rope
+from jaxllm.ops import native
 from jaxllm.ops.attention import BLOCK
 from tests.test_against_transformers import ROPES
 
@@ -107,9 +109,10 @@ def brute_force(
     return out
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("case", ["one part", "shared part", "gaps", "nothing to see"])
-def test_attention_equals_brute_force(window: int | None, case: str) -> None:
+def test_attention_equals_brute_force(window: int | None, case: str, kernels: bool) -> None:
     rng = np.random.default_rng(1)
     B, T, N, K, H = 2, 3, 6, 2, 5
     q = rng.standard_normal((B, T, N, H)).astype(np.float32)
@@ -128,24 +131,27 @@ def test_attention_equals_brute_force(window: int | None, case: str) -> None:
         "gaps": [part(B, [-1, 0, 5, -1, 2]), part(B, [6, 1, -1])],
         "nothing to see": [part(B, [7, 8, -1])],
     }[case]
-    ours, _ = ops.attend(
-        jnp.asarray(q),
-        jnp.asarray(q_pos),
-        [ops.Part(*map(jnp.asarray, p)) for p in parts],
-        scale=0.3,
-        window=window,
-    )
+    with contextlib.nullcontext() if kernels else native.disabled():
+        ours, _ = ops.attend(
+            jnp.asarray(q),
+            jnp.asarray(q_pos),
+            [ops.Part(*map(jnp.asarray, p)) for p in parts],
+            scale=0.3,
+            window=window,
+        )
     np.testing.assert_allclose(ours, brute_force(q, q_pos, parts, window), atol=1e-5)
 
 
-def test_attention_over_many_blocks_equals_one_softmax() -> None:
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
+def test_attention_over_many_blocks_equals_one_softmax(kernels: bool) -> None:
     S, K, H = 3 * BLOCK + 17, 2, 8
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (1, 4, 4, H)) * 3
     k, v = (jax.random.normal(key, (1, S, K, H)) for key in keys[1:])
     pos = jnp.where(jnp.arange(S) % 7 == 0, -1, jnp.arange(S))[None]
     q_pos = jnp.array([[5, BLOCK, 2 * BLOCK + 3, S + 1]])
-    ours, _ = ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None)
+    with contextlib.nullcontext() if kernels else native.disabled():
+        ours, _ = ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None)
     seen = (pos[:, None] >= 0) & (pos[:, None] <= q_pos[:, :, None])
     scores = 0.5 * jnp.einsum("btkgh,bskh->bkgts", q.reshape(1, 4, K, 2, H), k)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
