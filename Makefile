@@ -11,17 +11,21 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-full lint format clean fuzz sanitize mutate soak
+.PHONY: demo test pytest test-full lint format clean fuzz sanitize mutate soak
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
 
+# What is linted and what is run do not wait for each other.
+test: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
 # Most of the time is compiling: the tests of every day do without LLVM's expensive passes, with
 # XLA's plain emitters and in one piece, which gives the same numbers sooner.
-test: export XLA_FLAGS := --xla_backend_optimization_level=0 \
+pytest: export XLA_FLAGS := --xla_backend_optimization_level=0 \
 	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
-test: lint
+pytest: $(VENV)/.installed-test
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"
 
 test-full: $(VENV)/.installed-full
