@@ -43,7 +43,7 @@ from jaxllm.settings import UNSUPPORTED, Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from jaxllm.weights.formats import as_leaf
-from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.paths import Params, Place, flatten
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
 
@@ -321,6 +321,7 @@ def load(
     *,
     dtype: str | Precision | None = None,
     quantize: Rules | None = None,
+    place: Place | None = None,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2) or jaxllm's own form.
@@ -329,7 +330,8 @@ def load(
     "hf:owner/name", the only spelling for which anything is downloaded. dtype: "float32",
     "bfloat16", "float16" for weights, activations and cache alike, or a `Precision`; by default as
     the checkpoint keeps its weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or
-    ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading.
+    ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading. place:
+    told an array's path and the array, says its device or its sharding, None for the default.
     show_progress: by default where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
@@ -347,7 +349,7 @@ def load(
     return LM(
         config=opened.config,
         model=models.build(opened.config, precision),
-        params=checkpoint.load_params(opened, precision, show_progress=show_progress),
+        params=checkpoint.load_params(opened, precision, place=place, show_progress=show_progress),
         tokenizer=texts.tokenizer,
         generation=opened.generation,
         path=opened.directory,

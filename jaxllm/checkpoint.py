@@ -31,7 +31,7 @@ from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
 from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
 from jaxllm.weights.leaves.arrays import DTYPES
-from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.paths import Params, Place, flatten, map_leaves, put
 from jaxllm.weights.precision import Precision
 
 FORMAT = "jaxllm"
@@ -139,11 +139,15 @@ def claim(directory: Path) -> None:
 
 
 def load_params(
-    checkpoint: Checkpoint, precision: Precision, *, show_progress: bool | None = None
+    checkpoint: Checkpoint,
+    precision: Precision,
+    *,
+    place: Place | None = None,
+    show_progress: bool | None = None,
 ) -> Params:
     """Read every tensor in the format that `precision` keeps it in.
 
-    Memory: the parameters, and the largest tensor once more where its format changes. Raises
+    place: where each array is to be, one tensor after the other. Memory: the parameters, and the largest tensor once more where its format changes. Raises
     CheckpointError with every tensor that holds NaN or infinity, or that a narrower format cannot
     hold.
     """
@@ -156,7 +160,7 @@ def load_params(
             if path in checkpoint.formats:
                 leaf = precision.keep(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)
-                return leaf
+                return put(leaf, place, path)
             tensor, name = checkpoint.tensors[path], precision.format_at(path, len(shape.shape))
             as_array = DTYPES.get(name, tensor.dtype)
             leaf = _to_device(path, tensor, np.dtype(as_array), complaints)
@@ -165,7 +169,7 @@ def load_params(
             if format_of(leaf) != tensor.dtype.name:
                 tensor.release()
             advance(tensor.nbytes)
-            return leaf
+            return put(leaf, place, path)
 
         params = map_leaves(read, shapes)
     if complaints:

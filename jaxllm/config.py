@@ -144,6 +144,12 @@ class ModelConfig:
         """How many of the last positions a query of this layer sees, itself included."""
         return None
 
+    def memory(self, layer: int) -> Any:
+        """The form of what this layer keeps beside keys and values, of one size however long the
+        text: a pytree of `jax.ShapeDtypeStruct`, of one row; None for nothing.
+        """
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `models.config_from_dict` reads back to an equal configuration."""
         return {"model_type": self.model_type, **dataclasses.asdict(self)}

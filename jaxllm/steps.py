@@ -74,8 +74,8 @@ def forward(
         raise ConfigError("attention_mass is the sum of attention_weights: ask for one of them")
     asked: Asked = "heads" if attention_weights else attention_mass
     tokens_BT, positions_BT = checked(model, cache, tokens_BT, positions_BT)
-    segments = cache.segments if cache is not None else ()
-    return _forward(model, params, segments, tokens_BT, positions_BT, bool(hidden_states), asked)
+    past = (cache.segments, cache.memory) if cache is not None else ((), ())
+    return _forward(model, params, *past, tokens_BT, positions_BT, bool(hidden_states), asked)
 
 
 @overload
@@ -208,12 +208,16 @@ def run(
     column_B: jax.Array | None = None,
     attention_mass: Asked = False,
     embeddings_BTD: jax.Array | None = None,
+    memory: tuple[Any, ...] = (),
 ) -> tuple[Trace, Delta, jax.Array | None]:
     """The model on checked input: what every step, compiled or not, is made of.
 
+    memory: the cache's; only models that have one are given one.
     length_B: the length of the whole text, where these tokens are one chunk of it. column_B: the
     column of each row whose logits are wanted. The third thing returned is the attention mass.
     """
+    if segments and not memory and any(map(model.config.memory, range(len(segments[0].k)))):
+        raise ConfigError("this model's layers keep a memory, which this way of running lacks")
     token_BT = jnp.where(position_BT >= 0, token_BT, 0)
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
@@ -226,9 +230,11 @@ def run(
         column_B,
         attention_mass="heads" if attention_mass == "heads" else attention_mass is not False,
         embeddings_BTD=embeddings_BTD,
+        **({"memory": memory} if memory else {}),
     )
     assert isinstance(trace, Trace)
-    delta = Delta(trace.k, trace.v, position_BT, token_BT, jnp.zeros_like(token_BT, bool))
+    patched_BT = jnp.zeros_like(token_BT, bool)
+    delta = Delta(trace.k, trace.v, position_BT, token_BT, patched_BT, trace.memory)
     mass = None
     if trace.attention_mass is not None:
         mass = jnp.stack(trace.attention_mass)
@@ -236,17 +242,20 @@ def run(
     return trace, delta, mass
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6))
+@partial(jax.jit, static_argnums=(0, 6, 7))
 def _forward(
     model: nn.Module,
     params: Params,
     segments: Parts,
+    memory: tuple[Any, ...],
     token_BT: jax.Array,
     position_BT: jax.Array,
     hidden_states: bool,
     asked: Asked,
 ) -> Output:
-    trace, delta, mass = run(model, params, segments, token_BT, position_BT, attention_mass=asked)
+    trace, delta, mass = run(
+        model, params, segments, token_BT, position_BT, attention_mass=asked, memory=memory
+    )
     hidden = trace.hidden_states if hidden_states else None
     if asked == "heads":
         return Output(trace.logits, delta, hidden, attention_weights=mass)
@@ -269,6 +278,7 @@ def _decode_step(
         token_BT,
         position_BT,
         attention_mass=attention_mass,
+        memory=tail.memory,
     )
     mass = None if mass is None else settle(mass, tail, 1)
     return trace.logits[:, 0], extend(tail, delta), mass
@@ -301,6 +311,7 @@ def _prefill(
             length_B=length_B,
             column_B=last_B,
             attention_mass=attention_mass,
+            memory=tail.memory,
         )
         logits_BV = jnp.where(real_BC.any(axis=1)[:, None], trace.logits[:, 0], logits_BV)
         total = None if mass is None or total is None else total + settle(mass, tail, width)

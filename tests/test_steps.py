@@ -127,7 +127,7 @@ def test_forward_copies_no_cache(lm: Any) -> None:
 
     def temporary(capacity: int) -> int:
         cache = jaxllm.init_cache(model.config, 1, capacity)
-        lowered = _forward.lower(model, params, cache.segments, ids, positions, False, False)
+        lowered = _forward.lower(model, params, cache.segments, (), ids, positions, False, False)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     config, more = model.config, (1 << 16) - (1 << 12)

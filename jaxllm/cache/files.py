@@ -83,6 +83,8 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
         for name, array in _arrays(segment)
     }
     tensors["next_position_B"] = np.asarray(cache.next_position_B)
+    for i, array in enumerate(jax.tree.leaves(cache.memory)):
+        tensors[f"memory.{i}"] = np.asarray(array)
     header = {
         **_identity(model, params),
         "cache_dtype": cache.dtype,
@@ -133,6 +135,7 @@ def load_cache(
     *frozen, tail = (
         _segment(tensors, i, empty.tail, rows, str(path)) for i in range(header.segments)
     )
+    memory = _memory(tensors, empty.memory, rows, str(path))
     if tensors:
         raise CheckpointError(f"{path}: {next(iter(tensors))} is not part of this cache")
     _check_tail(tail, header.cursor, rows, str(path))
@@ -145,6 +148,7 @@ def load_cache(
         ),
         cursor=jnp.asarray(header.cursor, jnp.int32),
         next_position_B=jax.device_put(next_B),
+        memory=memory,
     )
     if prefix is not None:
         _check_prefix(cache, list(prefix), str(path))
@@ -268,6 +272,19 @@ def _segment(
         arrays.append(jax.device_put(array))
     segment: Segment = jax.tree.unflatten(jax.tree.structure(like), arrays)
     return segment
+
+
+def _memory(
+    tensors: dict[str, np.ndarray], like: tuple[Any, ...], rows: int, where: str
+) -> tuple[Any, ...]:
+    """What the layers keep beside keys and values, of the same form as `like`, in these rows."""
+    leaves, tree = jax.tree.flatten(like)
+    arrays = [tensors.pop(f"memory.{i}", np.empty(0)) for i in range(len(leaves))]
+    for i, (array, expected) in enumerate(zip(arrays, leaves, strict=True)):
+        if array.shape != (rows, *expected.shape[1:]) or array.dtype != expected.dtype:
+            raise CheckpointError(f"{where}: memory.{i} is {array.dtype} {array.shape}")
+    memory: tuple[Any, ...] = jax.tree.unflatten(tree, [jax.device_put(x) for x in arrays])
+    return memory
 
 
 def _digest(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:

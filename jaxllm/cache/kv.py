@@ -19,6 +19,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, keep_as
+from jaxllm.weights.paths import Place, put
 from jaxllm.weights.precision import CACHE_DTYPES
 from jaxllm.whole import whole
 
@@ -47,8 +48,11 @@ class Segment(struct.PyTreeNode):
 class Delta(Segment):
     """The keys and values that `forward` computed for T new tokens and `commit` writes.
 
-    The same fields as a Segment with S = T; padding tokens have position -1.
+    The same fields as a Segment with S = T; padding tokens have position -1. memory: what takes the
+    place of the cache's; padding has changed nothing in it.
     """
+
+    memory: tuple[Any, ...] = ()
 
 
 class KVCache(struct.PyTreeNode):
@@ -58,6 +62,11 @@ class KVCache(struct.PyTreeNode):
     int32 scalar, the tail's slots below it have been written. More than `capacity` means that a
     compiled loop committed what did not fit; that write was dropped and the next call from Python
     says so. next_position_B: int32 `[B]`, where each row's next token goes.
+
+    memory: what each layer keeps of the text beside keys and values, a pytree of `[B, ...]`, in one
+    size (`ModelConfig.memory`); empty for models that keep nothing. Rows take it along (`fork`
+    copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread:
+    `rewind` is refused, and what `keep`, `patch` or `shift` do to tokens leaves it as it is.
     """
 
     config: ModelConfig = struct.field(pytree_node=False)
@@ -65,6 +74,7 @@ class KVCache(struct.PyTreeNode):
     tail: Segment
     cursor: jax.Array
     next_position_B: jax.Array
+    memory: tuple[Any, ...] = ()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -173,13 +183,19 @@ class KVCache(struct.PyTreeNode):
 
 
 def init_cache(
-    model: nn.Module | ModelConfig, batch: int, capacity: int, *, dtype: str | None = None
+    model: nn.Module | ModelConfig,
+    batch: int,
+    capacity: int,
+    *,
+    dtype: str | None = None,
+    place: Place | None = None,
 ) -> KVCache:
     """An empty cache with room for `capacity` tokens in each of `batch` rows.
 
     model: whose cache this is to be, or its configuration alone. dtype: "float32", "bfloat16",
     "float16", or "int8" with a float32 scale for each token and head; by default as the model's
-    `Precision` says, float32 for a configuration. Takes `2 * layers * batch * capacity * kv heads *
+    `Precision` says, float32 for a configuration. place: told an array's path (`tail.k.0`, ...) and
+    the array, says its device or its sharding, None for the default. Takes `2 * layers * batch * capacity * kv heads *
     head_dim` numbers.
 
     Raises ConfigError for an unknown dtype, CapacityError for sizes that are no whole numbers from
@@ -200,7 +216,7 @@ def init_cache(
             return Int8Entries(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
         return jnp.zeros(shape, CACHE_DTYPES[dtype])
 
-    return KVCache(
+    cache = KVCache(
         config=config,
         frozen=(),
         tail=Segment(
@@ -212,7 +228,17 @@ def init_cache(
         ),
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
+        memory=_no_memory(config, batch),
     )
+    return put(cache, place)
+
+
+def _no_memory(config: ModelConfig, batch: int) -> tuple[Any, ...]:
+    forms = tuple(config.memory(layer) for layer in range(config.num_hidden_layers))
+    if all(form is None for form in forms):
+        return ()
+    empty: tuple[Any, ...] = jax.tree.map(lambda x: jnp.zeros((batch, *x.shape), x.dtype), forms)
+    return empty
 
 
 def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> int:
@@ -271,6 +297,7 @@ def extend(cache: KVCache, delta: Delta) -> KVCache:
         tail=written,
         cursor=cache.cursor + columns,
         next_position_B=jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1),
+        memory=delta.memory,
     )
 
 
@@ -337,7 +364,19 @@ def check_fits(cache: KVCache, position_BT: jax.Array | np.ndarray) -> None:
         )
 
 
+def check_no_memory(cache: KVCache, what: str) -> None:
+    """Raise CacheMismatchError where layers keep something beside keys and values."""
+    if cache.memory:
+        raise CacheMismatchError(
+            f"{what}: this model's layers keep a memory of all that was read, which cannot be taken"
+            " apart. Go on from a cache that was forked before"
+        )
+
+
 def _check_match(cache: KVCache, delta: Delta) -> None:
+    if jax.tree.structure(cache.memory) != jax.tree.structure(delta.memory):
+        raise CacheMismatchError("the delta's memory is not of the cache's form")
+
     def form(segment: Segment) -> tuple[int, tuple[int, ...]]:
         shape = segment.k[0].shape
         return len(segment.k), (shape[0], *shape[2:])

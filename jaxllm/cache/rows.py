@@ -51,6 +51,7 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
         tail=tail.replace(position_BS=jnp.full((n, capacity), EMPTY, jnp.int32)),
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.broadcast_to(cache.next_position_B, (n,)),
+        memory=jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), cache.memory),
     )
 
 
@@ -77,6 +78,7 @@ def select(cache: KVCache, rows: Any) -> KVCache:
         frozen=jax.tree.map(shared_or_own, cache.frozen),
         tail=jax.tree.map(own, cache.tail),
         next_position_B=own(cache.next_position_B),
+        memory=jax.tree.map(own, cache.memory),
     )
 
 
@@ -121,6 +123,7 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
         tail=jax.tree.map(lambda *x: jnp.concatenate(x), *(_resized(s, capacity) for s in rest)),
         cursor=cursor,
         next_position_B=jnp.concatenate([c.next_position_B for c in caches]),
+        memory=jax.tree.map(lambda *x: jnp.concatenate(x), *(c.memory for c in caches)),
     )
 
 

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, check_usable, init_cache
+from jaxllm.cache.kv import (
+    EMPTY,
+    MOST_SLOTS,
+    KVCache,
+    Segment,
+    check_no_memory,
+    check_usable,
+    init_cache,
+)
 from jaxllm.cache.surgery import gather_slots, movable_rope, turn_keys
 from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.config import ModelConfig
@@ -76,6 +84,7 @@ def positions_of(state: KVCache) -> Positions:
     Raises CacheMismatchError for a cache that is not of this form, or was donated.
     """
     check_usable(state)
+    check_no_memory(state, "sequences")
     pool = state.frozen[0] if state.frozen else None
     if len(state.frozen) > 1 or (pool and pool.position_BS.shape[0] != state.batch):
         raise CacheMismatchError(

@@ -21,6 +21,7 @@ from jaxllm.cache.kv import (
     KVCache,
     Segment,
     as_kept,
+    check_no_memory,
     check_usable,
     culled,
 )
@@ -39,9 +40,11 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     n, to: a number, or one a row `[B]`. Equal to never having committed what came since; the slots
     can be written again. Keys and values are shared with `cache`.
 
-    Raises CapacityError for positions before the first or after the last.
+    Raises CapacityError for positions before the first or after the last, CacheMismatchError for a
+    cache with a memory, which nothing takes back.
     """
     check_usable(cache)
+    check_no_memory(cache, "rewind")
     if (n is None) == (to is None):
         raise CapacityError("rewind takes either n, how far, or to, where")
     now_B = cache.next_position_B

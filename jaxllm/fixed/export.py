@@ -26,7 +26,7 @@ from jaxllm.ops.native import disabled
 from jaxllm.progress import bytes_bar, steps_bar
 from jaxllm.steps import forward
 from jaxllm.weights.files import LazyTensor, write_tensors
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, named_arrays
 
 WHAT = ("prefill", "decode")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -159,16 +159,11 @@ def _embedded(model: nn.Module, params: Params, ids: np.ndarray) -> np.ndarray:
 
 def _named(params: Params) -> tuple[dict[str, jax.Array], Any]:
     """The weights' arrays by name (a quantized one has several), and the tree they hang on."""
-    found, tree = jax.tree_util.tree_flatten_with_path(params)
-    named = {".".join(_word(key) for key in path): leaf for path, leaf in found}
+    found, tree = named_arrays(params)
+    named = dict(found)
     if len(named) != len(found):
         raise ConfigError("two parameters have one name")
     return named, tree
-
-
-def _word(key: Any) -> str:
-    """One key of a path: of a dict, a dataclass or a sequence."""
-    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
 def _lowered(

@@ -61,6 +61,7 @@ class Layer(NamedTuple):
 
     mlp_hidden: the input of the MLP's last linear, `[B, T, F]`: with `attention_norm`, `mlp_norm`
     and `attention.heads` the inputs of all linears are here, as calibration needs them.
+    memory: what the layer keeps of the text so far, `[B, ...]` (`ModelConfig.memory`).
     """
 
     attention_norm: jax.Array
@@ -69,6 +70,7 @@ class Layer(NamedTuple):
     mlp_hidden: jax.Array
     mlp: jax.Array
     x: jax.Array
+    memory: Any = None
 
 
 class Trace(struct.PyTreeNode):
@@ -97,6 +99,12 @@ class Trace(struct.PyTreeNode):
     def v(self) -> tuple[ops.Entries, ...]:
         """The values, likewise."""
         return tuple(layer.attention.v for layer in self.layers)
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """What the layers keep beside keys and values; empty where none of them does."""
+        kept = tuple(layer.memory for layer in self.layers)
+        return kept if any(x is not None for x in kept) else ()
 
     @property
     def attention_mass(self) -> tuple[jax.Array, ...] | None:

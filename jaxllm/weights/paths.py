@@ -8,10 +8,16 @@ first row whose regex matches the whole path wins.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import jax
+
 from jaxllm.files import compile_pattern
 
 Params = dict[str, Any]
 V = TypeVar("V")
+
+# Told an array's path, and the array, says where it is to be: a device, a sharding, or None for
+# where it is. A quantized weight has several, `....weight.data` and so on.
+Place = Callable[[str, jax.Array], Any]
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -36,6 +42,28 @@ def map_leaves(function: Callable[[str, Any], Any], params: Mapping[str, Any]) -
         }
 
     return visit(params, "")
+
+
+def named_arrays(tree: Any, prefix: str = "") -> tuple[list[tuple[str, jax.Array]], Any]:
+    """The arrays of any pytree by dotted path, in order, and the tree they hang on."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    named = [(".".join([prefix, *map(_word, path)]).strip("."), leaf) for path, leaf in found]
+    return named, structure
+
+
+def put(tree: V, place: Place | None, prefix: str = "") -> V:
+    """The tree with each of its arrays where `place` says. prefix: what comes before each path."""
+    if place is None:
+        return tree
+    named, structure = named_arrays(tree, prefix)
+    placed = [x if (to := place(path, x)) is None else jax.device_put(x, to) for path, x in named]
+    result: V = jax.tree.unflatten(structure, placed)
+    return result
+
+
+def _word(key: Any) -> str:
+    """One key of a path: of a dict, a dataclass or a sequence."""
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
 def first_match(rules: Iterable[tuple[str, V]], path: str) -> V | None:

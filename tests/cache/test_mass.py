@@ -111,8 +111,8 @@ def test_off_it_leaves_no_trace_in_the_compiled_program() -> None:
     def count(lowered: Any) -> int:
         return lowered.as_text().count("stablehlo.dot_general")
 
-    off = _forward.lower(model, params, segments, ids, at, False, False)
-    on = _forward.lower(model, params, segments, ids, at, False, True)
+    off = _forward.lower(model, params, segments, (), ids, at, False, False)
+    on = _forward.lower(model, params, segments, (), ids, at, False, True)
     assert count(off) == count(jax.jit(plain).lower(params, segments, ids, at)) < count(on)
 
 

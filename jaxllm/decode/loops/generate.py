@@ -380,7 +380,13 @@ def _advance(
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
     segments, token_BT = (*frozen, tail.tail), state.newest_B[:, None]
     trace, delta, mass = run(
-        model, params, segments, token_BT, position_BT, attention_mass=attention_mass
+        model,
+        params,
+        segments,
+        token_BT,
+        position_BT,
+        attention_mass=attention_mass,
+        memory=tail.memory,
     )
     mass = None if mass is None else settle(mass, tail, 1)
     tail = extend(tail, delta)

@@ -1,0 +1,140 @@
+"""A state beside keys and values: a model that counts what it has read goes through every step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.cache import (
+    branch,
+    drop_range,
+    fork,
+    load_cache,
+    merge_rows,
+    rewind,
+    save_cache,
+    select,
+)
+from jaxllm.cache.sequences import positions_of
+from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError
+from jaxllm.models.layers import Trace
+from jaxllm.models.llama import Llama, LlamaConfig
+from jaxllm.weights.precision import Precision
+from tests.cache.caches import close
+from tests.twins import random_model, tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountingConfig(LlamaConfig):
+    def memory(self, layer: int) -> Any:
+        return {"seen": jax.ShapeDtypeStruct((self.vocab_size,), jnp.float32)} if layer else None
+
+
+class Counting(Llama):
+    """Each token's logit grows by what the text has of it, this token included."""
+
+    @nn.compact
+    def __call__(self, token_BT: Any, position_BT: Any, *args: Any, **options: Any) -> Trace:
+        before = options.pop("memory", ())
+        trace = super().__call__(token_BT, position_BT, *args, **options)
+        one_BTV = jax.nn.one_hot(token_BT, self.config.vocab_size) * (position_BT >= 0)[..., None]
+        seen_BTV = jnp.cumsum(one_BTV, axis=1)
+        if before:
+            seen_BTV += before[1]["seen"][:, None]
+        column_B = args[2] if len(args) > 2 else None
+        shown = (
+            seen_BTV if column_B is None else seen_BTV[jnp.arange(len(column_B)), column_B][:, None]
+        )
+        *rest, last = trace.layers
+        last = last._replace(memory={"seen": seen_BTV[:, -1]})
+        return trace.replace(layers=(*rest, last), logits=trace.logits + shown)
+
+
+@pytest.fixture(scope="module")
+def lm() -> Any:
+    model, params = random_model("llama")
+    config = CountingConfig(
+        **{f.name: getattr(model.config, f.name) for f in dataclasses.fields(model.config)}
+    )
+    return Counting(config=config, precision=Precision()), params
+
+
+def seen(cache: jaxllm.KVCache) -> np.ndarray:
+    assert cache.memory[0] is None
+    return np.asarray(cache.memory[1]["seen"])
+
+
+def counted(ids: Any) -> np.ndarray:
+    return np.stack([np.bincount(row, minlength=131) for row in np.asarray(ids)])
+
+
+def test_chunks_and_steps_equal_one_run(lm: Any) -> None:
+    ids = tokens(2, 9)
+    whole = jaxllm.forward(*lm, None, ids).logits
+    cache = jaxllm.init_cache(lm[0], 2, 16)
+    assert not seen(cache).any()
+    logits, cache = jaxllm.prefill(*lm, cache, ids[:, :7], chunk=3)
+    close(logits, whole[:, 6])
+    for column in (7, 8):
+        logits, cache = jaxllm.decode_step(*lm, cache, ids[:, column])
+        close(logits, whole[:, column])
+    assert (seen(cache) == counted(ids)).all()
+    result = jaxllm.generate(*lm, ids, max_new_tokens=4)
+    text = np.concatenate([ids, result.token_BT[:, :3]], axis=1)
+    close(jaxllm.forward(*lm, None, text).logits[:, -1].argmax(-1), result.token_BT[:, 3])
+    assert (seen(result.cache) == counted(text)).all()
+
+
+def test_padding_changes_nothing_in_it(lm: Any) -> None:
+    ids, lengths = tokens(2, 9), np.array([9, 4])
+    _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), ids, lengths_B=lengths)
+    assert (seen(cache)[1] == counted(ids[1:, :4])[0]).all()
+
+
+def test_rows_take_it_along_and_files_hold_it(lm: Any, tmp_path: Path) -> None:
+    ids = tokens(2, 6)
+    _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 8), ids)
+    assert (seen(select(cache, [1, 0, 1])) == counted(ids[[1, 0, 1]])).all()
+    forks = fork(branch(cache, 1), 3, capacity=2)
+    assert (seen(forks) == counted(ids[[1, 1, 1]])).all()
+    _, forks = jaxllm.decode_step(*lm, forks, np.array([1, 2, 3]))
+    assert seen(forks).sum(axis=1).tolist() == [7, 7, 7]
+    assert (seen(cache) == counted(ids)).all()
+    merged = merge_rows([branch(cache, 1), branch(cache, 0)])
+    assert (seen(merged) == counted(ids[::-1])).all()
+    save_cache(tmp_path / "c", cache, *lm)
+    again = load_cache(tmp_path / "c", *lm)
+    assert again == cache
+    assert again != again.replace(memory=jax.tree.map(lambda x: x + 1, again.memory))
+    plain, params = random_model("llama")
+    with pytest.raises(CacheMismatchError, match="memory"):
+        delta = jaxllm.forward(plain, params, None, ids).delta
+        jaxllm.commit(cache, delta)
+
+
+def test_a_file_without_it_is_none(lm: Any, tmp_path: Path) -> None:
+    plain, params = random_model("llama")
+    cache = jaxllm.init_cache(plain, 1, 4)
+    save_cache(tmp_path / "c", cache, plain, params)
+    with pytest.raises((CheckpointError, CacheMismatchError)):
+        load_cache(tmp_path / "c", *lm)
+
+
+def test_what_was_read_cannot_be_unread(lm: Any) -> None:
+    ids = tokens(1, 6)
+    _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 1, 16), ids)
+    with pytest.raises(CacheMismatchError, match=r"rewind: .* memory"):
+        rewind(cache, 1)
+    with pytest.raises(CacheMismatchError, match=r"sequences: .* memory"):
+        positions_of(cache)
+    assert (seen(drop_range(cache, 1, 3)) == counted(ids)).all()
+    with pytest.raises(ConfigError, match="keep a memory"):
+        jaxllm.beam_search(*lm, ids, num_beams=2, max_new_tokens=3)
+    with pytest.raises((ConfigError, CacheMismatchError), match="memory"):
+        jaxllm.speculative_generate(*lm, ids, draft=jaxllm.PromptLookup(), max_new_tokens=3)

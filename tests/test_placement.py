@@ -1,0 +1,69 @@
+"""Parameters and caches where a function of their paths says: here over two devices of one CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jaxllm
+from tests.twins import save_random, tokens
+
+CODE = """
+import sys, jax, numpy as np, jaxllm
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+assert len(jax.devices()) == 2
+
+def place(path, x):
+    if path.endswith("weight") and x.ndim == 2 and x.shape[0] % 2 == 0:
+        return NamedSharding(mesh, P("x", None))
+    if path.startswith(("tail.k.", "tail.v.")):
+        return NamedSharding(mesh, P(None, None, "x", None))
+    return NamedSharding(mesh, P())
+
+lm = jaxllm.load(sys.argv[1], dtype="float32", place=place)
+q = lm.params["layers.0"]["self_attn"]["q_proj"]["weight"]
+assert q.addressable_shards[0].data.shape[0] * 2 == q.shape[0]
+cache = jaxllm.init_cache(lm.model, 1, 16, place=place)
+assert cache.tail.k[0].addressable_shards[0].data.shape[2] * 2 == cache.tail.k[0].shape[2]
+ids = np.load(sys.argv[2])
+logits, cache = jaxllm.prefill(lm.model, lm.params, cache, ids)
+logits, cache = jaxllm.decode_step(lm.model, lm.params, cache, np.array([7]))
+np.save(sys.argv[3], np.asarray(logits))
+"""
+
+
+def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
+    save_random(tmp_path / "m", "llama")
+    ids = tokens(1, 9)
+    np.save(tmp_path / "ids.npy", ids)
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *(str(tmp_path / n) for n in ("m", "ids.npy", "out.npy"))],
+        env={**os.environ, "XLA_FLAGS": flags, "JAXLLM_NATIVE": "0"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lm = jaxllm.load(tmp_path / "m", dtype="float32")
+    cache = jaxllm.prefill(lm.model, lm.params, lm.init_cache(1, 16), ids)[1]
+    expected, _ = jaxllm.decode_step(lm.model, lm.params, cache, np.array([7]))
+    found = np.load(tmp_path / "out.npy")
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(np.abs(expected).max())))
+
+
+def test_every_array_of_a_quantized_model_is_asked_for_by_name(tmp_path: Path) -> None:
+    save_random(tmp_path, "gpt2", n_layer=1)
+    asked: dict[str, tuple[int, ...]] = {}
+
+    def place(path: str, x: jax.Array) -> None:
+        asked[path] = x.shape
+
+    lm = jaxllm.load(tmp_path, quantize="int4", place=place)
+    assert {"h.0.mlp.c_fc.weight.data", "h.0.mlp.c_fc.weight.scale", "ln_f.bias"} <= set(asked)
+    assert len(asked) == len(jax.tree.leaves(lm.params))
+    asked.clear()
+    jaxllm.init_cache(lm.model, 2, 8, dtype="int8", place=place)
+    assert {"tail.k.0.value", "tail.k.0.scale", "tail.position_BS", "cursor"} <= set(asked)
