@@ -147,9 +147,9 @@ def load_params(
 ) -> Params:
     """Read every tensor in the format that `precision` keeps it in.
 
-    place: where each array is to be, one tensor after the other. Memory: the parameters, and the largest tensor once more where its format changes. Raises
-    CheckpointError with every tensor that holds NaN or infinity, or that a narrower format cannot
-    hold.
+    place: where each array is to be, one tensor after the other. Memory: the parameters, and the
+    largest tensor once more where its format changes. Raises CheckpointError with every tensor that
+    holds NaN or infinity, or that a narrower format cannot hold.
     """
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []

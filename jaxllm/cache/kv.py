@@ -195,8 +195,8 @@ def init_cache(
     model: whose cache this is to be, or its configuration alone. dtype: "float32", "bfloat16",
     "float16", or "int8" with a float32 scale for each token and head; by default as the model's
     `Precision` says, float32 for a configuration. place: told an array's path (`tail.k.0`, ...) and
-    the array, says its device or its sharding, None for the default. Takes `2 * layers * batch * capacity * kv heads *
-    head_dim` numbers.
+    the array, says its device or its sharding, None for the default. Takes
+    `2 * layers * batch * capacity * kv heads * head_dim` numbers.
 
     Raises ConfigError for an unknown dtype, CapacityError for sizes that are no whole numbers from
     1 up, or exceed the machine's memory.
