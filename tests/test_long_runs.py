@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import steps
 from tests.twins import random_model, tokens
 
 
@@ -18,7 +17,7 @@ def lm() -> Any:
     return random_model("llama", max_position_embeddings=4096)
 
 
-def test_2000_steps_compile_nothing_and_leave_nothing_behind(lm: Any) -> None:
+def test_2000_steps_compile_nothing_and_leave_nothing_behind(lm: Any, programs: list[str]) -> None:
     model, params = lm
     cache = jaxllm.init_cache(model.config, 1, 2100)
     for step in range(2050):
@@ -26,18 +25,17 @@ def test_2000_steps_compile_nothing_and_leave_nothing_behind(lm: Any) -> None:
         _, cache = jaxllm.decode_step(model, params, cache, token_B, donate=True)
         if step == 49:
             gc.collect()
-            live, compiled = len(jax.live_arrays()), steps._DECODE_STEP[True]._cache_size()
+            live, compiled = len(jax.live_arrays()), len(programs)
     gc.collect()
     assert len(jax.live_arrays()) == live
-    assert steps._DECODE_STEP[True]._cache_size() == compiled
+    assert len(programs) == compiled
     assert cache.length_B.tolist() == [2050]
 
 
 def test_weights_are_arguments_never_constants(lm: Any) -> None:
     model, params = lm
-    lowered = steps._forward.lower(
-        model, params, (), np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), False, False
-    )
+    step = jax.jit(lambda params, ids: jaxllm.forward(model, params, None, ids))
+    lowered = step.lower(params, np.zeros((1, 1), np.int32))
     largest = max(leaf.size for leaf in jax.tree.leaves(params))
     constants = [c for c in lowered.as_text().splitlines() if "stablehlo.constant dense" in c]
     assert all(len(c) < largest for c in constants)

@@ -120,15 +120,16 @@ def test_reading_a_cache_changes_not_one_byte_of_it(lm: Any) -> None:
 
 def test_forward_copies_no_cache(lm: Any) -> None:
     """The compiled program's memory does not grow with the cache: blocks are read in place."""
-    from jaxllm.steps import _forward
-
     model, params = lm
     ids, positions = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 7, jnp.int32)
 
+    @jax.jit
+    def step(params: Any, cache: jaxllm.KVCache) -> Any:
+        return jaxllm.forward(model, params, cache, ids, positions_BT=positions)
+
     def temporary(capacity: int) -> int:
         cache = jaxllm.init_cache(model.config, 1, capacity)
-        lowered = _forward.lower(model, params, cache.segments, (), ids, positions, False, False)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        return step.lower(params, cache).compile().memory_analysis().temp_size_in_bytes
 
     config, more = model.config, (1 << 16) - (1 << 12)
     cache_grows_by = 2 * 4 * more * config.num_key_value_heads * config.head_dim  # one layer's

@@ -53,7 +53,7 @@ def fingerprint(params: Params) -> str:
     """A SHA-256 of the weights: paths, formats, shapes and every bit. Reads them all once."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
 
-    def digest(item: tuple[Any, jax.Array]) -> bytes:
+    def hashed(item: tuple[Any, jax.Array]) -> bytes:
         path, leaf = item
         array = np.ascontiguousarray(leaf)
         found = hashlib.sha256(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
@@ -61,7 +61,7 @@ def fingerprint(params: Params) -> str:
         return found.digest()
 
     with ThreadPoolExecutor(4) as threads:  # hashing lets other threads run
-        return hashlib.sha256(b"".join(threads.map(digest, leaves))).hexdigest()
+        return hashlib.sha256(b"".join(threads.map(hashed, leaves))).hexdigest()
 
 
 def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Params) -> None:
@@ -92,7 +92,7 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
         "cursor": int(cache.cursor),
         "segments": len(cache.segments),
     }
-    header["digest"] = _digest(header, tensors)
+    header["digest"] = digest(header, tensors)
     write_tensors(
         Path(path),
         {name: LazyTensor.of(array) for name, array in tensors.items()},
@@ -121,7 +121,7 @@ def load_cache(
         if fields[name] != ours:
             raise CacheMismatchError(f"{path}: {_difference(name, fields[name], ours)}")
     tensors = {name: tensor.read() for name, tensor in open_tensors(Path(path)).items()}
-    if _digest(fields, tensors) != header.digest:
+    if digest(fields, tensors) != header.digest:
         raise CheckpointError(f"{path}: damaged, its contents are not what was written")
     capacity = header.capacity if capacity is None else capacity
     if header.cursor > capacity:
@@ -287,7 +287,8 @@ def _memory(
     return memory
 
 
-def _digest(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+def digest(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
+    """A hash of all that a cache file says, its own digest aside."""
     said = {name: value for name, value in header.items() if name != "digest"}
     found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name in sorted(tensors):

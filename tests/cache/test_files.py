@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxllm
 from jaxllm.cache import drop_range, fingerprint, fork, load_cache, save_cache
-from jaxllm.cache.files import _digest
+from jaxllm.cache.files import digest
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError, JaxllmError
 from jaxllm.weights.files import read_header
 from jaxllm.weights.precision import Precision
@@ -139,7 +139,7 @@ def header_of(file: Path) -> dict[str, Any]:
 def _written(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
     """A cache file with a digest that is right, as whoever means harm would write it."""
     real = {n: np.ascontiguousarray(a) for n, a in arrays.items() if not n.startswith("__")}
-    header = {**header, "digest": _digest(header, real)}
+    header = {**header, "digest": digest(header, real)}
     save_file(real, path, metadata={"format": "jaxllm-cache", "header": json.dumps(header)})
     return path
 

@@ -12,7 +12,6 @@ import jaxllm
 from jaxllm.cache import fork, heavy_hitters, rewind, sinks_and_window, slot_order
 from jaxllm.cache.surgery import close_gaps, compact
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
-from jaxllm.steps import _forward
 from tests.cache.caches import close, filled, fresh, lm_of
 from tests.twins import Twin, load_twin, random_model, save_random, tokens
 
@@ -101,7 +100,7 @@ def test_mass_over_many_blocks_sums_to_one_for_each_query_and_head() -> None:
 
 def test_off_it_leaves_no_trace_in_the_compiled_program() -> None:
     model, params = lm = random_model("llama")
-    segments = filled(lm, tokens(1, 9), capacity=600).segments
+    cache = filled(lm, tokens(1, 9), capacity=600)
     ids = at = jnp.full((1, 1), 9, jnp.int32)
 
     def plain(params: Any, segments: Any, ids: jax.Array, at: jax.Array) -> Any:
@@ -111,9 +110,14 @@ def test_off_it_leaves_no_trace_in_the_compiled_program() -> None:
     def count(lowered: Any) -> int:
         return lowered.as_text().count("stablehlo.dot_general")
 
-    off = _forward.lower(model, params, segments, (), ids, at, False, False)
-    on = _forward.lower(model, params, segments, (), ids, at, False, True)
-    assert count(off) == count(jax.jit(plain).lower(params, segments, ids, at)) < count(on)
+    def lowered(mass: bool) -> Any:
+        def step(params: Any, cache: Any, ids: jax.Array, at: jax.Array) -> Any:
+            return jaxllm.forward(model, params, cache, ids, positions_BT=at, attention_mass=mass)
+
+        return jax.jit(step).lower(params, cache, ids, at)
+
+    without = count(jax.jit(plain).lower(params, cache.segments, ids, at))
+    assert count(lowered(False)) == without < count(lowered(True))
 
 
 def test_heavy_hitters_equal_a_sort_by_hand() -> None:
