@@ -221,6 +221,7 @@ def run(
     token_BT = jnp.where(position_BT >= 0, token_BT, 0)
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
+    given: dict[str, Any] = {"memory": memory} if memory else {}
     trace = model.apply(
         {"params": params},
         token_BT,
@@ -230,7 +231,7 @@ def run(
         column_B,
         attention_mass="heads" if attention_mass == "heads" else attention_mass is not False,
         embeddings_BTD=embeddings_BTD,
-        **({"memory": memory} if memory else {}),
+        **given,
     )
     assert isinstance(trace, Trace)
     patched_BT = jnp.zeros_like(token_BT, bool)

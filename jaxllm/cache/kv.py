@@ -374,7 +374,8 @@ def check_no_memory(cache: KVCache, what: str) -> None:
 
 
 def _check_match(cache: KVCache, delta: Delta) -> None:
-    if jax.tree.structure(cache.memory) != jax.tree.structure(delta.memory):
+    kept: Any = jax.tree.structure(cache.memory)
+    if kept != jax.tree.structure(delta.memory):
         raise CacheMismatchError("the delta's memory is not of the cache's form")
 
     def form(segment: Segment) -> tuple[int, tuple[int, ...]]:

@@ -43,7 +43,8 @@ class Counting(Llama):
     def __call__(self, token_BT: Any, position_BT: Any, *args: Any, **options: Any) -> Trace:
         before = options.pop("memory", ())
         trace = super().__call__(token_BT, position_BT, *args, **options)
-        one_BTV = jax.nn.one_hot(token_BT, self.config.vocab_size) * (position_BT >= 0)[..., None]
+        real_BT1 = (position_BT >= 0)[..., None].astype(jnp.float32)
+        one_BTV = jax.nn.one_hot(token_BT, self.config.vocab_size) * real_BT1
         seen_BTV = jnp.cumsum(one_BTV, axis=1)
         if before:
             seen_BTV += before[1]["seen"][:, None]
@@ -99,7 +100,7 @@ def test_padding_changes_nothing_in_it(lm: Any) -> None:
 
 def test_rows_take_it_along_and_files_hold_it(lm: Any, tmp_path: Path) -> None:
     ids = tokens(2, 6)
-    _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 8), ids)
+    _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), ids)
     assert (seen(select(cache, [1, 0, 1])) == counted(ids[[1, 0, 1]])).all()
     forks = fork(branch(cache, 1), 3, capacity=2)
     assert (seen(forks) == counted(ids[[1, 1, 1]])).all()
