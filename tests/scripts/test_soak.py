@@ -11,11 +11,11 @@ from tests.twins import save_random
 def test_serving_and_generating_go_on_as_they_began(tmp_path: Path) -> None:
     save_random(tmp_path, "llama", num_hidden_layers=1, eos_token_id=None)
     lm = jaxllm.load(tmp_path)
-    watch = soak.Watch(40)
-    ends = soak.serve(lm, 40, 0, watch)
+    watch = soak.Watch(30)
+    ends = soak.serve(lm, 30, 0, watch)
     assert {"refused", "cancelled", "length", "stop"} <= set(ends)
     assert watch.marks[-1].arrays <= watch.marks[-2].arrays
-    watch = soak.Watch(40)
-    soak.generate(lm, 40, 0, watch)
+    watch = soak.Watch(30)
+    soak.generate(lm, 30, 0, watch)
     assert watch.marks[-1].programs == watch.marks[0].programs
     assert watch.marks[-1].arrays == watch.marks[0].arrays
