@@ -11,7 +11,8 @@ from jaxllm.config import ModelConfig
 class Family:
     """What is to be known of the models of one `model_type`.
 
-    config, module: their classes. tokens, positions: the paths of the tables of tokens and of
+    config, module: their classes. aliases: model_types of Hugging Face's that are this one under
+    another name. tokens, positions: the paths of the tables of tokens and of
     learned positions (None: there is none). The rest is what stages are called: embeddings, norm,
     and within the layers, whose path is `layers`, the norms, attention, and the MLP's last linear.
     """
@@ -27,6 +28,7 @@ class Family:
     mlp_norm: str
     mlp_down: str
     norm: str
+    aliases: tuple[str, ...] = ()
 
     @property
     def tables(self) -> tuple[str, ...]:

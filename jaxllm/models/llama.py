@@ -105,11 +105,15 @@ class Llama(nn.Module):
         scope = Scope(position_BT, segments, mask_BTS, attention_mass)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
-            layers.append(Block(c, p, i, name=f"layers.{i}")(x, angles, scope))
+            layers.append(self.block(i)(x, angles, scope))
             x = layers[-1].x
         norm = RMSNorm(c.norm_eps, name="norm")(x)
         logits = unembed(c, p, table, pick(norm, column_B))
         return Trace(embeddings, tuple(layers), norm, logits)
+
+    def block(self, layer: int) -> nn.Module:
+        """The module of a layer: what families that differ there override."""
+        return Block(self.config, self.precision, layer, name=f"layers.{layer}")
 
 
 class Block(nn.Module):
@@ -123,11 +127,15 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, angles: Angles, scope: Scope) -> Layer:
         c, p = self.config, self.precision
         normed = RMSNorm(c.norm_eps, name="input_layernorm")(x)
-        attended = Attention(c, p, self.layer, name="self_attn")(normed, angles, scope)
+        attended = self.attention()(normed, angles, scope)
         x = x + attended.x
         mlp_normed = RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
         hidden, y = MLP(c, p, name="mlp")(mlp_normed)
         return Layer(normed, attended, mlp_normed, hidden, y, x + y)
+
+    def attention(self) -> nn.Module:
+        """Likewise."""
+        return Attention(self.config, self.precision, self.layer, name="self_attn")
 
 
 class Attention(nn.Module):
@@ -194,4 +202,5 @@ FAMILY = Family(
     mlp_norm="post_attention_layernorm",
     mlp_down="mlp.down_proj",
     norm="norm",
+    aliases=("mistral",),
 )

@@ -18,17 +18,11 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.equivalence.sides import Case, Decoded, by_position, held
 from jaxllm.evaluate.equivalence.stages import stage_names
-from jaxllm.models import family
+from jaxllm.models import FAMILIES, family
 from jaxllm.weights.leaves.arrays import DTYPES
 
 TAPS = "jaxllm_taps"
 
-# By transformers' model_type: ours, and the module that holds the layers.
-BODIES = {
-    "llama": ("llama", "model"),
-    "mistral": ("llama", "model"),
-    "gpt2": ("gpt2", "transformer"),
-}
 # Stages of ours that go by another name there.
 MODULES = {"attention": "self_attn", "embeddings": "drop"}
 
@@ -100,7 +94,8 @@ class Transformers:
     @property
     def _family(self) -> str:
         """The model_type as our configurations have it."""
-        return BODIES[self.model.config.model_type][0]
+        theirs = self.model.config.model_type
+        return next((ours for ours, row in FAMILIES.items() if theirs in row.aliases), theirs)
 
     @property
     def _stage_names(self) -> list[str]:
@@ -127,7 +122,7 @@ class Transformers:
     def _tapped(self, outputs: dict[str, Any]) -> Iterator[None]:
         """While this lasts, a pass of the model leaves its stages in `outputs`."""
         layers = family(self._family).layers
-        body = self.model.get_submodule(BODIES[self.model.config.model_type][1])
+        body = self.model.get_submodule(self.model.base_model_prefix)
 
         def keep(name: str) -> Callable[..., None]:
             def hook(_: Any, __: Any, output: Any) -> None:
