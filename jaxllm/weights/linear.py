@@ -112,7 +112,7 @@ def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products
     few = 0 < x_RI.shape[0] <= native.MAX_ROWS
     half = x_RI.dtype == jnp.bfloat16 and (packed or weight.dtype == jnp.bfloat16)
     every = x_RI.shape[0] > 0 and (half or digits == 1) and native.isa() in native.FAST_PRODUCTS
-    if not native.enabled() or not (few or every or packed):
+    if not native.enabled() or not as_leaf(weight).has_kernels or not (few or every or packed):
         return _plain
     return _kernel if few or every else _widened
 

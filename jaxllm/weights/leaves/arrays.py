@@ -23,6 +23,8 @@ _KINDS = {
 class Dense(Leaf):
     """An array as a leaf: never a parameter itself, only what `as_leaf` sees in one."""
 
+    has_kernels = True
+
     def __init__(self, array: jax.Array) -> None:
         self.array = array
 

@@ -35,6 +35,7 @@ class QTensor(Leaf, struct.PyTreeNode):
     """
 
     rounds_inputs = True
+    has_kernels = True
 
     data: jax.Array
     scale: jax.Array

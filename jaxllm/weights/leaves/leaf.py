@@ -20,10 +20,12 @@ Pieces = Mapping[str, Any]  # a leaf's arrays by what follows its own name; "" i
 class Leaf:
     """A weight stored in a form of its own: a frozen pytree whose arrays are its pieces.
 
-    rounds_inputs: whether `Precision.int8_inputs` applies to products with it.
+    rounds_inputs: whether `Precision.int8_inputs` applies to products with it. has_kernels: whether
+    the native kernels know it (`matrix`); elsewhere `product` does it all.
     """
 
     rounds_inputs = False
+    has_kernels = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ class Leaf:
         raise NotImplementedError
 
     def matrix(self) -> Matrix:
-        """The pieces as the native kernels take them."""
+        """The pieces as the native kernels take them, where they know this kind of leaf."""
         raise NotImplementedError
 
     def widened(self, dtype: Any) -> tuple[Matrix, jax.Array | None]:

@@ -35,6 +35,8 @@ class Packed(Leaf, struct.PyTreeNode):
     widest: the most escapes in a row.
     """
 
+    has_kernels = True
+
     sign_mantissa: jax.Array
     nibbles: jax.Array
     base: jax.Array
