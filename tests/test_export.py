@@ -82,7 +82,10 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    needed = ("errors", "exported", "files", "process", "weights", "weights.files")
+    needed = (
+        "errors", "files", "fixed", "fixed.exported", "moved", "process", "weights",
+        "weights.files",
+    )  # fmt: skip
     assert {n for n in done.stdout.split() if not n.startswith("jaxllm.files.")} == {
         f"jaxllm.{name}" for name in needed
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from jaxllm.cache.files import _digest
+from jaxllm.cache.files import digest
 from jaxllm.weights.files import open_tensors
 
 # Texts that json.dumps would not write: what stands for them in a tree, and they.
@@ -217,7 +217,7 @@ def redigest_cache(directory: Path) -> None:
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     inner = json.loads(header["__metadata__"]["header"])
-    inner["digest"] = _digest(inner, {n: t.read() for n, t in open_tensors(path).items()})
+    inner["digest"] = digest(inner, {n: t.read() for n, t in open_tensors(path).items()})
     header["__metadata__"]["header"] = json.dumps(inner)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
