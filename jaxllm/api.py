@@ -135,7 +135,8 @@ class LM:
         token ids): classifier-free guidance.
         top_logprobs (0): how many of each step's likeliest tokens to report.
         overflow: "refuse" a text that exceeds the context; "slide": begin again from the context's
-        recent half; "sinks": keep the first tokens and a window.
+        recent half; "sinks": keep the first tokens and a window; "heavy": keep the recent tokens
+        and the most attended to.
         cache: a KVCache of one row; what the prompt shares with its text is not run again.
         chunk (256): tokens of a prompt that are run at once. pad_token_id: without effect.
         batch_invariant (False): a row's last bits may depend on how many rows run with it; True

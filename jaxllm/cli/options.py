@@ -78,7 +78,7 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="End before this text; may be given more than once.")
 ]
 Overflow = Annotated[
-    str | None, typer.Option(help="When the context is full: refuse (default), slide or sinks.")
+    str | None, typer.Option(help="When the context is full: refuse, slide, sinks, heavy.")
 ]
 More = Annotated[
     list[str] | None,

@@ -196,7 +196,7 @@ OPTIONS: dict[str, Option] = {
         policy,
         f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
         "when the context is full: refuse, begin again from its recent half (slide), or keep the"
-        " first tokens and a window (sinks)",
+        " first tokens and a window (sinks), or the recent and the most attended to (heavy)",
         from_file=False,
         ways=(PLAIN, STREAM),
     ),
