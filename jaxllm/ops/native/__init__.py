@@ -102,11 +102,13 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def _path() -> str | None:
-    """Where the library is: as JAXLLM_LIBRARY says, beside this file, or in site-packages where
-    the installation is editable."""
+    """Where the library is: as JAXLLM_LIBRARY says, beside this file, or, for a checkout, in the
+    site-packages that its editable installation built into."""
     if named := os.environ.get("JAXLLM_LIBRARY"):
         return named
-    for folder in (os.path.dirname(__file__), *(f"{p}/jaxllm/ops/native" for p in sys.path)):
+    here = os.path.dirname(__file__)
+    checkout = os.path.isdir(os.path.join(here, "csrc"))
+    for folder in (here, *(f"{p}/jaxllm/ops/native" for p in sys.path if checkout)):
         path = os.path.join(folder, "_kernels.so")
         if os.path.isfile(path):
             return path
