@@ -35,8 +35,8 @@ from jaxllm.errors import (
     TokenError,
 )
 from jaxllm.files import is_there
-from jaxllm.forms import open_directory, read_texts
-from jaxllm.options import GenerateOptions, Kind, check_options, row_options
+from jaxllm.forms import open_path, read_texts
+from jaxllm.options import GenerateOptions, Kind, check_options, described, row_options
 from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
 from jaxllm.settings import UNSUPPORTED, Settings, read_settings
@@ -105,6 +105,7 @@ class LM:
         **options: Unpack[GenerateOptions],
     ) -> Any: ...
 
+    @described
     def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Any:
         """Continue a prompt, or each of a list of prompts in one batch.
 
@@ -113,36 +114,12 @@ class LM:
         asks for one (and always before an empty text). Token ids are taken as they are. No prompts
         have no completions.
 
-        options, in Hugging Face's spelling; generation_config.json gives the defaults, None is the
-        default, and `jaxllm.options.OPTIONS` says what each must be:
+        options, in Hugging Face's spelling; generation_config.json gives the defaults, and None is
+        the default. Greedy unless do_sample=True or a temperature is given. Where a row's last bits
+        or its place in the list must not matter, ask for batch_invariant and give each prompt a
+        seed of its own: with one seed, equal prompts draw equal texts.
 
-        max_new_tokens (256, or what fits), eos_token_id (an id or several), stop_strings,
-        stopping_criteria (a function of text and ids so far, or several): the end.
-        do_sample, seed (0, or "random"): the choice of tokens. Greedy unless do_sample=True or a
-        temperature is given. Numbers may be one a prompt.
-        temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma,
-        xtc_probability, xtc_threshold, mirostat_tau, mirostat_eta: from which tokens is drawn.
-        repetition_penalty, presence_penalty, frequency_penalty, dry_multiplier, dry_base,
-        dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers, no_repeat_ngram_size: less of
-        what was said. logit_bias, sequence_bias, bad_words_ids, suppress_tokens,
-        begin_suppress_tokens, min_length, min_new_tokens, forced_bos_token_id, forced_eos_token_id.
-        logits_processor: a list of your own, `Processor`s or functions (scores [B, V], Context) ->
-        scores in JAX. sampler: a `Sampler` in place of all that.
-        num_return_sequences (1), num_beams (1), length_penalty (1.0), early_stopping (False).
-        assistant_model (an LM) or prompt_lookup_num_tokens: speculative decoding, with
-        num_assistant_tokens (4) or max_matching_ngram_size (3).
-        penalty_alpha, with top_k (4): contrastive search. guidance_scale, negative_prompt (text or
-        token ids): classifier-free guidance.
-        top_logprobs (0): how many of each step's likeliest tokens to report.
-        overflow: "refuse" a text that exceeds the context; "slide": begin again from the context's
-        recent half; "sinks": keep the first tokens and a window; "heavy": keep the recent tokens
-        and the most attended to.
-        cache: a KVCache of one row; what the prompt shares with its text is not run again.
-        chunk (256): tokens of a prompt that are run at once. pad_token_id: without effect.
-        batch_invariant (False): a row's last bits may depend on how many rows run with it; True
-        runs each prompt by itself, which gives up what batching gains. Where a prompt's place in
-        the list must not matter either, give each its own seed: seed=[3, 7]; with one seed, equal
-        prompts draw equal texts.
+        OPTIONS
 
         Returns a Completion, or a list of them, for num_return_sequences above 1 a list for each
         prompt. Raises TokenError for ids outside the vocabulary, CapacityError when prompt and new
@@ -359,12 +336,12 @@ def load(
 
 
 def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
-    """Open a checkpoint in either form, and check all but its numbers; `path` as for `load`."""
-    return open_directory(resolve(path))
+    """Open a checkpoint in any form, and check all but its numbers; `path` as for `load`."""
+    return open_path(resolve(path))
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory that a path or a name of `load` stands for; downloads only for "hf:..."."""
+    """The directory or file that a path or a name of `load` stands for; downloads only for "hf:..."."""
     text = str(path)
     if text.startswith("demo:"):
         demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
@@ -373,9 +350,8 @@ def resolve(path: str | Path) -> Path:
         return demos[text]
     if text.startswith("hf:"):
         return _download(text[3:])
-    directory = Path(path)
-    if is_there(directory) and directory.is_dir():
-        return directory
+    if is_there(found := Path(path)):
+        return found
     hint = f" To download from the hub, write hf:{text}" if re.fullmatch(_REPO, text) else ""
     raise CheckpointError(f"{text:.200} is not a directory.{hint}")
 

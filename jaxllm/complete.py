@@ -69,6 +69,9 @@ class Completion:
     seed: int = dataclasses.field(default=0, compare=False)
 
 
+Decoder = Callable[[Parts, list[list[int]], Settings], list[Completion]]
+
+
 def complete(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
     """`num_return_sequences` completions of each prompt, in order, by the decoder asked for."""
     found = _DECODERS[settings.way](lm, prompts, settings)
@@ -188,92 +191,88 @@ def _generated(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[
 def _beams(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
     if len(set(_each(settings.max_new_tokens, prompts))) > 1:
         raise SamplingError("beam search takes one max_new_tokens for all prompts")
+    n = settings.num_return_sequences
     result = beam_search(
         lm.model,
         lm.params,
         _padded(prompts),
         lengths_B=_lengths(prompts),
-        num_beams=settings.num_beams,
         max_new_tokens=int(np.max(settings.max_new_tokens)),
-        num_return_sequences=settings.num_return_sequences,
-        length_penalty=settings.length_penalty,
-        early_stopping=settings.early_stopping,  # type: ignore[arg-type]
+        num_return_sequences=n,
         eos_token_ids=settings.eos_token_ids,
         sampler=settings.sampler,
         chunk=settings.chunk,
+        **settings.own,
     )
-    completions = []
-    for row, prompt in enumerate(prompts):
-        for n in range(settings.num_return_sequences):
-            length = int(result.length_BN[row, n])
-            finish = reason(Finish(int(result.finish_BN[row, n])), row, length)
-            tokens = np.asarray(result.token_BNT)[row, n, :length].tolist()
-            found = _read(lm, prompt, tokens, finish or "length", settings)
-            completions.append(dataclasses.replace(found, score=float(result.score_BN[row, n])))
-    return completions
+    prompts = [prompt for prompt in prompts for _ in range(n)]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.device_get(result))
+    found = _read_rows(lm, prompts, flat.token_BNT, flat.length_BN, flat.finish_BN, settings)
+    return [
+        dataclasses.replace(c, score=float(score))
+        for c, score in zip(found, flat.score_BN, strict=True)
+    ]
 
 
 def _speculated(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
-    assistant, lookup = settings.assistant_model, settings.prompt_lookup_num_tokens
-    draft = PromptLookup(ngram=settings.max_matching_ngram_size)
+    own = settings.own
+    assistant, lookup = own["assistant_model"], own["prompt_lookup_num_tokens"]
+    draft = PromptLookup(ngram=own["max_matching_ngram_size"])
     result = speculative_generate(
         lm.model,
         lm.params,
         _padded(prompts),
         lengths_B=_lengths(prompts),
         draft=draft if assistant is None else (assistant.model, assistant.params),
-        num_draft_tokens=lookup or settings.num_assistant_tokens,
+        num_draft_tokens=lookup or own["num_assistant_tokens"],
         max_new_tokens=settings.max_new_tokens,
         sampler=settings.sampler,
         seed=_keys(settings.seed, len(prompts)),
         eos_token_ids=settings.eos_token_ids,
         chunk=settings.chunk,
     )
-    completions = []
-    for row, prompt in enumerate(prompts):
-        length = int(result.length_B[row])
-        finish = reason(Finish(int(result.finish_B[row])), row, length)
-        tokens = np.asarray(result.token_BT)[row, :length].tolist()
-        found = _read(lm, prompt, tokens, finish or "length", settings)
-        drafted = int(result.proposed_B[row]), int(result.accepted_B[row])
-        completions.append(dataclasses.replace(found, drafted=drafted))
-    return completions
-
-
-def _contrasted(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
-    assert settings.penalty_alpha is not None
-    completions = []
-    for prompt, new in zip(prompts, _each(settings.max_new_tokens, prompts), strict=True):
-        tokens = contrastive_search(
-            lm.model,
-            lm.params,
-            prompt,
-            penalty_alpha=settings.penalty_alpha,
-            top_k=settings.contrasted,
-            max_new_tokens=new,
-            eos_token_ids=settings.eos_token_ids,
+    rows = result.token_BT, result.length_B, result.finish_B
+    found = _read_rows(lm, prompts, *rows, settings)
+    return [
+        dataclasses.replace(c, drafted=(int(proposed), int(accepted)))
+        for c, proposed, accepted in zip(
+            found, np.asarray(result.proposed_B), np.asarray(result.accepted_B), strict=True
         )
-        completions.append(_read(lm, prompt, tokens, _end(tokens, settings), settings))
-    return completions
+    ]
 
 
-def _guided(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
-    completions = []
-    new_B, seed_B = _each(settings.max_new_tokens, prompts), _each(settings.seed, prompts)
-    for prompt, new, seed in zip(prompts, new_B, seed_B, strict=True):
-        tokens = guided_generate(
-            lm.model,
-            lm.params,
-            prompt,
-            guidance_scale=settings.guidance_scale,
-            negative_prompt=settings.negative_prompt,
-            max_new_tokens=new,
-            sampler=settings.sampler,
-            seed=seed,
-            eos_token_ids=settings.eos_token_ids,
-        )
-        completions.append(_read(lm, prompt, tokens, _end(tokens, settings), settings))
-    return completions
+def _read_rows(
+    lm: Parts,
+    prompts: list[list[int]],
+    token_BT: Any,
+    length_B: Any,
+    finish_B: Any,
+    settings: Settings,
+) -> list[Completion]:
+    """Rows of tokens that came all at once as completions."""
+    found = []
+    rows = zip(np.asarray(token_BT), np.asarray(length_B), np.asarray(finish_B), strict=True)
+    for row, (prompt, (token_T, length, finish)) in enumerate(zip(prompts, rows, strict=True)):
+        why = reason(Finish(int(finish)), row, int(length))
+        found.append(_read(lm, prompt, token_T[:length].tolist(), why or "length", settings))
+    return found
+
+
+def _one_by_one(decode: Callable[..., list[int]], *, draws: bool) -> Decoder:
+    """A decoder that takes a prompt at a time, and a sampler and a seed where it draws."""
+
+    def decoded(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
+        new_B, seed_B = _each(settings.max_new_tokens, prompts), _each(settings.seed, prompts)
+        found = []
+        for prompt, new, seed in zip(prompts, new_B, seed_B, strict=True):
+            drawing = {"sampler": settings.sampler, "seed": seed} if draws else {}
+            ends = settings.eos_token_ids
+            given = {"max_new_tokens": new, "eos_token_ids": ends, **drawing, **settings.own}
+            tokens = decode(lm.model, lm.params, prompt, **given)
+            finish = "eos" if tokens and tokens[-1] in ends else "length"
+            found.append(_read(lm, prompt, tokens, finish, settings))
+        return found
+
+    return decoded
 
 
 def _read(
@@ -287,10 +286,6 @@ def _read(
     tokens = tokens[:count]
     finish = "stop" if reader.stopped else finish
     return Completion(reader.whole(tokens), tokens, [], finish, len(prompt))
-
-
-def _end(tokens: list[int], settings: Settings) -> str:
-    return "eos" if tokens and tokens[-1] in settings.eos_token_ids else "length"
 
 
 def _each(value: int | Sequence[int], prompts: list[list[int]]) -> list[int]:
@@ -317,10 +312,10 @@ def _padded(prompts: list[list[int]]) -> np.ndarray:
     return tokens_BT
 
 
-_DECODERS: dict[str, Callable[[Parts, list[list[int]], Settings], list[Completion]]] = {
+_DECODERS: dict[str, Decoder] = {
     PLAIN: _generated,
     BEAMS: _beams,
     DRAFTS: _speculated,
-    CONTRAST: _contrasted,
-    GUIDANCE: _guided,
+    CONTRAST: _one_by_one(contrastive_search, draws=False),
+    GUIDANCE: _one_by_one(guided_generate, draws=True),
 }

@@ -15,7 +15,8 @@ from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
 
 
 class Source(NamedTuple):
-    """A path that may be a checkpoint. header: what its config.json says, read once."""
+    """A path that may be a checkpoint. header: a directory's config.json, read once; {} of a file.
+    """
 
     path: Path
     header: Mapping[str, Any]
@@ -62,24 +63,26 @@ FORMS = (
     ),
     Form(
         FORM,
-        lambda source: "format" not in source.header,
+        lambda source: source.path.is_dir() and "format" not in source.header,
         lambda source: open_hf(*source),
         texts_of_directory,
     ),
 )
 
 
-def open_directory(directory: Path) -> Checkpoint:
-    """The checkpoint in a directory, in whatever form it is.
+def open_path(path: Path) -> Checkpoint:
+    """The checkpoint in a directory or a file, in whatever form it is.
 
     Raises CheckpointError where it is in none, and what the form raises.
     """
-    source = Source(directory, read_model_json(directory))
+    source = Source(path, read_model_json(path) if path.is_dir() else {})
     for form in FORMS:
         if form.recognises(source):
             return form.open(source)
+    if not source.header:
+        raise CheckpointError(f"{path!s:.200} is not a directory, nor a checkpoint in one file")
     raise CheckpointError(
-        f"{directory}: config.json says format {source.header['format']!r:.40}, known are"
+        f"{path}: config.json says format {source.header['format']!r:.40}, known are"
         f" {FORMAT!r} and Hugging Face's, which says none"
     )
 

@@ -12,7 +12,7 @@ from jaxllm.decode.sampling.options import PROCESSORS, SHAPING, make_sampler
 from jaxllm.decode.sampling.sampler import GREEDY, Sampler
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
-from jaxllm.options import OPTIONS, Ends, Kind, check_values, check_ways, way_of
+from jaxllm.options import OPTIONS, PLAIN, Ends, Kind, check_values, check_ways, way_of
 from jaxllm.shapes import bucket
 
 DEFAULT_NEW_TOKENS = 256
@@ -30,9 +30,9 @@ UNSUPPORTED: dict[str, Any] = {
 class Settings:
     """What `LM.generate` and `LM.stream` were asked for; the field names are the options'.
 
-    way: of decoding. max_new_tokens: a number, or one for each sequence. seed: likewise; never
-    "random", but the number that was drawn for it. contrasted: contrastive search's top_k.
-    negative_prompt: as token ids.
+    way: of decoding; own: the options that it takes and plain generation does not. max_new_tokens:
+    a number, or one for each sequence. seed: likewise; never "random", but the number that was
+    drawn for it.
     """
 
     way: str
@@ -45,20 +45,10 @@ class Settings:
     top_logprobs: int
     overflow: Overflow | None
     num_return_sequences: int
-    num_beams: int
-    length_penalty: float
-    early_stopping: bool | str
-    assistant_model: Any
-    num_assistant_tokens: int
-    prompt_lookup_num_tokens: int | None
-    max_matching_ngram_size: int
-    penalty_alpha: float | None
-    contrasted: int
-    guidance_scale: float
-    negative_prompt: Sequence[int] | None
     chunk: int
     cache: KVCache | None
     batch_invariant: bool
+    own: Mapping[str, Any]
 
     @property
     def asks_after_each_token(self) -> bool:
@@ -94,9 +84,11 @@ def read_settings(
     eos = given.get("eos_token_id", ())
     fields = {field.name for field in dataclasses.fields(Settings)} & OPTIONS.keys()
     asked = {name: given.get(name, OPTIONS[name].default) for name in fields}
+    own = _own_options(way, given)
     n = asked["num_return_sequences"] if way in OPTIONS["num_return_sequences"].ways else 1
     longest = max(map(len, prompts)) + (max(new) if isinstance(new, list) else new)
-    _check_memory(config, len(prompts) * max(n, asked["num_beams"]), longest, asked, cache_dtype)
+    texts = max(n, own.get("num_beams", 1))
+    _check_memory(config, len(prompts) * texts, longest, asked, cache_dtype)
     return Settings(
         **asked
         | {
@@ -110,8 +102,18 @@ def read_settings(
             "stopping_criteria": asked["stopping_criteria"] or (),
         },
         eos_token_ids=eos,
-        contrasted=given.get("top_k") or 4,
+        own=own,
     )
+
+
+def _own_options(way: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that this way takes and plain generation does not. Where nothing is drawn a
+    processor's option is the decoder's own too, unless it is off."""
+    taken = {name: option for name, option in OPTIONS.items() if way in option.ways}
+    own = {n: given.get(n, o.default) for n, o in taken.items() if PLAIN not in o.ways}
+    if way not in OPTIONS["do_sample"].ways:
+        own |= {name: given[name] for name in taken if name in PROCESSORS and given.get(name)}
+    return own
 
 
 def _budget(
@@ -149,9 +151,8 @@ def _check_memory(
     text = rows * (bucket(longest) * per_place + 4 * config.vocab_size)
     check_memory(
         cache_nbytes(config, rows, capacity, cache_dtype) + text,
-        f"{rows:,} texts of up to {longest:,} tokens (num_return_sequences"
-        f" {asked['num_return_sequences']:,}, num_beams {asked['num_beams']:,}, top_logprobs"
-        f" {asked['top_logprobs']:,})",
+        f"{rows:,} texts of up to {longest:,} tokens, each with {asked['top_logprobs']:,} of the"
+        " likeliest at each step",
     )
 
 

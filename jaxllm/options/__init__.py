@@ -4,13 +4,23 @@
 generation_config.json are all checked by it, before anything is loaded or run. The names are those
 of Hugging Face; common names of other libraries are answered with ours.
 
-table: every option; values: what its values may be; typed: its type, for editors. check: whole
-requests against it. spellings: the nearest name.
+table: every option, with its type; values: what its values may be. check: whole requests against
+it. spellings: the nearest name.
 """
 
 from jaxllm.options.check import Kind, check_options, check_values, check_ways, row_options, way_of
-from jaxllm.options.table import BEAMS, CONTRAST, DRAFTS, GUIDANCE, OPTIONS, PLAIN, Option
-from jaxllm.options.typed import Ends, GenerateOptions
+from jaxllm.options.table import (
+    BEAMS,
+    CONTRAST,
+    DRAFTS,
+    GUIDANCE,
+    OPTIONS,
+    PLAIN,
+    GenerateOptions,
+    Option,
+    described,
+)
+from jaxllm.options.values import Ends
 
 __all__ = [
     "BEAMS",
@@ -26,6 +36,7 @@ __all__ = [
     "check_options",
     "check_values",
     "check_ways",
+    "described",
     "row_options",
     "way_of",
 ]

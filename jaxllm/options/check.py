@@ -8,16 +8,7 @@ import numpy as np
 from jaxllm.decode.sampling.options import PROCESSORS
 from jaxllm.errors import SamplingError, nearest
 from jaxllm.options.spellings import SPELLINGS
-from jaxllm.options.table import (
-    BEAMS,
-    CONTRAST,
-    DRAFTS,
-    GUIDANCE,
-    OPTIONS,
-    PLAIN,
-    SERVE,
-    STREAM,
-)
+from jaxllm.options.table import OPTIONS, PLAIN, SERVE, STREAM, WAYS
 
 Kind = Literal["generate", "stream", "serve"]
 
@@ -61,12 +52,12 @@ def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]
 def way_of(options: Mapping[str, Any], kind: Kind = "generate") -> str:
     """Which way of decoding these options ask for. Raises SamplingError where they ask for two."""
     asked = {
-        BEAMS: options.get("num_beams", 1) > 1,
-        DRAFTS: not {"assistant_model", "prompt_lookup_num_tokens"}.isdisjoint(options),
-        CONTRAST: "penalty_alpha" in options,
-        GUIDANCE: options.get("guidance_scale", 1) != 1,  # 1 is transformers' value for none
+        way
+        for name, value in options.items()
+        if OPTIONS[name].asks and value != OPTIONS[name].default
+        for way in OPTIONS[name].ways
     }
-    ways = [way for way, is_asked in asked.items() if is_asked]
+    ways = [way for way in WAYS if way in asked]
     if len(ways) > 1:
         raise SamplingError(f"{' and '.join(ways)} cannot be had at once")
     if ways and kind == "stream":

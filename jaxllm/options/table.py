@@ -1,17 +1,23 @@
-"""The table: every option, what it must be, what it does, and what it goes with."""
+"""The table: every option, its type, what it must be, what it does, and what it goes with."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
-from jaxllm.decode.loops.overflow import OVERFLOWS
+from jaxllm.decode.loops.overflow import OVERFLOWS, Overflow
 from jaxllm.decode.loops.text import MOST_TOKENS
 from jaxllm.decode.sampling.options import PROCESSORS, check_sampling
-from jaxllm.decode.sampling.sampler import Sampler
-from jaxllm.options.typed import Assistant
+from jaxllm.decode.sampling.sampler import Processor, Sampler
 from jaxllm.options.values import (
+    Assistant,
+    Ends,
+    Ids,
+    Lists,
+    Numbers,
+    Scores,
     criteria,
     early,
     flag,
@@ -33,6 +39,7 @@ PLAIN, BEAMS, DRAFTS, CONTRAST, GUIDANCE = WAYS = (
     "contrastive search",
     "guidance",
 )
+Function = TypeVar("Function", bound=Callable[..., Any])
 STREAM, SERVE = "stream", "a request to serve"
 _SAMPLING_WAYS = (PLAIN, STREAM, SERVE, BEAMS, DRAFTS, GUIDANCE)
 
@@ -43,7 +50,7 @@ class Option(NamedTuple):
     check: the value as it is used; its TypeError or ValueError says what is wrong. meaning: what
     the value must be. help: what it does. default: the value without effect, or the usual one.
     per_row: a list with a value for each prompt will do. from_file: generation_config.json may set
-    it. ways: of decoding that take it.
+    it. ways: of decoding that take it. asks: whether any value but the default asks for its way.
     """
 
     check: Callable[[Any], Any]
@@ -53,6 +60,277 @@ class Option(NamedTuple):
     per_row: bool = False
     from_file: bool = True
     ways: tuple[str, ...] = (*WAYS, STREAM, SERVE)
+    asks: bool = False
+
+
+_UP = "a whole number from 1 up"
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What `LM.generate`, `LM.stream` and `LM.serve` take, for editors, mypy and `OPTIONS`."""
+
+    max_new_tokens: Annotated[
+        Ids | None,
+        Option(
+            one_or_each(lambda n: n if n is None else whole_number(1, MOST_TOKENS)(n)),
+            f"a whole number from 1 to {MOST_TOKENS}, or one for each prompt",
+            "the end: so many tokens after the prompt (256, or what fits)",
+            per_row=True,
+        ),
+    ]
+    eos_token_id: Annotated[
+        Ids | None,
+        Option(
+            ids, "a token id or a list of them", "the end: a token that ends the text, part of it"
+        ),
+    ]
+    stop_strings: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            texts,
+            "a text or a list of them, none empty",
+            "the end: a text before which it ends",
+            (),
+        ),
+    ]
+    stopping_criteria: Annotated[
+        Ends | Sequence[Ends] | None,
+        Option(
+            criteria,
+            "a function of (text, token ids) so far, or a list of them",
+            "the end: Python that is asked after every token; (text, ids) -> bool",
+            from_file=False,
+        ),
+    ]
+    do_sample: Annotated[
+        bool | None,
+        Option(
+            flag,
+            "true or false",
+            "draw tokens; by default the best one, unless a temperature is given",
+            ways=_SAMPLING_WAYS,
+        ),
+    ]
+    seed: Annotated[
+        Ids | Literal["random"] | None,
+        Option(
+            one_or_each(seed),
+            'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
+            "of the random numbers: the same seed, the same text",
+            0,
+            per_row=True,
+            from_file=False,
+        ),
+    ]
+    # The processors of scores: each has its row beside its class.
+    logit_bias: Mapping[Any, float] | Lists | None
+    sequence_bias: Mapping[Any, float] | Lists | None
+    repetition_penalty: Numbers | None
+    presence_penalty: Numbers | None
+    frequency_penalty: Numbers | None
+    dry_multiplier: Numbers | None
+    dry_base: Numbers | None
+    dry_allowed_length: Numbers | None
+    dry_penalty_last_n: Numbers | None
+    dry_sequence_breakers: Lists | None
+    no_repeat_ngram_size: Numbers | None
+    bad_words_ids: Lists | None
+    suppress_tokens: Lists | None
+    begin_suppress_tokens: Lists | None
+    min_length: Numbers | None
+    min_new_tokens: Numbers | None
+    forced_bos_token_id: Ids | None
+    forced_eos_token_id: Ids | None
+    temperature: Numbers | None
+    top_n_sigma: Numbers | None
+    top_k: Numbers | None
+    top_p: Numbers | None
+    min_p: Numbers | None
+    typical_p: Numbers | None
+    epsilon_cutoff: Numbers | None
+    eta_cutoff: Numbers | None
+    xtc_probability: Numbers | None
+    xtc_threshold: Numbers | None
+    mirostat_tau: Numbers | None
+    mirostat_eta: Numbers | None
+    sampler: Annotated[
+        Sampler | None,
+        Option(
+            instance(Sampler),
+            "a jaxllm.Sampler",
+            "a chain of your own in place of all options of sampling",
+            from_file=False,
+            ways=_SAMPLING_WAYS,
+        ),
+    ]
+    logits_processor: Annotated[
+        Sequence[Processor | Scores] | None,
+        Option(
+            processors,
+            "a list of Processors and functions of (scores [B, V], Context) in JAX",
+            "further processors, before temperature and what follows it",
+            from_file=False,
+            ways=_SAMPLING_WAYS,
+        ),
+    ]
+    num_return_sequences: Annotated[
+        int | None,
+        Option(whole_number(1), _UP, "how many texts for each prompt", 1, ways=(PLAIN, BEAMS)),
+    ]
+    num_beams: Annotated[
+        int | None,
+        Option(
+            whole_number(1), _UP, "beam search with so many at a time", 1, asks=True, ways=(BEAMS,)
+        ),
+    ]
+    length_penalty: Annotated[
+        float | None,
+        Option(
+            number(),
+            "a finite number",
+            "beam search: above 0 favours long texts",
+            1.0,
+            ways=(BEAMS,),
+        ),
+    ]
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        Option(
+            early,
+            'false, true or "never"',
+            "beam search: when enough has been found",
+            False,
+            ways=(BEAMS,),
+        ),
+    ]
+    assistant_model: Annotated[
+        Assistant | None,
+        Option(
+            instance(Assistant),
+            "a jaxllm.LM",
+            "speculative decoding: a smaller model of the same vocabulary",
+            from_file=False,
+            asks=True,
+            ways=(DRAFTS,),
+        ),
+    ]
+    num_assistant_tokens: Annotated[
+        int | None,
+        Option(
+            whole_number(1),
+            _UP,
+            "speculative decoding: how many tokens assistant_model proposes at once",
+            4,
+            ways=(DRAFTS,),
+        ),
+    ]
+    prompt_lookup_num_tokens: Annotated[
+        int | None,
+        Option(
+            whole_number(1),
+            _UP,
+            "speculative decoding: so many tokens are proposed from the text itself",
+            asks=True,
+            ways=(DRAFTS,),
+        ),
+    ]
+    max_matching_ngram_size: Annotated[
+        int | None,
+        Option(
+            whole_number(1),
+            _UP,
+            "speculative decoding: how many last tokens are looked for in the text",
+            3,
+            ways=(DRAFTS,),
+        ),
+    ]
+    penalty_alpha: Annotated[
+        float | None,
+        Option(
+            number(0, 1),
+            "a number from 0 to 1",
+            "contrastive search: how much likeness to the text costs",
+            asks=True,
+            ways=(CONTRAST,),
+        ),
+    ]
+    guidance_scale: Annotated[
+        float | None,
+        Option(
+            number(),
+            "a finite number, 1 is off",
+            "classifier-free guidance: how far away from negative_prompt",
+            1.0,
+            asks=True,
+            ways=(GUIDANCE,),
+        ),
+    ]
+    negative_prompt: Annotated[
+        str | Sequence[int] | None,
+        Option(
+            instance(str | Sequence | np.ndarray),
+            "a text or token ids",
+            "classifier-free guidance: what not to say",
+            from_file=False,
+            ways=(GUIDANCE,),
+        ),
+    ]
+    top_logprobs: Annotated[
+        int | None,
+        Option(
+            whole_number(0),
+            "a whole number from 0 (off) up",
+            "report so many of each step's likeliest tokens",
+            0,
+            from_file=False,
+            ways=(PLAIN, STREAM),
+        ),
+    ]
+    overflow: Annotated[
+        Literal["refuse", "slide", "sinks", "heavy"] | Overflow | None,
+        Option(
+            policy,
+            f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
+            "when the context is full: refuse, begin again from its recent half (slide), keep the"
+            " first tokens and a window (sinks), or the recent and the most attended to (heavy)",
+            from_file=False,
+            ways=(PLAIN, STREAM),
+        ),
+    ]
+    cache: Annotated[
+        KVCache | None,
+        Option(
+            instance(KVCache),
+            "a jaxllm.KVCache",
+            "of one row; what the prompt shares with its text is not run again",
+            from_file=False,
+            ways=(PLAIN, STREAM),
+        ),
+    ]
+    chunk: Annotated[
+        int | None,
+        Option(
+            whole_number(1), _UP, "tokens of a prompt that are run at once", 256, from_file=False
+        ),
+    ]
+    batch_invariant: Annotated[
+        bool | None,
+        Option(
+            flag,
+            "true or false",
+            "run each prompt by itself, so that its last bits do not depend on the others",
+            False,
+            from_file=False,
+        ),
+    ]
+    pad_token_id: Annotated[
+        int | None,
+        Option(
+            whole_number(-1),
+            "a token id",
+            "accepted, and without effect: padding is known by its position, never by an id",
+        ),
+    ]
 
 
 def _sampling(name: str) -> Option:
@@ -67,159 +345,20 @@ def _sampling(name: str) -> Option:
     return Option(check, row.meaning, row.help, per_row=not row.a_list, ways=ways)
 
 
-_UP = "a whole number from 1 up"
-
 OPTIONS: dict[str, Option] = {
-    "max_new_tokens": Option(
-        one_or_each(lambda n: n if n is None else whole_number(1, MOST_TOKENS)(n)),
-        f"a whole number from 1 to {MOST_TOKENS}, or one for each prompt",
-        "the end: so many tokens after the prompt (256, or what fits)",
-        per_row=True,
-    ),
-    "eos_token_id": Option(
-        ids, "a token id or a list of them", "the end: a token that ends the text, part of it"
-    ),
-    "stop_strings": Option(
-        texts, "a text or a list of them, none empty", "the end: a text before which it ends", ()
-    ),
-    "stopping_criteria": Option(
-        criteria,
-        "a function of (text, token ids) so far, or a list of them",
-        "the end: Python that is asked after every token; (text, ids) -> bool",
-        from_file=False,
-    ),
-    "do_sample": Option(
-        flag,
-        "true or false",
-        "draw tokens; by default the best one, unless a temperature is given",
-        ways=_SAMPLING_WAYS,
-    ),
-    "seed": Option(
-        one_or_each(seed),
-        'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
-        "of the random numbers: the same seed, the same text",
-        0,
-        per_row=True,
-        from_file=False,
-    ),
-    **{name: _sampling(name) for name in PROCESSORS},
-    "sampler": Option(
-        instance(Sampler),
-        "a jaxllm.Sampler",
-        "a chain of your own in place of all options of sampling",
-        from_file=False,
-        ways=_SAMPLING_WAYS,
-    ),
-    "logits_processor": Option(
-        processors,
-        "a list of Processors and functions of (scores [B, V], Context) in JAX",
-        "further processors, before temperature and what follows it",
-        from_file=False,
-        ways=_SAMPLING_WAYS,
-    ),
-    "num_return_sequences": Option(
-        whole_number(1), _UP, "how many texts for each prompt", 1, ways=(PLAIN, BEAMS)
-    ),
-    "num_beams": Option(
-        whole_number(1), _UP, "beam search with so many at a time", 1, ways=(BEAMS,)
-    ),
-    "length_penalty": Option(
-        number(),
-        "a finite number",
-        "beam search: above 0 favours long texts",
-        1.0,
-        ways=(BEAMS,),
-    ),
-    "early_stopping": Option(
-        early,
-        'false, true or "never"',
-        "beam search: when enough has been found",
-        False,
-        ways=(BEAMS,),
-    ),
-    "assistant_model": Option(
-        instance(Assistant),
-        "a jaxllm.LM",
-        "speculative decoding: a smaller model of the same vocabulary",
-        from_file=False,
-        ways=(DRAFTS,),
-    ),
-    "num_assistant_tokens": Option(
-        whole_number(1),
-        _UP,
-        "speculative decoding: how many tokens assistant_model proposes at once",
-        4,
-        ways=(DRAFTS,),
-    ),
-    "prompt_lookup_num_tokens": Option(
-        whole_number(1),
-        _UP,
-        "speculative decoding: so many tokens are proposed from the text itself",
-        ways=(DRAFTS,),
-    ),
-    "max_matching_ngram_size": Option(
-        whole_number(1),
-        _UP,
-        "speculative decoding: how many last tokens are looked for in the text",
-        3,
-        ways=(DRAFTS,),
-    ),
-    "penalty_alpha": Option(
-        number(0, 1),
-        "a number from 0 to 1",
-        "contrastive search: how much likeness to the text costs",
-        ways=(CONTRAST,),
-    ),
-    "guidance_scale": Option(
-        number(),
-        "a finite number, 1 is off",
-        "classifier-free guidance: how far away from negative_prompt",
-        1.0,
-        ways=(GUIDANCE,),
-    ),
-    "negative_prompt": Option(
-        instance(str | Sequence | np.ndarray),
-        "a text or token ids",
-        "classifier-free guidance: what not to say",
-        from_file=False,
-        ways=(GUIDANCE,),
-    ),
-    "top_logprobs": Option(
-        whole_number(0),
-        "a whole number from 0 (off) up",
-        "report so many of each step's likeliest tokens",
-        0,
-        from_file=False,
-        ways=(PLAIN, STREAM),
-    ),
-    "overflow": Option(
-        policy,
-        f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
-        "when the context is full: refuse, begin again from its recent half (slide), or keep the"
-        " first tokens and a window (sinks), or the recent and the most attended to (heavy)",
-        from_file=False,
-        ways=(PLAIN, STREAM),
-    ),
-    "cache": Option(
-        instance(KVCache),
-        "a jaxllm.KVCache",
-        "of one row; what the prompt shares with its text is not run again",
-        from_file=False,
-        ways=(PLAIN, STREAM),
-    ),
-    "chunk": Option(
-        whole_number(1), _UP, "tokens of a prompt that are run at once", 256, from_file=False
-    ),
-    "batch_invariant": Option(
-        flag,
-        "true or false",
-        "run each prompt by itself, so that its last bits do not depend on the others",
-        False,
-        from_file=False,
-    ),
-    "pad_token_id": Option(
-        whole_number(-1),
-        "a token id",
-        "accepted, and without effect: padding is known by its position, never by an id",
-    ),
+    name: _sampling(name) if name in PROCESSORS else hint.__metadata__[0]
+    for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
 }
+
+
+def described(function: Function) -> Function:
+    """The function with the table in place of OPTIONS in its docstring."""
+    rows = (
+        f"{name}{'' if row.default in (None, ()) else f' ({row.default})'}: {row.help}."
+        f" {row.meaning[0].upper()}{row.meaning[1:]}."
+        for name, row in OPTIONS.items()
+    )
+    shape = {"initial_indent": " " * 8, "subsequent_indent": " " * 12}
+    lines = (textwrap.fill(row, 100, break_long_words=False, **shape) for row in rows)
+    function.__doc__ = (function.__doc__ or "").replace("        OPTIONS", "\n".join(lines))
+    return function

@@ -5,19 +5,33 @@ What is wrong is a TypeError or ValueError; the option's `meaning` says more tha
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from jaxllm.decode.loops.overflow import OVERFLOWS, Overflow
 from jaxllm.decode.loops.text import MOST_TOKENS
-from jaxllm.decode.sampling.sampler import Processor
-from jaxllm.options.typed import Ends
+from jaxllm.decode.sampling.sampler import Context, Processor
 from jaxllm.whole import is_number, is_whole
 
 MOST_SEED = (1 << 64) - 1
+Numbers = float | Sequence[float] | np.ndarray
+Ids = int | Sequence[int] | np.ndarray
+Lists = Sequence[Any] | np.ndarray
+Scores = Callable[[Any, Context], Any]  # (float32 [B, V], the text so far) -> float32 [B, V]
+Ends = Callable[[str | None, list[int]], bool]  # (text, ids) of a continuation so far -> end here
+
+
+@runtime_checkable
+class Assistant(Protocol):
+    """A smaller model of the same vocabulary: an `LM`."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def params(self) -> Any: ...
 
 
 def whole_number(least: int, most: int = MOST_SEED) -> Callable[[Any], int]:

@@ -29,8 +29,8 @@ def contrastive_search(
     prompt: Sequence[int],
     *,
     penalty_alpha: float,
-    top_k: int,
     max_new_tokens: int,
+    top_k: int = 4,
     eos_token_ids: Sequence[int] = (),
 ) -> list[int]:
     """The tokens that continue a prompt: up to `max_new_tokens`, or to an end of text, included.

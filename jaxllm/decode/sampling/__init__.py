@@ -1,7 +1,8 @@
 """The choice of a token.
 
-sampler: chains of small pytrees, and the draw. options: their names, readers: their values.
-truncation: processors of the scores alone; penalties, constraints: of the text.
+sampler: chains of small pytrees, and the draw. truncation: processors of the scores alone;
+penalties, constraints: of the text; each file ends with the options that users set them by.
+readers: of what users write for these. options: all of them, and the sampler that they make.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -10,6 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.decode.sampling.penalties import recent, repeated, scatter, spread
+from jaxllm.decode.sampling.readers import (
+    OFF_AT_0,
+    TOKENS,
+    SamplingOption,
+    begin_suppress,
+    biases,
+    forced_bos,
+    forced_eos,
+    min_length,
+    tokens,
+    whole_number,
+    words,
+)
 from jaxllm.decode.sampling.sampler import Context, Processor
 from jaxllm.decode.sampling.truncation import column
 
@@ -160,3 +173,66 @@ def _ban(scores_BV: jax.Array, banned_BV: jax.Array) -> jax.Array:
 def _force(scores_BV: jax.Array, wanted_BV: jax.Array) -> jax.Array:
     some_B1 = wanted_BV.any(axis=1, keepdims=True)
     return jnp.where(some_B1, jnp.where(wanted_BV, 0.0, -jnp.inf), scores_BV)
+
+
+BIASES: dict[str, SamplingOption] = {
+    "logit_bias": SamplingOption(
+        LogitBias,
+        biases(single=True),
+        "a table from token ids to biases from -100 to 100, or one such table a row",
+        "added to these tokens' scores, as OpenAI does",
+        a_list=True,
+    ),
+    "sequence_bias": SamplingOption(
+        SequenceBias,
+        biases(single=False),
+        "a table from sequences of token ids to finite biases, or one such table a row",
+        "added to the scores of tokens that complete these sequences",
+        a_list=True,
+    ),
+}
+
+OPTIONS: dict[str, SamplingOption] = {
+    "no_repeat_ngram_size": SamplingOption(
+        NoRepeatNGram,
+        whole_number("size", 0),
+        OFF_AT_0,
+        "no sequence of so many tokens comes twice",
+    ),
+    "bad_words_ids": SamplingOption(
+        BadWords,
+        words,
+        "a list of lists of token ids, or one such list a row",
+        "sequences that are never completed",
+        a_list=True,
+    ),
+    "suppress_tokens": SamplingOption(
+        Suppress, tokens("token_N"), TOKENS, "never drawn", a_list=True
+    ),
+    "begin_suppress_tokens": SamplingOption(
+        BeginSuppress, begin_suppress, TOKENS, "not drawn first", a_list=True
+    ),
+    "min_length": SamplingOption(
+        MinLength,
+        min_length("total"),
+        OFF_AT_0,
+        "no end before the text has so many tokens, prompt included",
+        0,
+    ),
+    "min_new_tokens": SamplingOption(
+        MinLength, min_length("new"), OFF_AT_0, "no end before so many new tokens", 0
+    ),
+    "forced_bos_token_id": SamplingOption(
+        ForcedBos,
+        forced_bos,
+        "a token id, -1 is off, or one a row",
+        "comes second, after a prompt of one token",
+    ),
+    "forced_eos_token_id": SamplingOption(
+        ForcedEos,
+        forced_eos,
+        f"a token id, {TOKENS}",
+        "comes last, where max_new_tokens ends the text",
+        a_list=True,
+    ),
+}

@@ -9,6 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.decode.sampling.readers import (
+    TOKENS,
+    SamplingOption,
+    anything,
+    number,
+    tokens,
+    whole_number,
+)
 from jaxllm.decode.sampling.sampler import Context, Processor
 from jaxllm.decode.sampling.truncation import column
 from jaxllm.errors import SamplingError
@@ -146,3 +154,63 @@ def _count(scores_BV: jax.Array, context: Context, *, prompt: bool) -> jax.Array
         counts_BL &= at_1L >= context.prompt_B[:, None]
     token_BL = jnp.where(counts_BL, context.token_BL, -1)
     return scatter(jnp.zeros_like(scores_BV), token_BL).add(1.0, mode="drop")
+
+
+OPTIONS: dict[str, SamplingOption] = {
+    "repetition_penalty": SamplingOption(
+        Repetition,
+        number("penalty", lambda x: x > 0),
+        "a number above 0, 1 is off",
+        "divides what the text has had already, prompt included (CTRL)",
+    ),
+    "presence_penalty": SamplingOption(
+        Frequency,
+        number("presence", anything),
+        "a finite number, 0 is off",
+        "taken once from what was generated already, as OpenAI does",
+        0,
+    ),
+    "frequency_penalty": SamplingOption(
+        Frequency,
+        number("frequency", anything),
+        "a finite number, 0 is off",
+        "taken for each time that a token was generated, as OpenAI does",
+        0,
+    ),
+    "dry_multiplier": SamplingOption(
+        Dry,
+        number("multiplier", lambda x: x >= 0),
+        "a number from 0 (off) up",
+        "DRY: of what would prolong a repetition",
+        0,
+    ),
+    "dry_base": SamplingOption(
+        Dry,
+        number("base", lambda x: x >= 1),
+        "a number from 1 up",
+        "DRY: to the power of the repetition's length",
+        1.75,
+    ),
+    "dry_allowed_length": SamplingOption(
+        Dry,
+        whole_number("allowed_length", 1),
+        "a whole number from 1 up",
+        "DRY: repetitions up to this length cost nothing",
+        2,
+    ),
+    "dry_penalty_last_n": SamplingOption(
+        Dry,
+        whole_number("last_n", -1),
+        "a whole number, -1 is all, 0 is off",
+        "DRY: how many of the last tokens are looked at",
+        -1,
+    ),
+    "dry_sequence_breakers": SamplingOption(
+        Dry,
+        tokens("breakers"),
+        TOKENS,
+        "DRY: tokens that end what counts as repeated",
+        (),
+        a_list=True,
+    ),
+}

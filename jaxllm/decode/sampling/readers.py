@@ -1,7 +1,7 @@
 """Readers: what users write for a sampling option as the arrays of its processor.
 
 A reader takes the value and the `Facts` of the call, and raises TypeError or ValueError for what it
-cannot take; `options.PROCESSORS` says of each option which reader is its own.
+cannot take; the rows beside the processors say of each option which reader is its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.decode.sampling.sampler import Processor
 from jaxllm.whole import is_number, is_whole
 
 
@@ -24,6 +25,29 @@ class Facts(NamedTuple):
 
 
 Reader = Callable[[Any, Facts], dict[str, jax.Array]]
+
+
+class SamplingOption(NamedTuple):
+    """How users set a processor, or a part of it: a row beside the processor's class.
+
+    make: the processor's maker; options with the same maker are one processor. read: from the
+    value, arguments of the maker; its ValueError or TypeError becomes an error that tells what the
+    option must be, its `meaning`. help: what it does. default: the value where only other options
+    of the processor are given. always: part of every sampler, so that setting it compiles nothing;
+    the others join the chain when they are given. a_list: the value for one row is a list already.
+    """
+
+    make: Callable[..., Processor]
+    read: Reader
+    meaning: str
+    help: str
+    default: Any = None
+    always: bool = False
+    a_list: bool = False
+
+
+OFF_AT_0 = "a whole number, 0 is off"
+TOKENS = "a list of token ids, or one such list a row"
 Biased = tuple[Sequence[int], float]  # a sequence of tokens, and its bias
 
 

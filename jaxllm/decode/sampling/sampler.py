@@ -2,7 +2,7 @@
 
 A processor maps scores to scores, float32 `[B, V]`, and removes a token by scoring it -inf. Its
 values are a number or one a row, `[B]`; a new value never recompiles. A new processor is a new
-class with `__call__`, and a row in `options.PROCESSORS` if users set it by name. What it knows
+class with `__call__`, and a row in its file's table if users set it by name. What it knows
 beside the scores is the `Context`; what it remembers it keeps in its own fields, by `observe`.
 """
 

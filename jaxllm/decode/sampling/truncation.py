@@ -10,6 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.decode.sampling.readers import (
+    OFF_AT_0,
+    SamplingOption,
+    number,
+    share,
+    whole_number,
+)
 from jaxllm.decode.sampling.sampler import Context, Processor
 from jaxllm.errors import SamplingError
 
@@ -231,3 +238,93 @@ def _ordered(x: jax.Array) -> jax.Array:
     """int32 that compare as the float32 do (IEEE 754's sign and magnitude to two's complement)."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+_SHARE = "a number from 0 (off) to below 1"
+
+# In their order in a chain. top_n_sigma looks at the vocabulary before it is cut, as in llama.cpp,
+# and XTC and mirostat look at what is left.
+OPTIONS: dict[str, SamplingOption] = {
+    "temperature": SamplingOption(
+        Temperature,
+        number("temperature", lambda x: x >= 0),
+        "a number from 0 (greedy) up",
+        "divides the scores; giving it asks to sample",
+        1.0,
+        always=True,
+    ),
+    "top_n_sigma": SamplingOption(
+        TopNSigma,
+        number("n", lambda x: x >= 0),
+        "a number from 0 (off) up",
+        "only tokens within so many standard deviations of the best score",
+    ),
+    "top_k": SamplingOption(
+        TopK,
+        whole_number("top_k", 0),
+        OFF_AT_0,
+        "only the k best tokens; of contrastive search, its candidates",
+        0,
+        always=True,
+    ),
+    "top_p": SamplingOption(
+        TopP,
+        number("top_p", share),
+        "a number from 0 to 1 (off)",
+        "only the best tokens whose probabilities add up to p",
+        1.0,
+        always=True,
+    ),
+    "min_p": SamplingOption(
+        MinP,
+        number("min_p", share),
+        "a number from 0 (off) to 1",
+        "only tokens with this part of the best one's probability",
+    ),
+    "typical_p": SamplingOption(
+        Typical,
+        number("typical_p", lambda x: (x > 0) & (x <= 1)),
+        "a number above 0, up to 1 (off)",
+        "only the most typical tokens whose probabilities add up to p",
+    ),
+    "epsilon_cutoff": SamplingOption(
+        Epsilon,
+        number("epsilon", lambda x: (x >= 0) & (x < 1)),
+        _SHARE,
+        "only tokens at least so probable",
+    ),
+    "eta_cutoff": SamplingOption(
+        Eta,
+        number("epsilon", lambda x: (x >= 0) & (x < 1)),
+        _SHARE,
+        "as epsilon_cutoff, less strict where the entropy is high",
+    ),
+    "xtc_probability": SamplingOption(
+        XTC,
+        number("probability", share),
+        "a number from 0 (off) to 1",
+        "XTC: how often the best tokens are left out",
+        0,
+    ),
+    "xtc_threshold": SamplingOption(
+        XTC,
+        number("threshold", share),
+        "a number from 0 to 1",
+        "XTC: of tokens at least so probable all but the last are left out",
+        0.1,
+    ),
+    "mirostat_tau": SamplingOption(
+        Mirostat.start,
+        number("tau", lambda x: x >= 0),
+        "a number of bits from 0 (off) up",
+        "mirostat: the surprise that is aimed at",
+        0,
+    ),
+    "mirostat_eta": SamplingOption(
+        Mirostat.start,
+        number("eta", lambda x: x >= 0),
+        "a number from 0 up",
+        "mirostat: how fast it adapts",
+        0.1,
+    ),
+}
