@@ -341,7 +341,7 @@ def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory or file that a path or a name of `load` stands for; downloads only for "hf:..."."""
+    """The directory or file that `path` of `load` stands for; downloads only for "hf:..."."""
     text = str(path)
     if text.startswith("demo:"):
         demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
