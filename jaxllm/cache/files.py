@@ -25,6 +25,7 @@ from jaxllm.files import as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
 from jaxllm.weights.files import LazyTensor, open_tensors, read_header, write_tensors
 from jaxllm.weights.paths import Params
+from jaxllm.whole import check_ids
 
 FORMAT = "jaxllm-cache"
 VERSION = 2
@@ -234,11 +235,8 @@ def _check_numbers(
                 f"{where}: it has positions that are not below next_position_B, or next_position_B"
                 f" is above {config.position_limit}"
             )
-        known = (token_BS >= 0) & (token_BS < config.vocab_size)
-        if (~known & (position_BS != EMPTY)).any():
-            raise CheckpointError(
-                f"{where}: it has token ids outside the vocabulary of {config.vocab_size}"
-            )
+        held_BS = position_BS != EMPTY
+        check_ids(token_BS, config.vocab_size, f"{where}: ", real_X=held_BS, error=CheckpointError)
 
 
 def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:

@@ -8,7 +8,9 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
+from jaxllm.shapes import pad_rows
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.whole import check_ids
 
 
 class Given(NamedTuple):
@@ -57,13 +59,7 @@ def read_given(
     else:
         token_BL = _ids(rows)
         mask_BL = _mask(mask, token_BL.shape)
-    wrong_BL = mask_BL & ((token_BL < 0) | (token_BL >= config.vocab_size))
-    if wrong_BL.any():
-        row, column = np.argwhere(wrong_BL)[0]
-        raise TokenError(
-            f"token id {token_BL[row, column]} (row {row}, column {column}) is outside the"
-            f" vocabulary of {config.vocab_size}"
-        )
+    check_ids(token_BL, config.vocab_size, real_X=mask_BL)
     return Given(np.where(mask_BL, token_BL, 0).astype(np.int32), None, mask_BL)
 
 
@@ -86,12 +82,9 @@ def _aligned(rows: Sequence[Any], side: str) -> tuple[np.ndarray, np.ndarray]:
     lists = [_ids([row])[0] if len(row) else _empty_row(r) for r, row in enumerate(rows)]
     if not lists:
         raise TokenError("the input has no rows")
-    width = max(map(len, lists))
-    token_BL, mask_BL = np.zeros((len(lists), width), np.int64), np.zeros((len(lists), width), bool)
-    for r, ids in enumerate(lists):
-        at = slice(width - len(ids), width) if side == "left" else slice(0, len(ids))
-        token_BL[r, at], mask_BL[r, at] = ids, True
-    return token_BL, mask_BL
+    left, there = side == "left", [[1] * len(ids) for ids in lists]
+    # 64 bits: whether an id is one of the vocabulary is yet to be seen.
+    return pad_rows(lists, left=left, dtype=np.int64), pad_rows(there, left=left, dtype=bool)
 
 
 def _empty_row(row: int) -> np.ndarray:

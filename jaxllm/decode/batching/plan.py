@@ -10,6 +10,7 @@ from jaxllm.cache.sequences import Positions
 from jaxllm.config import ModelConfig
 from jaxllm.decode.batching.places import Line
 from jaxllm.errors import CapacityError, TokenError
+from jaxllm.whole import check_ids
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,12 +60,7 @@ def _tokens(config: ModelConfig, batch: TokenBatch) -> np.ndarray:
     token_N = _whole("tokens", batch.tokens)
     if not token_N.size:
         raise TokenError("the batch is empty")
-    wrong = np.flatnonzero((token_N < 0) | (token_N >= config.vocab_size))
-    if wrong.size:
-        raise TokenError(
-            f"token id {token_N[wrong[0]]} (token {wrong[0]} of the batch) is outside the"
-            f" vocabulary of {config.vocab_size}"
-        )
+    check_ids(token_N, config.vocab_size, "the batch: ")
     return token_N
 
 

@@ -30,8 +30,9 @@ from jaxllm.decode.batching.places import (
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.shapes import pad_rows
 from jaxllm.weights.paths import Params
-from jaxllm.whole import whole, whole_array
+from jaxllm.whole import check_ids, whole, whole_array
 
 MOST_BURST = 4096
 _KINDS = 8  # kinds of samplers that are kept though nobody has them at the moment
@@ -244,8 +245,7 @@ def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _L
     places = now.context.token_BL.shape[1]
     kind, sampler = fitted(request.sampler, model.config.vocab_size, places)
     row = min(set(range(rows)) - set(now.seats))
-    token_L = np.full(places, NO_TOKEN, np.int32)
-    token_L[: prompt_T.size] = prompt_T
+    token_L = pad_rows([prompt_T], width=places, fill=NO_TOKEN)[0]
     stacked = now.samplers[kind] if kind in now.samplers else _stacked(sampler, rows)
     position_BS, context, stacked = _seated(
         now.cache.tail.position_BS,
@@ -378,9 +378,7 @@ def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
     if not isinstance(request.sampler, Sampler):
         raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
     new = whole("max_new_tokens", request.max_new_tokens, 1)
-    vocabulary = model.config.vocab_size
-    if prompt_T.min() < 0 or prompt_T.max() >= vocabulary:
-        raise TokenError(f"the prompt has ids outside the vocabulary of {vocabulary}")
+    check_ids(prompt_T, model.config.vocab_size, "the prompt: ")
     needed = prompt_T.size + new - 1  # the last token is never run
     limit = min(capacity, model.config.position_limit)
     if needed > limit:

@@ -20,7 +20,7 @@ from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sa
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
 from jaxllm.inputs import checked_prompts
-from jaxllm.shapes import bucket
+from jaxllm.shapes import bucket, pad_rows
 from jaxllm.steps import Mass, prefill, run
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole
@@ -221,9 +221,7 @@ def _text(
     rows = [[*held[b], *tokens_BT[b, : lengths_B[b]].tolist()] for b in range(B)]
     longest = max(map(len, held)) + needed
     check_memory(8 * B * bucket(longest), f"a text of {longest:,} tokens in {B:,} rows")
-    token_BL = np.full((B, bucket(longest) + 1), NO_TOKEN, np.int32)
-    for token_L, row in zip(token_BL, rows, strict=True):
-        token_L[: len(row)] = row
+    token_BL = pad_rows(rows, width=bucket(longest) + 1, fill=NO_TOKEN)
     return token_BL, np.array([len(row) for row in rows], np.int32)
 
 
@@ -246,18 +244,15 @@ def _recent(
     cache: KVCache, tokens_BT: np.ndarray, lengths_B: np.ndarray, overflow: Overflow
 ) -> tuple[np.ndarray, np.ndarray]:
     """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
-    B, T = tokens_BT.shape
+    T = tokens_BT.shape[1]
     room = cache.capacity - int(cache.cursor)
-    keep = overflow.room_for(cache.capacity)
+    recent = overflow.room_for(cache.capacity)
     if room >= T:
         return tokens_BT, lengths_B
     if int(cache.cursor):
         raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
-    rows = [tokens_BT[b, :n][-keep:] for b, n in enumerate(lengths_B)]
-    kept = np.zeros((B, keep), np.int64)
-    for out, row in zip(kept, rows, strict=True):
-        out[: len(row)] = row
-    return kept, np.array([len(row) for row in rows])
+    rows = [tokens_BT[b, :n][-recent:] for b, n in enumerate(lengths_B)]
+    return pad_rows(rows, width=recent), np.array([len(row) for row in rows])
 
 
 def _generated(

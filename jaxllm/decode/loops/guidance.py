@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import init_cache
-from jaxllm.decode.loops.text import padded_eos
+from jaxllm.decode.loops.text import NO_TOKEN, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
+from jaxllm.shapes import pad_rows
 from jaxllm.steps import decode_step, prefill
 from jaxllm.weights.paths import Params
 from jaxllm.whole import is_number, whole
@@ -56,10 +57,9 @@ def guided_generate(
         raise CapacityError(f"a text of {room} tokens does not fit into {limit} positions")
 
     cache = init_cache(model, 2, room)
-    tokens_BT = np.array([row + [0] * (lengths_B.max() - len(row)) for row in pair])
+    tokens_BT = pad_rows(pair)
     logits_BV, cache = prefill(model, params, cache, tokens_BT, lengths_B=lengths_B, donate=True)
-    text_L = np.full(len(prompt) + max_new_tokens, -1, np.int32)
-    text_L[: len(prompt)] = prompt
+    text_L = pad_rows(pair[:1], width=len(prompt) + max_new_tokens, fill=NO_TOKEN)[0]
     key_B, sampler, scale = row_keys(seed, 1), sampler.begin(1), jnp.float32(guidance_scale)
 
     end = start = len(prompt)
