@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.api import LM
-from jaxllm.cache.kv import KVCache, extend, init_cache
+from jaxllm.cache.kv import KVCache, init_cache, unchecked_commit
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.models import family
 from jaxllm.ops import native
@@ -165,7 +165,7 @@ def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Arra
     def step(cache: KVCache, token_B: jax.Array) -> tuple[KVCache, jax.Array]:
         position_BT = cache.next_position_B[:, None]
         trace, delta, _ = run(model, params, cache.segments, token_B[:, None], position_BT)
-        return extend(cache, delta), trace.logits[:, 0].max(axis=1)
+        return unchecked_commit(cache, delta), trace.logits[:, 0].max(axis=1)
 
     return jax.lax.scan(step, cache, token_SB)[1]
 

@@ -20,7 +20,7 @@ from jaxllm.cache.kv import (
     Delta,
     KVCache,
     Segment,
-    as_kept,
+    cast_like,
     check_no_memory,
     check_usable,
     culled,
@@ -28,7 +28,7 @@ from jaxllm.cache.kv import (
 from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.ops import Entries, dense, keep_as, turn
+from jaxllm.ops import Entries, cast, dense, turn
 from jaxllm.whole import whole, whole_array
 
 INT32 = np.iinfo(np.int32)
@@ -214,7 +214,7 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
 
 @jax.jit
 def _patched(segment: Segment, index_BT: jax.Array, delta: Delta) -> Segment:
-    new = as_kept(delta, segment).replace(patched_BS=jnp.ones_like(delta.patched_BS))
+    new = cast_like(delta, segment).replace(patched_BS=jnp.ones_like(delta.patched_BS))
     return at_slots(segment, new, index_BT)
 
 
@@ -260,7 +260,7 @@ def turn_keys(
     keys: tuple[Entries, ...], by_BS: jax.Array, rope: Rope, head_dim: int
 ) -> tuple[Entries, ...]:
     def one(k: Entries) -> Entries:
-        new = keep_as(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
+        new = cast(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
 
         def where_moved(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(by_BS.reshape(by_BS.shape + (1,) * (old.ndim - 2)) != 0, new, old)

@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def dtype_named(name: str | None) -> str | None:
-    """A format of numbers by its full name. Raises ConfigError for what is none."""
+    """A format of numbers by its full name. Raises ConfigError for an unknown name."""
     if name is None or name in DTYPES:
         return name and DTYPES[name]
     raise ConfigError(

@@ -50,7 +50,7 @@ class FixedShapeRunner:
     that sees nothing, as padding does, attends to everything. In float16 a value beyond -65504 is
     minus infinity, and such a query NaN.
 
-    Raises ConfigError for lengths, names or values that are none.
+    Raises ConfigError for an impossible length, an unknown name or a wrong value.
     """
 
     model: nn.Module
@@ -97,8 +97,8 @@ class FixedShapeRunner:
         would give. mask: `[B, L]`, 1 where a token is real; padding may stand anywhere. past: what
         an earlier call returned, or keys and values of your own in at most as many slots.
 
-        Raises TokenError for input that is none, CapacityError for what `max_tokens` cannot hold,
-        CacheMismatchError for the past of another model or batch.
+        Raises TokenError for input of another form, CapacityError for what `max_tokens` cannot
+        hold, CacheMismatchError for the past of another model or batch.
         """
         config = self.model.config
         given = read_given(config, self.tokenizer, self.padding, text, tokens, embeddings, mask)

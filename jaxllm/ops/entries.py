@@ -1,7 +1,7 @@
 """Keys and values as a cache keeps them: float arrays, or int8 with a scale a token and head.
 
 Everything that moves slots about treats both as pytrees whose leaves are `[B, S, ...]`; only
-`dense` and `keep_as` know the difference.
+`dense` and `cast` know the difference.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def dense(entries: Entries) -> jax.Array:
     return entries
 
 
-def keep_as(entries: Entries, dtype: Any) -> Entries:
+def cast(entries: Entries, dtype: Any) -> Entries:
     """The entries in another format, a float dtype or int8; as they are if they have it."""
     if entries.dtype == dtype:
         return entries

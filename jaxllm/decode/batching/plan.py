@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxllm.cache.sequences import Positions
 from jaxllm.config import ModelConfig
-from jaxllm.decode.batching.places import Line
+from jaxllm.decode.batching.places import TokenRun
 from jaxllm.errors import CapacityError, TokenError
 from jaxllm.whole import check_ids
 
@@ -30,8 +30,8 @@ class TokenBatch:
     wanted: Sequence[bool] | Literal["all", "last"] = "last"
 
 
-def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[Line]]:
-    """What a batch makes of the sequences: stages of lines that do not depend on each other.
+def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[TokenRun]]:
+    """What a batch makes of the sequences: stages of runs that do not depend on each other.
 
     Raises TokenError for a batch that is invalid, CapacityError for one without room.
     """
@@ -42,14 +42,14 @@ def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[Li
     slot_N = _slots(now, sets)
     end = {row: position_N[i] + 1 for i, rows in enumerate(sets) for row in rows}
 
-    def line(rows: tuple[int, ...], index_T: list[int]) -> Line:
+    def run(rows: tuple[int, ...], index_T: list[int]) -> TokenRun:
         token_T, position_T, slot_T, output_T = (
             x[index_T] for x in (token_N, position_N, slot_N, output_N)
         )
         length = int(end[rows[0]])
-        return Line(rows, np.array(index_T), token_T, position_T, slot_T, output_T, length)
+        return TokenRun(rows, np.array(index_T), token_T, position_T, slot_T, output_T, length)
 
-    return [[line(*item) for item in stage.items()] for stage in _stages(sets)]
+    return [[run(*item) for item in stage.items()] for stage in _stages(sets)]
 
 
 def _tokens(config: ModelConfig, batch: TokenBatch) -> np.ndarray:

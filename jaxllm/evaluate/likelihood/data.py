@@ -156,7 +156,7 @@ def loader(
     `windows.PROTOCOLS`. limit: only the first so many windows. options: as `Loader`'s.
 
     Raises ConfigError for an impossible window, stride, protocol or batch, and TokenError where no
-    token can be scored, or for ids that are none.
+    token can be scored, or for documents that are no lists of ids.
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")

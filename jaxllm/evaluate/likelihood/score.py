@@ -83,7 +83,7 @@ def check_loader(model: nn.Module, loader: Loader) -> None:
 
 
 def check_finite(x_BT: np.ndarray, batch: Batch) -> None:
-    """Raise NonFiniteError, naming the window, for a number that is none."""
+    """Raise NonFiniteError, naming the window, where one is NaN or infinite."""
     if not np.isfinite(x_BT).all():
         row, column = np.argwhere(~np.isfinite(x_BT))[0]
         raise NonFiniteError(
