@@ -251,6 +251,27 @@ def run(
     return trace, delta, mass
 
 
+def run_and_commit(
+    model: nn.Module,
+    params: Params,
+    frozen: Segments,
+    tail: KVCache,
+    token_BT: jax.Array,
+    position_BT: jax.Array,
+    **asked: Any,
+) -> Carry:
+    """`run` against a cache, and its commit: logits, the tail, and the mass by the cache's slots.
+
+    tail: the cache without its frozen segments. asked: what else `run` takes.
+    """
+    segments = (*frozen, tail.tail)
+    trace, delta, mass = run(
+        model, params, segments, token_BT, position_BT, memory=tail.memory, **asked
+    )
+    mass = None if mass is None else settle(mass, tail, token_BT.shape[1])
+    return trace.logits, unchecked_commit(tail, delta), mass
+
+
 @partial(jax.jit, static_argnums=(0, 6, 7))
 def _forward(
     model: nn.Module,
@@ -280,17 +301,10 @@ def _decode_step(
     position_BT: jax.Array,
     attention_mass: Mass,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-    trace, delta, mass = run(
-        model,
-        params,
-        (*frozen, tail.tail),
-        token_BT,
-        position_BT,
-        attention_mass=attention_mass,
-        memory=tail.memory,
+    logits_B1V, tail, mass = run_and_commit(
+        model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
     )
-    mass = None if mass is None else settle(mass, tail, 1)
-    return trace.logits[:, 0], unchecked_commit(tail, delta), mass
+    return logits_B1V[:, 0], tail, mass
 
 
 def _prefill(
@@ -311,20 +325,20 @@ def _prefill(
         token_BC, position_BC = chunk
         real_BC = position_BC >= 0
         last_B = jnp.argmax(jnp.where(real_BC, jnp.arange(width), -1), axis=1)
-        trace, delta, mass = run(
+        new_B1V, tail, mass = run_and_commit(
             model,
             params,
-            (*frozen, tail.tail),
+            frozen,
+            tail,
             token_BC,
             position_BC,
             length_B=length_B,
             column_B=last_B,
             attention_mass=attention_mass,
-            memory=tail.memory,
         )
-        logits_BV = jnp.where(real_BC.any(axis=1)[:, None], trace.logits[:, 0], logits_BV)
-        total = None if mass is None or total is None else total + settle(mass, tail, width)
-        return (logits_BV, unchecked_commit(tail, delta), total), None
+        logits_BV = jnp.where(real_BC.any(axis=1)[:, None], new_B1V[:, 0], logits_BV)
+        total = None if mass is None or total is None else total + mass
+        return (logits_BV, tail, total), None
 
     def chunks(x_BT: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)

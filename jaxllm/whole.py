@@ -38,7 +38,7 @@ def whole(
 def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
     """Lists, or an array, of whole numbers as a numpy array.
 
-    Raises `error`, with the name, for other values, ragged lists and numbers of more than 64 bits.
+    Raises `error`, with the name, for anything else, ragged lists and more than 64 bits.
     """
     try:
         array = np.asarray(x)

@@ -89,6 +89,8 @@ More = Annotated[
         help="Any other option of LM.generate, its value as JSON: -o min_p=0.05 -o num_beams=4",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 

@@ -24,7 +24,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype, Quantize, check_writable, dtype_named, load_model
+from jaxllm.cli.options import AsJson, Dtype, Quantize, check_writable, dtype_named, load_model
 from jaxllm.errors import TokenError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def perplexity(
         Path | None,
         typer.Option(help="Keep every batch's numbers in this file, and go on from what it has."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Perplexity of a text with its standard error; KL divergence of another model from this one.
 

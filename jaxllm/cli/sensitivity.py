@@ -18,7 +18,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
@@ -43,7 +43,7 @@ def sensitivity(
     limit: Annotated[int, typer.Option(help="Only the first so many windows.")] = 8,
     dtype: Dtype = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ranking as a PNG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Lower one group of matrices at a time and rank them by what it does to the predictions.
 

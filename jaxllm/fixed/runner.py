@@ -13,7 +13,7 @@ from jaxllm import ops
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.fixed.given import Given, read_given
-from jaxllm.fixed.slots import Past, empty, fitted, kept, place
+from jaxllm.fixed.slots import Past, empty, fitted, past_after, place
 from jaxllm.fixed.step import Form, Mask, check_form, run_step
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import Params
@@ -115,7 +115,7 @@ class FixedShapeRunner:
                 outputs = self.step(inputs)
             else:
                 outputs = _STEP(self.model, form, self.params, inputs)
-            past = kept(past, outputs, after_BS, missing)
+            past = past_after(past, outputs, after_BS, missing)
             pieces.append(np.asarray(outputs["logits"])[:, self._real(columns)])
         return FixedOutput(np.concatenate(pieces, axis=1), past, given.mask_BL)
 

@@ -47,7 +47,7 @@ class TokenRun(NamedTuple):
 
 
 class Places(struct.PyTreeNode):
-    """A microbatch on the device: R rows of T tokens; -1 as position and NOWHERE as slot is none.
+    """A microbatch on the device: R rows of T tokens; position -1 and slot NOWHERE are padding.
 
     row_R: rows of the cache; None for all in order, which are then not gathered. column_R: the
     column whose outputs are wanted; None for all. member_RB: which sequences have the entries,

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, Segment, check_usable, init_cache, settle, unchecked_commit
-from jaxllm.decode.loops.overflow import Overflow
+from jaxllm.cache.kv import KVCache, Segment, check_usable, init_cache
+from jaxllm.decode.loops.overflow import Full, Overflow
 from jaxllm.decode.loops.room import check_room, recent_part, texts
 from jaxllm.decode.loops.text import (
     NO_TOKEN,
@@ -28,7 +28,7 @@ from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sa
 from jaxllm.errors import SamplingError
 from jaxllm.inputs import checked_prompts
 from jaxllm.shapes import bucket
-from jaxllm.steps import Mass, prefill, run
+from jaxllm.steps import Mass, prefill, run_and_commit
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole
 
@@ -121,16 +121,17 @@ def generate(
     Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
     cache or the model, SamplingError for a budget below one.
     """
-    limits, cache, state = _begin(model, params, tokens_BT, **options)
-    if options.get("until") is not None:
-        *_, (cache, state) = _steps(model, params, limits, cache, state, options)
+    until, asked = _until_of(options)
+    limits, cache, state = _begin(model, params, tokens_BT, **asked)
+    if until is not None:
+        *_, (cache, state) = _steps(model, params, limits, cache, state, until, options)
         return _generated(state, cache, options)
     mass, overflow = _mass_of(options), options.get("overflow")
     while True:
         cache, state = _run(_loop, model, params, limits, cache, state, mass)
         if overflow is None or not _running(state):
             return _generated(state, cache, options)
-        cache, total = overflow(model, params, cache, state.context, state.mass)
+        cache, total = overflow(Full(model, params, cache, state.context, state.mass))
         state = state.replace(mass=total)
 
 
@@ -143,11 +144,17 @@ def stream(
     caller's. Prefill runs, and errors are raised, when the first item is asked for. The attention
     mass is each step's own, the prompt's at first.
     """
-    limits, cache, state = _begin(model, params, tokens_BT, **options)
+    until, asked = _until_of(options)
+    limits, cache, state = _begin(model, params, tokens_BT, **asked)
     before_B = np.asarray(state.context.prompt_B)
-    for now, step in _steps(model, params, limits, cache, state, options):
+    for now, step in _steps(model, params, limits, cache, state, until, options):
         yield _generated(step, now, options, before_B, width=1)
         before_B = np.asarray(step.context.length_B)
+
+
+def _until_of(options: Options) -> tuple[Until | None, Any]:
+    """What is asked after every token, and the other options."""
+    return options.get("until"), {k: v for k, v in options.items() if k != "until"}
 
 
 def _begin(
@@ -160,7 +167,6 @@ def _begin(
     sampler: Sampler = GREEDY,
     seed: int | jax.Array = 0,
     eos_token_ids: Sequence[int] = (),
-    until: Until | None = None,  # asked after every token, by `_steps`
     cache: KVCache | None = None,
     overflow: Overflow | None = None,
     top_logprobs: int = 0,
@@ -256,10 +262,11 @@ def _steps(
     limits: Limits,
     cache: KVCache,
     state: State,
+    until: Until | None,
     options: Options,
 ) -> Iterator[tuple[KVCache, State]]:
     """The caches and states after each token, until every row has ended."""
-    until, overflow = options.get("until"), options.get("overflow")
+    overflow = options.get("overflow")
     mass, before_B = _mass_of(options), np.asarray(state.context.prompt_B)
     total = state.mass
     while True:
@@ -273,7 +280,7 @@ def _steps(
         if not _running(state):
             return
         if overflow is not None and int(cache.cursor) >= cache.capacity:
-            cache, total = overflow(model, params, cache, state.context, total)
+            cache, total = overflow(Full(model, params, cache, state.context, total))
             state = state.replace(mass=total)
         cache, state = _run(_one, model, params, limits, cache, state, mass)
         if total is not None and state.mass is not None:
@@ -349,19 +356,11 @@ def _advance(
     """
     running_B = state.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
-    segments, token_BT = (*frozen, tail.tail), state.newest_B[:, None]
-    trace, delta, mass = run(
-        model,
-        params,
-        segments,
-        token_BT,
-        position_BT,
-        attention_mass=attention_mass,
-        memory=tail.memory,
+    token_BT = state.newest_B[:, None]
+    logits_B1V, tail, mass = run_and_commit(
+        model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
     )
-    mass = None if mass is None else settle(mass, tail, 1)
-    tail = unchecked_commit(tail, delta)
-    return tail, _sample(limits, state.replace(mass=mass), trace.logits[:, 0])
+    return tail, _sample(limits, state.replace(mass=mass), logits_B1V[:, 0])
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)

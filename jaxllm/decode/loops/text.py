@@ -84,6 +84,6 @@ def finished(
 
 
 def is_in(token_X: jax.Array, eos_E: jax.Array) -> jax.Array:
-    """Which tokens end a text; -1 in either is none."""
+    """Which tokens end a text; -1 in either stands for no token."""
     ends_E = eos_E.reshape((1,) * token_X.ndim + (-1,))
     return (token_X[..., None] == ends_E).any(axis=-1) & (token_X >= 0)
