@@ -121,6 +121,16 @@ def as_array(name: str, x: Any) -> Any:
         raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}") from None
 
 
+def as_vectors(x: Any, axes: str, size: int) -> np.ndarray:
+    """Embeddings, `[B, T, size]` or as `axes` says, as float32. Raises TokenError by name."""
+    vectors, shape = np.asarray(as_array("embeddings", x)), f"[{axes}, {size}]"
+    if vectors.ndim != axes.count(",") + 2 or vectors.shape[-1] != size or 0 in vectors.shape:
+        raise TokenError(f"embeddings must be {shape}, none of them zero; got {vectors.shape}")
+    if not jnp.issubdtype(vectors.dtype, jnp.floating):
+        raise TokenError(f"embeddings must be floats, got {vectors.dtype}")
+    return vectors.astype(np.float32)
+
+
 def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer)
 

@@ -18,7 +18,7 @@ from jaxllm.cache.write import at_cursor, window_at_cursor
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
-from jaxllm.ops.entries import Entries, Int8Entries, cast
+from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
 from jaxllm.weights.paths import Place, put
 from jaxllm.weights.precision import CACHE_DTYPES
 from jaxllm.whole import whole
@@ -104,17 +104,17 @@ class KVCache(struct.PyTreeNode):
     @property
     def position_BS(self) -> jax.Array:
         """Positions of all slots of all segments in order, int32 `[B, S]`; negative: no token."""
-        return self._across([s.position_BS for s in self.segments])
+        return side_by_side([s.position_BS for s in self.segments], self.batch)
 
     @property
     def token_BS(self) -> jax.Array:
         """Token ids of all slots of all segments in order, int32 `[B, S]`."""
-        return self._across([s.token_BS for s in self.segments])
+        return side_by_side([s.token_BS for s in self.segments], self.batch)
 
     @property
     def patched_BS(self) -> jax.Array:
         """Which slots of all segments in order were patched, bool `[B, S]`."""
-        return self._across([s.patched_BS for s in self.segments])
+        return side_by_side([s.patched_BS for s in self.segments], self.batch)
 
     def tokens(self, row: int = 0) -> list[int]:
         """The ids of a row's text, in the order of their positions."""
@@ -176,10 +176,6 @@ class KVCache(struct.PyTreeNode):
             f"KVCache({model}: {rows} of {', '.join(lengths)} tokens, {frozen},"
             f" tail {int(self.cursor)}/{self.capacity}, {size})"
         )
-
-    def _across(self, parts: list[jax.Array]) -> jax.Array:
-        rows = [jnp.broadcast_to(x, (self.batch, x.shape[1])) for x in parts]
-        return jnp.concatenate(rows, axis=1)
 
 
 def init_cache(

@@ -29,6 +29,7 @@ from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, cast, dense, turn
+from jaxllm.ops.entries import side_by_side
 from jaxllm.whole import whole, whole_array
 
 INT32 = np.iinfo(np.int32)
@@ -203,11 +204,8 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
         segments.append(segment)
         first += size
     end_B = jnp.where(at_BT >= 0, delta.position_BS + 1, 0).max(axis=1)
-    patched = cache.replace(
-        frozen=tuple(segments[:-1]),
-        tail=segments[-1],
-        next_position_B=jnp.maximum(cache.next_position_B, end_B),
-    )
+    next_B = jnp.maximum(cache.next_position_B, end_B)
+    patched = _with_segments(cache, segments, next_position_B=next_B)
     _check_distinct(patched.position_BS)
     return patched
 
@@ -224,9 +222,8 @@ def gather_slots(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int)
     room = max(slots - order_BS.shape[1], 0)
 
     def gather(*parts: jax.Array) -> jax.Array:
-        whole = [jnp.broadcast_to(x, (order_BS.shape[0], *x.shape[1:])) for x in parts]
         index = order_BS.reshape(order_BS.shape + (1,) * (parts[0].ndim - 2))
-        found = jnp.take_along_axis(jnp.concatenate(whole, axis=1), index, axis=1)
+        found = jnp.take_along_axis(side_by_side(parts, order_BS.shape[0]), index, axis=1)
         return jnp.pad(found, ((0, 0), (0, room), *[(0, 0)] * (found.ndim - 2)))
 
     gathered: Segment = jax.tree.map(gather, *segments)
@@ -250,7 +247,7 @@ def _moved(
             k = turn_keys(segment.k, by_BS, movable_rope(cache.config), cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
-    moved = cache.replace(frozen=tuple(segments[:-1]), tail=segments[-1], next_position_B=next_B)
+    moved = _with_segments(cache, segments, next_position_B=next_B)
     _check_moved(cache, moved)
     return moved
 
@@ -324,7 +321,12 @@ def _check_slots(cache: KVCache, at_BT: jax.Array) -> None:
 
 def _with_positions(cache: KVCache, positions: Sequence[jax.Array]) -> KVCache:
     segments = [s.replace(position_BS=p) for s, p in zip(cache.segments, positions, strict=True)]
-    return cache.replace(frozen=tuple(segments[:-1]), tail=segments[-1])
+    return _with_segments(cache, segments)
+
+
+def _with_segments(cache: KVCache, segments: Sequence[Segment], **changed: Any) -> KVCache:
+    *frozen, tail = segments
+    return cache.replace(frozen=tuple(frozen), tail=tail, **changed)
 
 
 def _split(cache: KVCache, x_BS: jax.Array) -> list[jax.Array]:

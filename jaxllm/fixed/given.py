@@ -8,9 +8,10 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
+from jaxllm.inputs import as_vectors, shape_of
 from jaxllm.shapes import pad_rows
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.whole import check_ids
+from jaxllm.whole import check_ids, whole_array
 
 
 class Given(NamedTuple):
@@ -48,7 +49,7 @@ def read_given(
         got = " and ".join(names) or "none"
         raise TokenError(f"give exactly one of text, tokens and embeddings; got {got}")
     if embeddings is not None:
-        vector_BLD = _vectors(config, embeddings)
+        vector_BLD = as_vectors(embeddings, "B, T", config.hidden_size)
         mask_BL = _mask(mask, vector_BLD.shape[:2])
         return Given(np.zeros(mask_BL.shape, np.int32), _zeroed(vector_BLD, mask_BL), mask_BL)
     rows = _encoded(tokenizer, text) if text is not None else tokens
@@ -92,24 +93,9 @@ def _empty_row(row: int) -> np.ndarray:
 
 
 def _ids(tokens: Any) -> np.ndarray:
-    token_BL = np.asarray(tokens)
-    if token_BL.ndim != 2 or 0 in token_BL.shape:
-        raise TokenError(f"tokens must be [B, T], neither of them zero; got {token_BL.shape}")
-    if token_BL.dtype.kind not in "iu":
-        raise TokenError(f"tokens must be integers, got {token_BL.dtype}")
+    token_BL = whole_array("tokens", tokens, TokenError)
+    shape_of(token_BL)
     return token_BL
-
-
-def _vectors(config: ModelConfig, embeddings: Any) -> np.ndarray:
-    vector_BLD = np.asarray(embeddings)
-    size = config.hidden_size
-    if vector_BLD.ndim != 3 or vector_BLD.shape[2] != size or 0 in vector_BLD.shape:
-        raise TokenError(
-            f"embeddings must be [B, T, {size}], none of them zero; got {vector_BLD.shape}"
-        )
-    if not jax.numpy.issubdtype(vector_BLD.dtype, jax.numpy.floating):
-        raise TokenError(f"embeddings must be floats, got {vector_BLD.dtype}")
-    return vector_BLD.astype(np.float32)
 
 
 def _zeroed(vector_BLD: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:

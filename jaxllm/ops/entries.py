@@ -4,6 +4,7 @@ Everything that moves slots about treats both as pytrees whose leaves are `[B, S
 `dense` and `cast` know the difference.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,12 @@ class Int8Entries(struct.PyTreeNode):
 
 
 Entries = jax.Array | Int8Entries
+
+
+def side_by_side(parts: Sequence[jax.Array], rows: int) -> jax.Array:
+    """Arrays `[rows or 1, S, ...]` as one `[rows, S, ...]`, one after the other along S."""
+    each = [jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in parts]
+    return jnp.concatenate(each, axis=1)
 
 
 def dense(entries: Entries) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops.attention import Part, visible
-from jaxllm.ops.entries import dense
+from jaxllm.ops.entries import dense, side_by_side
 
 
 def attention_weights(
@@ -26,9 +26,9 @@ def attention_weights(
     are kept at once: B x N x T x S numbers.
     """
     B, T, N, _ = q_BTNH.shape
-    k_BSKH = _joined(B, [dense(p.k_BSKH).astype(jnp.float32) for p in parts])
+    k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
     score_BKGTS = _scores(q_BTNH, k_BSKH, scale)
-    position_BS = _joined(B, [p.position_BS for p in parts])
+    position_BS = side_by_side([p.position_BS for p in parts], B)
     seen_BKGTS = visible(position_BT, position_BS, window=window)[:, None, None]
     score_BKGTS = jnp.where(seen_BKGTS, score_BKGTS, -jnp.inf)
     weight_BKGTS = jnp.where(seen_BKGTS, jax.nn.softmax(score_BKGTS, axis=-1), 0.0)
@@ -46,9 +46,9 @@ def attend_masked(
     the mask reaches loses to it. The parts' positions are not looked at. Float32 inside.
     """
     B, T, N, H = q_BTNH.shape
-    k_BSKH = _joined(B, [dense(p.k_BSKH).astype(jnp.float32) for p in parts])
+    k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
     score_BKGTS = _scores(q_BTNH, k_BSKH, scale)
-    v_BSKH = _joined(B, [dense(p.v_BSKH).astype(jnp.float32) for p in parts])
+    v_BSKH = side_by_side([dense(p.v_BSKH).astype(jnp.float32) for p in parts], B)
     mask_BKGTS = mask_BTS[:, None, None]
     if mask_BTS.dtype == jnp.bool_:
         unseen_BS = ~mask_BTS.any(axis=1)
@@ -67,8 +67,3 @@ def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, scale: float) -> jax.Array:
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)
     return scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
-
-
-def _joined(B: int, parts: Sequence[jax.Array]) -> jax.Array:
-    """The parts' slots in order; what all rows share, for each of them."""
-    return jnp.concatenate([jnp.broadcast_to(x, (B, *x.shape[1:])) for x in parts], axis=1)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxllm.ops import native
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.leaves.arrays import product
-from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.leaves.leaf import Leaf, up
 
 ROUNDED = 512  # columns of x that share a scale where inputs are rounded
 
@@ -159,7 +159,7 @@ def round_to_int8(x_RI: jax.Array) -> jax.Array:
     The kernels round to the same integers, bit for bit: by the same operations in the same order.
     """
     rows, columns = x_RI.shape
-    width = -(-columns // ROUNDED) * ROUNDED
+    width = up(columns, ROUNDED)
     x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
     x_RCG = x_RCG.reshape(rows, -1, ROUNDED)
     step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) * (1 / 127)

@@ -14,7 +14,6 @@ from typing import Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
@@ -25,8 +24,9 @@ from jaxllm.decode.batching.places import (
     lay_out,
     microbatches,
 )
-from jaxllm.decode.batching.plan import TokenBatch, as_array, plan
+from jaxllm.decode.batching.plan import TokenBatch, plan
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.inputs import as_vectors
 from jaxllm.ops.pooling import normalized, pool
 from jaxllm.weights.paths import Params
 
@@ -141,12 +141,7 @@ def _vectors(size: int, batch: TokenBatch) -> np.ndarray | None:
     """The embeddings as float32, or None for a batch of tokens."""
     if batch.embeddings is None:
         return None
-    vectors_ND = as_array("embeddings", batch.embeddings)
-    if vectors_ND.ndim != 2 or vectors_ND.shape[1] != size or not len(vectors_ND):
-        raise TokenError(f"embeddings must be [N, {size}], N not zero; got {vectors_ND.shape}")
-    if not jnp.issubdtype(vectors_ND.dtype, jnp.floating):
-        raise TokenError(f"embeddings must be floats, got {vectors_ND.dtype}")
-    vectors_ND = vectors_ND.astype(np.float32)
+    vectors_ND = as_vectors(batch.embeddings, "N", size)
     if not np.isfinite(vectors_ND).all():
         raise TokenError("embeddings must be finite")
     return vectors_ND

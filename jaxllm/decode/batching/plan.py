@@ -10,7 +10,8 @@ from jaxllm.cache.sequences import Positions
 from jaxllm.config import ModelConfig
 from jaxllm.decode.batching.places import TokenRun
 from jaxllm.errors import CapacityError, TokenError
-from jaxllm.whole import check_ids
+from jaxllm.inputs import as_array
+from jaxllm.whole import check_ids, is_whole, whole_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,9 +72,7 @@ def _sets(batch: TokenBatch, count: int, rows: int) -> list[tuple[int, ...]]:
         raise TokenError(f"{len(given)} sequence ids for {count} tokens")
     sets = []
     for i, ids in enumerate(given):
-        members = tuple(
-            np.unique(_whole("sequence ids", np.atleast_1d(as_array("sequence ids", ids)))).tolist()
-        )
+        members = tuple(np.unique(_whole("sequence ids", [ids] if is_whole(ids) else ids)).tolist())
         if not members:
             raise TokenError(f"token {i} of the batch belongs to no sequence")
         if members[0] < 0 or members[-1] >= rows:
@@ -132,7 +131,7 @@ def _flags(batch: TokenBatch, count: int) -> np.ndarray:
         if batch.wanted not in ("all", "last"):
             raise TokenError(f"wanted must be flags, 'all' or 'last', got {batch.wanted!r:.40}")
         return np.arange(count) >= (0 if batch.wanted == "all" else count - 1)
-    output_N = as_array("wanted", batch.wanted)
+    output_N = np.asarray(as_array("wanted", batch.wanted))
     if output_N.shape != (count,) or output_N.dtype.kind not in "bi":
         raise TokenError(f"wanted must be {count} flags, one a token; got shape {output_N.shape}")
     return output_N.astype(bool)
@@ -170,14 +169,7 @@ def _stages(sets: list[tuple[int, ...]]) -> list[dict[tuple[int, ...], list[int]
 
 def _whole(name: str, x: Any) -> np.ndarray:
     """Whole numbers, int64 `[N]`."""
-    array = as_array(name, x)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    array = whole_array(name, x, TokenError)
+    if array.ndim != 1:
         raise TokenError(f"{name} must be a list of whole numbers, got {x!r:.80}")
     return array.astype(np.int64)
-
-
-def as_array(name: str, x: Any) -> np.ndarray:
-    try:
-        return np.asarray(x)
-    except ValueError:
-        raise TokenError(f"{name} must be an array, got {x!r:.80}") from None

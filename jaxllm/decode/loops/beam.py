@@ -19,6 +19,7 @@ from flax import struct
 
 from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, unchecked_commit
 from jaxllm.cache.rows import select
+from jaxllm.cache.surgery import slot_order
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, check_positions, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Processor, Sampler, process
 from jaxllm.errors import SamplingError
@@ -279,11 +280,8 @@ def _one_tail_a_beam(cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
 
 def _text(cache: KVCache, N: int, room: int) -> Text:
     """Each beam's text so far, -1 past its end, with room for more, int32 `[R, L]`; its length."""
-    position_BS = cache.position_BS
-    last = jnp.iinfo(jnp.int32).max
-    order_BS = jnp.argsort(jnp.where(position_BS >= 0, position_BS, last), axis=1)
-    token_BS = jnp.where(position_BS >= 0, cache.token_BS, NO_TOKEN)
-    text_BS = jnp.take_along_axis(token_BS, order_BS, axis=1)
+    token_BS = jnp.where(cache.position_BS >= 0, cache.token_BS, NO_TOKEN)
+    text_BS = jnp.take_along_axis(token_BS, slot_order(cache), axis=1)
     text_BL = jnp.pad(text_BS, ((0, 0), (0, room)), constant_values=NO_TOKEN)
     return jnp.repeat(text_BL, N, axis=0), jnp.repeat(cache.length_B, N)
 
