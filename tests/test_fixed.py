@@ -274,7 +274,7 @@ def test_a_large_score_beats_minus_fifty_but_no_boolean_mask() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((0, 5), "num_tokens must be a whole number of at least 1, got 0"),
+        ((0, 5), "num_tokens must be a whole number from 1 up, got 0"),
         ((2.5, 5), "num_tokens must be a whole number"),
         ((4, 4), r"max_tokens \(4\) must exceed num_tokens \(4\)"),
         ((4, 98), r"max_tokens \(98\) exceeds the model's context of 97"),

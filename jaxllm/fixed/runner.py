@@ -17,6 +17,7 @@ from jaxllm.fixed.slots import Past, empty, fitted, past_after, place
 from jaxllm.fixed.step import Form, Mask, check_form, run_step
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,9 +202,8 @@ class FixedShapeRunner:
 
 def check_lengths(model: nn.Module, num_tokens: int, max_tokens: int) -> None:
     """Raise ConfigError for lengths that no step can have."""
-    for name, value in {"num_tokens": num_tokens, "max_tokens": max_tokens}.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r:.40}")
+    whole("num_tokens", num_tokens, 1, error=ConfigError)
+    whole("max_tokens", max_tokens, 1, error=ConfigError)
     if max_tokens <= num_tokens:
         raise ConfigError(
             f"max_tokens ({max_tokens}) must exceed num_tokens ({num_tokens}): the rest is the past"

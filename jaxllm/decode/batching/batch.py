@@ -29,6 +29,7 @@ from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenE
 from jaxllm.inputs import as_vectors
 from jaxllm.ops.pooling import normalized, pool
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
 
 Pooling = Literal["none", "mean", "last", "cls"]
 POOLINGS = ("none", "mean", "last", "cls")
@@ -94,8 +95,7 @@ def decode(
     Raises ConfigError for an unknown output or pooling, CacheMismatchError for another kind of
     cache.
     """
-    if n_ubatch < 1:
-        raise ConfigError(f"n_ubatch must be at least 1, got {n_ubatch}")
+    whole("n_ubatch", n_ubatch, 1, error=ConfigError)
     if output not in ("logits", "embeddings") or pooling not in POOLINGS:
         raise ConfigError(f"no output {output!r:.40} with pooling {pooling!r:.40}")
     if output == "logits" and (pooling != "none" or normalize):

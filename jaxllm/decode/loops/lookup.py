@@ -8,7 +8,7 @@ from flax import struct
 
 from jaxllm.decode.loops.text import NO_TOKEN, put
 from jaxllm.decode.sampling.sampler import Sampler
-from jaxllm.errors import SamplingError
+from jaxllm.whole import whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,7 @@ class PromptLookup:
     ngram: int = 3
 
     def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise SamplingError(f"ngram must be at least 1, got {self.ngram}")
+        whole("ngram", self.ngram, 1)
 
 
 class Text(struct.PyTreeNode):
