@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from jaxllm.decode.batching.serve import serve
     from jaxllm.decode.loops.beam import BeamResult, beam_search
     from jaxllm.decode.loops.generate import Generated, generate, stream
-    from jaxllm.decode.loops.speculative import PromptLookup, Speculated, speculative_generate
+    from jaxllm.decode.loops.lookup import PromptLookup
+    from jaxllm.decode.loops.speculative import Speculated, speculative_generate
     from jaxllm.decode.loops.text import Finish
     from jaxllm.decode.sampling.options import make_sampler
     from jaxllm.decode.sampling.sampler import GREEDY, Sampler, row_keys, sample
@@ -61,7 +62,8 @@ _HOMES = {
     "jaxllm.decode.sampling.sampler": ("GREEDY", "Sampler", "row_keys", "sample"),
     "jaxllm.decode.batching.requests": ("Request",),
     "jaxllm.decode.batching.serve": ("serve",),
-    "jaxllm.decode.loops.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
+    "jaxllm.decode.loops.lookup": ("PromptLookup",),
+    "jaxllm.decode.loops.speculative": ("Speculated", "speculative_generate"),
     "jaxllm.embed": ("embeddings",),
     "jaxllm.evaluate.likelihood.divergence": ("divergence",),
     "jaxllm.evaluate.likelihood.perplexity": ("perplexity",),
