@@ -31,8 +31,9 @@ from jaxllm.files import (
     is_there,
     read_json,
 )
-from jaxllm.models import FAMILIES, family
+from jaxllm.models import FAMILIES, build, family, param_shapes
 from jaxllm.weights.files import LazyTensor, open_tensors
+from jaxllm.weights.paths import flatten
 
 from .tables import HEAD, Architecture
 
@@ -73,7 +74,7 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
     """
     data = read_model_json(directory) if data is None else data
     config, table = read_config(data)
-    tensors = _ours(_open_files(directory), table, str(directory))
+    tensors = _ours(_open_files(directory), config, table, str(directory))
     if config.tie_word_embeddings and HEAD in tensors:
         _drop_tied_head(tensors, f"{family(config.model_type).tokens}.weight", str(directory))
     check_names(tensors, config, str(directory))
@@ -150,13 +151,17 @@ def write_hf(
     )
 
 
-def _ours(tensors: dict[str, LazyTensor], table: Architecture, where: str) -> dict[str, LazyTensor]:
-    """Their tensors under our paths; what the model does not have stays, to be complained of."""
+def _ours(
+    tensors: dict[str, LazyTensor], config: ModelConfig, table: Architecture, where: str
+) -> dict[str, LazyTensor]:
+    """Their tensors under our paths; what the model has not keeps its name, to be complained of."""
+    known = {HEAD, *dict(flatten(param_shapes(build(config))))}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         path = name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
+        path = path if path in known else name
         if path in found:
             raise CheckpointError(f"{where}: {path} is there twice, with and without a prefix")
         found[path] = table.oriented(path, tensor)

@@ -317,7 +317,7 @@ def test_int8_keys_and_values_are_refused() -> None:
         ({"tokens": [[1], []]}, TokenError, "row 1 has no tokens"),
         ({"tokens": [1, 2]}, TokenError, "tokens must be"),
         ({"tokens": [[1.5]]}, TokenError, "must be integers"),
-        ({"tokens": [[1, 131]]}, TokenError, r"token id 131 \(row 0, column 1\)"),
+        ({"tokens": [[1, 131]]}, TokenError, r"token id 131 .* 131 \(row 0, column 1\)"),
         ({"tokens": [[-1]]}, TokenError, "token id -1"),
         ({"tokens": [[1, 2]], "mask": [[1]]}, TokenError, r"mask must be \(1, 2\)"),
         ({"tokens": [[1, 2]], "mask": [[1, 2]]}, TokenError, "mask must hold 1"),
