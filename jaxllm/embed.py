@@ -72,7 +72,7 @@ def embeddings(
     with steps_bar("embedding", len(groups), show_progress) as advance:
         for members, width in groups:
             rows = min(batch, power_of_two(len(members)))
-            texts_B = [ids[member] for member in members] + [[]] * (rows - len(members))
+            texts_B: list[Any] = [ids[member] for member in members] + [[]] * (rows - len(members))
             found_BD = embed(
                 model,
                 params,
