@@ -21,23 +21,21 @@ from jaxllm.checkpoint import (
     native_precision,
     read_generation,
     read_model_json,
+    write_checkpoint,
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import (
     as_schema,
-    copy_files,
     inside,
     is_there,
     read_json,
-    write_json,
-    writing_directory,
 )
-from jaxllm.models import FAMILIES, family
-from jaxllm.progress import bytes_bar
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.models import FAMILIES, build, family, param_shapes
+from jaxllm.weights.files import LazyTensor, open_tensors
+from jaxllm.weights.paths import flatten
 
-from .tables import Architecture, Same, Transposed
+from .tables import HEAD, Architecture
 
 
 class _Index(msgspec.Struct):
@@ -76,7 +74,9 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
     """
     data = read_model_json(directory) if data is None else data
     config, table = read_config(data)
-    tensors = _rename(_open_files(directory), config, table, str(directory))
+    tensors = _ours(_open_files(directory), config, table, str(directory))
+    if config.tie_word_embeddings and HEAD in tensors:
+        _drop_tied_head(tensors, f"{family(config.model_type).tokens}.weight", str(directory))
     check_names(tensors, config, str(directory))
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
     generation = check_ids({**ids, **read_generation(directory)}, f"{directory / 'config.json'}")
@@ -133,74 +133,51 @@ def write_hf(
     if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
         raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
     data, table = TABLES[config.model_type].write_config(config)
-    rows = {ours: row for row, _, ours in _rows(table, config)}
-    names = {ours: theirs for _, theirs, ours in _rows(table, config)}
-    # Conv1D's transpose is its own inverse, so the rows that read also write.
-    tensors = {names[path]: rows[path].apply(t) for path, t in checkpoint.tensors.items()}
-    total = sum(t.nbytes for t in tensors.values())
+    tensors = {
+        table.written_name(path): table.oriented(path, tensor)
+        for path, tensor in checkpoint.tensors.items()
+    }
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     dtype = native_precision(tensors).weights
-    with writing_directory(directory) as made:
-        with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
-            write_tensors(
-                made / "model.safetensors",
-                tensors,
-                aligned=False,
-                metadata={"format": "pt"},
-                progress=advance,
-            )
-        copy_files(files, made)
-        if checkpoint.generation:
-            write_json(made / "generation_config.json", checkpoint.generation)
-        write_json(made / "config.json", {**data, **ids, "torch_dtype": dtype})
+    generation = {"generation_config.json": checkpoint.generation} if checkpoint.generation else {}
+    write_checkpoint(
+        directory,
+        tensors,
+        {**generation, "config.json": {**data, **ids, "torch_dtype": dtype}},
+        metadata={"format": "pt"},
+        aligned=False,
+        files=files,
+        show_progress=show_progress,
+    )
 
 
-def _rows(table: Architecture, config: ModelConfig) -> list[tuple[Same | Transposed, str, str]]:
-    """Every row of the weight table for every layer: (row, their name, our path)."""
-    rows: list[tuple[Same | Transposed, str, str]] = []
-    for row in table.tensors:
-        if "{i}" in row.theirs:
-            rows += [
-                (row, row.theirs.format(i=i), row.ours.format(i=i))
-                for i in range(config.num_hidden_layers)
-            ]
-        else:
-            rows.append((row, row.theirs, row.ours))
-    return rows
-
-
-def _rename(
+def _ours(
     tensors: dict[str, LazyTensor], config: ModelConfig, table: Architecture, where: str
 ) -> dict[str, LazyTensor]:
-    """Their tensors under our paths; names that the table lacks stay, to be complained of."""
+    """Their tensors under our paths; what the model has not keeps its name, to be complained of."""
+    known = {HEAD, *dict(flatten(param_shapes(build(config))))}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        bare = name.removeprefix(table.prefix)
-        if any(re.fullmatch(regex, bare) for regex in table.skipped):
+        path = name.removeprefix(table.prefix)
+        if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
-        if bare in found:
-            raise CheckpointError(f"{where}: {bare} is there twice, with and without a prefix")
-        found[bare] = tensor
-    rows = {theirs: (row, ours) for row, theirs, ours in _rows(table, config)}
-    renamed = {}
-    for name, tensor in found.items():
-        row, ours = rows.get(name, (None, name))
-        renamed[ours] = row.apply(tensor) if row and len(tensor.shape) < 3 else tensor
-    if config.tie_word_embeddings and "lm_head.weight" in renamed:
-        _drop_tied_head(renamed, f"{family(config.model_type).tokens}.weight", where)
-    return renamed
+        path = path if path in known else name
+        if path in found:
+            raise CheckpointError(f"{where}: {path} is there twice, with and without a prefix")
+        found[path] = table.oriented(path, tensor)
+    return found
 
 
 def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> None:
     """A tied checkpoint may repeat the embedding as its head, but nothing else."""
     table = tensors.get(tokens)
-    head = tensors.pop("lm_head.weight")
+    head = tensors.pop(HEAD)
     if table is not None and not (
         head.shape == table.shape and np.array_equal(head.read(), table.read())
     ):
         raise CheckpointError(
             f"{where}: config.json ties the head to the embedding (tie_word_embeddings), but"
-            " lm_head.weight differs from it. If the head is meant, set tie_word_embeddings false"
+            f" {HEAD} differs from it. If the head is meant, set tie_word_embeddings false"
         )
 
 

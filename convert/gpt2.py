@@ -11,8 +11,6 @@ from .tables import (
     REQUIRED,
     Architecture,
     Field,
-    Same,
-    Transposed,
     read_fields,
     refuse,
     share,
@@ -31,26 +29,6 @@ FIELDS = (
     Field("tie_word_embeddings", "tie_word_embeddings", True),
     Field("scale_attn_weights", "scale_attn_weights", True),
     Field("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
-)
-
-TENSORS = (
-    Same("wte.weight", "wte.weight"),
-    Same("wpe.weight", "wpe.weight"),
-    Same("h.{i}.ln_1.weight", "h.{i}.ln_1.weight"),
-    Same("h.{i}.ln_1.bias", "h.{i}.ln_1.bias"),
-    Transposed("h.{i}.attn.c_attn.weight", "h.{i}.attn.c_attn.weight"),
-    Same("h.{i}.attn.c_attn.bias", "h.{i}.attn.c_attn.bias"),
-    Transposed("h.{i}.attn.c_proj.weight", "h.{i}.attn.c_proj.weight"),
-    Same("h.{i}.attn.c_proj.bias", "h.{i}.attn.c_proj.bias"),
-    Same("h.{i}.ln_2.weight", "h.{i}.ln_2.weight"),
-    Same("h.{i}.ln_2.bias", "h.{i}.ln_2.bias"),
-    Transposed("h.{i}.mlp.c_fc.weight", "h.{i}.mlp.c_fc.weight"),
-    Same("h.{i}.mlp.c_fc.bias", "h.{i}.mlp.c_fc.bias"),
-    Transposed("h.{i}.mlp.c_proj.weight", "h.{i}.mlp.c_proj.weight"),
-    Same("h.{i}.mlp.c_proj.bias", "h.{i}.mlp.c_proj.bias"),
-    Same("ln_f.weight", "ln_f.weight"),
-    Same("ln_f.bias", "ln_f.bias"),
-    Same("lm_head.weight", "lm_head.weight"),
 )
 
 GPT2 = Architecture(
@@ -73,9 +51,10 @@ GPT2 = Architecture(
         "summary_type",
         "summary_use_proj",
     },
-    tensors=TENSORS,
+    transposed=(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",),
     skipped=(r"h\.\d+\.attn\.(bias|masked_bias)",),
     prefix="transformer.",
+    writes_prefix=False,  # as the published files
 )
 
 

@@ -13,7 +13,6 @@ from .tables import (
     REQUIRED,
     Architecture,
     Field,
-    Same,
     read_fields,
     refuse,
     share,
@@ -36,42 +35,14 @@ FIELDS = (
     Field("mlp_bias", "mlp_bias", False),
 )
 
-TENSORS = (
-    Same("model.embed_tokens.weight", "embed_tokens.weight"),
-    Same("model.layers.{i}.input_layernorm.weight", "layers.{i}.input_layernorm.weight"),
-    Same("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.self_attn.q_proj.weight"),
-    Same("model.layers.{i}.self_attn.q_proj.bias", "layers.{i}.self_attn.q_proj.bias"),
-    Same("model.layers.{i}.self_attn.k_proj.weight", "layers.{i}.self_attn.k_proj.weight"),
-    Same("model.layers.{i}.self_attn.k_proj.bias", "layers.{i}.self_attn.k_proj.bias"),
-    Same("model.layers.{i}.self_attn.v_proj.weight", "layers.{i}.self_attn.v_proj.weight"),
-    Same("model.layers.{i}.self_attn.v_proj.bias", "layers.{i}.self_attn.v_proj.bias"),
-    Same("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.self_attn.o_proj.weight"),
-    Same("model.layers.{i}.self_attn.o_proj.bias", "layers.{i}.self_attn.o_proj.bias"),
-    Same(
-        "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.post_attention_layernorm.weight",
-    ),
-    Same("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate_proj.weight"),
-    Same("model.layers.{i}.mlp.gate_proj.bias", "layers.{i}.mlp.gate_proj.bias"),
-    Same("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.up_proj.weight"),
-    Same("model.layers.{i}.mlp.up_proj.bias", "layers.{i}.mlp.up_proj.bias"),
-    Same("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down_proj.weight"),
-    Same("model.layers.{i}.mlp.down_proj.bias", "layers.{i}.mlp.down_proj.bias"),
-    Same("model.norm.weight", "norm.weight"),
-    Same("lm_head.weight", "lm_head.weight"),
-)
-
 LLAMA = Architecture(
     architectures=("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
     fields=FIELDS,
     allowed={**COMMON_ALLOWED, "pretraining_tp": (1, None)},
     ignored=COMMON_IGNORED | {"attention_dropout", "rope_theta", "rope_scaling", "rope_parameters"},
-    tensors=TENSORS,
-    skipped=(
-        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-        r"model\.rotary_emb\.inv_freq",
-    ),
-    prefix="",
+    skipped=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+    prefix="model.",
+    writes_prefix=True,
 )
 
 MISTRAL = dataclasses.replace(

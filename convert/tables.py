@@ -1,6 +1,7 @@
 """What the tables of `llama.py` and `gpt2.py` are made of, and how a config.json is read by one."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.files import LazyTensor
 
 REQUIRED = object()  # in place of a default: the checkpoint must say it
+HEAD = "lm_head.weight"
 
 
 class Field(NamedTuple):
@@ -19,26 +21,6 @@ class Field(NamedTuple):
     default: Any
 
 
-class Same(NamedTuple):
-    """A tensor kept as it is."""
-
-    theirs: str
-    ours: str
-
-    def apply(self, tensor: LazyTensor) -> LazyTensor:
-        return tensor
-
-
-class Transposed(NamedTuple):
-    """A Conv1D matrix, `[in, out]` in the checkpoint, `[out, in]` here."""
-
-    theirs: str
-    ours: str
-
-    def apply(self, tensor: LazyTensor) -> LazyTensor:
-        return tensor.transposed()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
     """How one architecture's checkpoints are read and written.
@@ -47,17 +29,29 @@ class Architecture:
     another head, or attend to what follows; so may classes that nobody here has heard of.
     fields: the configuration table. allowed: fields that may only have one of these values,
     because others would change the mathematics. ignored: fields without effect on inference.
-    tensors: the weight table; `{i}` is the layer. skipped: regexes of tensor names that are
-    buffers, not weights. prefix: what some checkpoints put before every name and others do not.
+    Tensors have the names of our parameters after a prefix, and their shapes, but for what is said
+    here. transposed: regexes of the matrices that are `[in, out]` there (Conv1D). skipped: of what
+    is a buffer, no weight. prefix: before every name but the head's; a checkpoint may lack it.
+    writes_prefix: whether it is written.
     """
 
     architectures: tuple[str, ...]
     fields: tuple[Field, ...]
     allowed: Mapping[str, tuple[Any, ...]]
     ignored: frozenset[str]
-    tensors: tuple[Same | Transposed, ...]
-    skipped: tuple[str, ...]
+    transposed: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     prefix: str
+    writes_prefix: bool
+
+    def oriented(self, path: str, tensor: LazyTensor) -> LazyTensor:
+        """Their tensor as ours, or ours as theirs: a transpose is its own inverse."""
+        matrix = len(tensor.shape) == 2 and any(re.fullmatch(r, path) for r in self.transposed)
+        return tensor.transposed() if matrix else tensor
+
+    def written_name(self, path: str) -> str:
+        """The name under which a parameter is written."""
+        return path if path == HEAD or not self.writes_prefix else f"{self.prefix}{path}"
 
 
 # Bookkeeping, training and generation settings that transformers writes into any config.json.

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
     from jaxllm.complete import Completion
     from jaxllm.config import ModelConfig, Rope
-    from jaxllm.decode.batching.serve import Request, serve
+    from jaxllm.decode.batching.requests import Request
+    from jaxllm.decode.batching.serve import serve
     from jaxllm.decode.loops.beam import BeamResult, beam_search
     from jaxllm.decode.loops.generate import Generated, generate, stream
-    from jaxllm.decode.loops.speculative import PromptLookup, Speculated, speculative_generate
+    from jaxllm.decode.loops.lookup import PromptLookup
+    from jaxllm.decode.loops.speculative import Speculated, speculative_generate
     from jaxllm.decode.loops.text import Finish
     from jaxllm.decode.sampling.options import make_sampler
     from jaxllm.decode.sampling.sampler import GREEDY, Sampler, row_keys, sample
@@ -58,8 +60,10 @@ _HOMES = {
     "jaxllm.decode.loops.text": ("Finish",),
     "jaxllm.decode.sampling.options": ("make_sampler",),
     "jaxllm.decode.sampling.sampler": ("GREEDY", "Sampler", "row_keys", "sample"),
-    "jaxllm.decode.batching.serve": ("Request", "serve"),
-    "jaxllm.decode.loops.speculative": ("PromptLookup", "Speculated", "speculative_generate"),
+    "jaxllm.decode.batching.requests": ("Request",),
+    "jaxllm.decode.batching.serve": ("serve",),
+    "jaxllm.decode.loops.lookup": ("PromptLookup",),
+    "jaxllm.decode.loops.speculative": ("Speculated", "speculative_generate"),
     "jaxllm.embed": ("embeddings",),
     "jaxllm.evaluate.likelihood.divergence": ("divergence",),
     "jaxllm.evaluate.likelihood.perplexity": ("perplexity",),

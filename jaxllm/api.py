@@ -41,7 +41,8 @@ from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
 from jaxllm.settings import UNSUPPORTED, Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
-from jaxllm.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from jaxllm.text.formats import TOKENIZER_FILES, tokenizer_files
+from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import Params, Place, flatten
 from jaxllm.weights.precision import Precision, freeze
@@ -266,7 +267,7 @@ class LM:
         checkpoint.save(
             Path(directory),
             checkpoint.in_memory(opened, self.params, precision),
-            files=[file for name in TOKENIZER_FILES if (file := self.path / name).is_file()],
+            files=tokenizer_files(self.path),
             show_progress=show_progress,
         )
 
@@ -281,7 +282,7 @@ class LM:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids that `generate` runs for a prompt; raises TokenError for what is none."""
+        """The token ids that `generate` runs for a prompt; raises TokenError for other things."""
         bos = self.generation.get("bos_token_id")
         return encode(prompt, self.config.vocab_size, self.tokenizer, bos)
 

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.api import LM
-from jaxllm.cache.kv import KVCache, extend, init_cache
+from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.models import family
 from jaxllm.ops import native
-from jaxllm.steps import prefill, run
+from jaxllm.steps import prefill, run_and_commit
 from jaxllm.weights.paths import Params
 
 PROBE_BYTES = 256 << 20  # far more than any cache of a processor
@@ -164,8 +164,10 @@ def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Arra
 
     def step(cache: KVCache, token_B: jax.Array) -> tuple[KVCache, jax.Array]:
         position_BT = cache.next_position_B[:, None]
-        trace, delta, _ = run(model, params, cache.segments, token_B[:, None], position_BT)
-        return extend(cache, delta), trace.logits[:, 0].max(axis=1)
+        logits_B1V, cache, _ = run_and_commit(
+            model, params, (), cache, token_B[:, None], position_BT
+        )
+        return cache, logits_B1V[:, 0].max(axis=1)
 
     return jax.lax.scan(step, cache, token_SB)[1]
 

@@ -112,7 +112,6 @@ def save(
     CheckpointError if `directory` already holds a checkpoint, or cannot be written.
     """
     claim(directory)
-    total = sum(t.nbytes for t in checkpoint.tensors.values())
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -120,17 +119,40 @@ def save(
         "precision": dataclasses.asdict(checkpoint.precision),
         "formats": dict(checkpoint.formats),
     }
+    write_checkpoint(
+        directory,
+        checkpoint.tensors,
+        {"generation_config.json": checkpoint.generation, "config.json": header},
+        metadata={"format": FORMAT},
+        files=files,
+        show_progress=show_progress,
+    )
+
+
+def write_checkpoint(
+    directory: Path,
+    tensors: Mapping[str, LazyTensor],
+    described: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str],
+    aligned: bool = True,
+    files: Iterable[Path] = (),
+    show_progress: bool | None = None,
+) -> None:
+    """Write the directory of a checkpoint in any form: all of it, or nothing.
+
+    described: what its JSON files hold, by name. metadata, aligned: as `write_tensors` takes them.
+    files: to be copied.
+    """
+    total = sum(tensor.nbytes for tensor in tensors.values())
     with writing_directory(directory) as made:
         with bytes_bar(f"writing {directory.name}", total, show_progress) as advance:
             write_tensors(
-                made / WEIGHTS,
-                checkpoint.tensors,
-                metadata={"format": FORMAT},
-                progress=advance,
+                made / WEIGHTS, tensors, aligned=aligned, metadata=metadata, progress=advance
             )
         copy_files(files, made)
-        write_json(made / "generation_config.json", checkpoint.generation)
-        write_json(made / "config.json", header)
+        for name, data in described.items():
+            write_json(made / name, data)
 
 
 def claim(directory: Path) -> None:
@@ -158,14 +180,14 @@ def load_params(
 
         def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
             if path in checkpoint.formats:
-                leaf = precision.keep(path, _assembled(checkpoint, path, shape.shape))
+                leaf = precision.cast(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)
                 return put(leaf, place, path)
             tensor, name = checkpoint.tensors[path], precision.format_at(path, len(shape.shape))
             as_array = DTYPES.get(name, tensor.dtype)
             leaf = _to_device(path, tensor, np.dtype(as_array), complaints)
             if name not in DTYPES:
-                leaf = jax.block_until_ready(precision.keep(path, leaf))
+                leaf = jax.block_until_ready(precision.cast(path, leaf))
             if format_of(leaf) != tensor.dtype.name:
                 tensor.release()
             advance(tensor.nbytes)
@@ -292,7 +314,7 @@ def check_names(
 def read_generation(directory: Path) -> dict[str, Any]:
     """The contents of generation_config.json; empty where there is none.
 
-    Raises CheckpointError for token ids that are none.
+    Raises CheckpointError for a token id that is no id.
     """
     name = "generation_config.json"
     if not is_there(directory / name):
@@ -301,7 +323,7 @@ def read_generation(directory: Path) -> dict[str, Any]:
 
 
 def check_ids(generation: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same. Raises CheckpointError for token ids that are none."""
+    """The same settings. Raises CheckpointError for a token id that is no id."""
     as_schema(generation, _Ids, where)
     return generation
 

@@ -15,7 +15,8 @@ from jaxllm.decode.loops.beam import beam_search
 from jaxllm.decode.loops.contrastive import contrastive_search
 from jaxllm.decode.loops.generate import Generated, generate
 from jaxllm.decode.loops.guidance import guided_generate
-from jaxllm.decode.loops.speculative import PromptLookup, speculative_generate
+from jaxllm.decode.loops.lookup import PromptLookup
+from jaxllm.decode.loops.speculative import speculative_generate
 from jaxllm.decode.loops.text import Finish
 from jaxllm.decode.sampling.sampler import row_keys
 from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError

@@ -16,10 +16,10 @@ import numpy as np
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
 from jaxllm.ops.pooling import COUNTED, normalized, pool
 from jaxllm.progress import steps_bar
-from jaxllm.shapes import power_of_two
+from jaxllm.shapes import pad_texts, power_of_two
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params
-from jaxllm.whole import is_whole, whole, whole_array
+from jaxllm.whole import check_ids, is_whole, whole, whole_array
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
@@ -61,8 +61,9 @@ def embeddings(
     hidden_states. pooling: "mean", "last" or "cls" (the first). normalize: to Euclidean norm 1.
     batch: how many texts run together; those of like lengths do, in widths of powers of two.
 
-    Raises ConfigError for options that are none, TokenError for a text that is empty or has an id
-    outside the vocabulary, CapacityError for one longer than the model's context.
+    Raises ConfigError for an option out of its range, TokenError for a text that is empty or has an
+    id outside the vocabulary, CapacityError for one longer than the model's context,
+    NonFiniteError for hidden states that are NaN or infinite.
     """
     layer = _checked_options(model, layer, pooling, batch)
     ids = [_checked_text(model, number, text) for number, text in enumerate(texts)]
@@ -71,16 +72,11 @@ def embeddings(
     with steps_bar("embedding", len(groups), show_progress) as advance:
         for members, width in groups:
             rows = min(batch, power_of_two(len(members)))
-            token_BT = np.zeros((rows, width), np.int32)
-            position_BT = np.full((rows, width), -1, np.int32)
-            for row, member in enumerate(members):
-                length = len(ids[member])
-                token_BT[row, :length], position_BT[row, :length] = ids[member], np.arange(length)
+            texts_B: list[Any] = [ids[member] for member in members] + [[]] * (rows - len(members))
             found_BD = embed(
                 model,
                 params,
-                token_BT,
-                position_BT,
+                *pad_texts(texts_B, width=width),
                 layer=layer,
                 pooling=pooling,
                 normalize=normalize,
@@ -99,11 +95,8 @@ def log_probs(model: nn.Module, params: Params, ids: Sequence[int]) -> np.ndarra
     Widths are powers of two, so that few programs are compiled. Raises as `embeddings` does.
     """
     text = _checked_text(model, 0, ids)
-    length = len(text)
-    width = max(8, 1 << (length - 1).bit_length())
-    token_BT, position_BT = np.zeros((1, width), np.int32), np.full((1, width), -1, np.int32)
-    token_BT[0, :length], position_BT[0, :length] = text, np.arange(length)
-    found = np.asarray(_log_probs(model, params, token_BT, position_BT))[: length - 1]
+    token_BT, position_BT = pad_texts([text], width=power_of_two(len(text), 8))
+    found = np.asarray(_log_probs(model, params, token_BT, position_BT))[: len(text) - 1]
     if not np.isfinite(found).all():
         raise NonFiniteError("the model returned NaN or infinite logits")
     return found
@@ -142,11 +135,7 @@ def _checked_text(model: nn.Module, number: int, text: Any) -> np.ndarray:
     ids, config = whole_array(f"text {number}", text, TokenError), model.config
     if ids.ndim != 1 or not ids.size:
         raise TokenError(f"text {number} must be token ids, at least one; got {text!r:.60}")
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
-        wrong = ids[(ids < 0) | (ids >= config.vocab_size)][0]
-        raise TokenError(
-            f"text {number}: token id {wrong} is outside the vocabulary of {config.vocab_size}"
-        )
+    check_ids(ids, config.vocab_size, f"text {number}: ")
     if ids.size > config.context_length:
         raise CapacityError(
             f"text {number} has {ids.size} tokens; the model's context is {config.context_length}"

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.cache.kv import KVCache, check_usable
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, TokenError
-from jaxllm.whole import whole_array
+from jaxllm.whole import check_ids, whole_array
 
 Array = Any  # a jax or numpy array, or a tracer of one
 
@@ -39,22 +39,16 @@ def checked(
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TokenError(f"{name} must be integers, got {x.dtype}")
     if is_concrete(tokens_BT) and is_concrete(positions_BT):
-        _check_values(config, np.asarray(tokens_BT), np.asarray(positions_BT))
+        check_values(config, np.asarray(tokens_BT), np.asarray(positions_BT))
     return (
         numpy_for(tokens_BT).asarray(tokens_BT, np.int32),
         numpy_for(positions_BT).asarray(positions_BT, np.int32),
     )
 
 
-def _check_values(config: ModelConfig, tokens_BT: np.ndarray, positions_BT: np.ndarray) -> None:
-    real = positions_BT >= 0
-    wrong = real & ((tokens_BT < 0) | (tokens_BT >= config.vocab_size))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise TokenError(
-            f"token id {tokens_BT[row, column]} (row {row}, column {column}) is outside the"
-            f" vocabulary of {config.vocab_size}"
-        )
+def check_values(config: ModelConfig, tokens_BT: np.ndarray, positions_BT: np.ndarray) -> None:
+    """Raise TokenError for an id outside the vocabulary or a position outside the model."""
+    check_ids(tokens_BT, config.vocab_size, real_X=positions_BT >= 0)
     limit = config.position_limit
     if positions_BT.min() < -1 or positions_BT.max() >= limit:
         position = positions_BT.min() if positions_BT.min() < -1 else positions_BT.max()
@@ -100,13 +94,13 @@ def checked_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Prompts `[B, T]` and their lengths `[B]` as int32; padding, whatever it was, is 0.
 
-    lengths_B: None where there is no padding. Raises TokenError for what is none, or has ids
-    outside the vocabulary.
+    lengths_B: None where there is no padding. Raises TokenError for tokens that are no `[B, T]` of
+    ids of the vocabulary, and for lengths that do not fit them.
     """
     tokens_BT = whole_array("tokens", tokens_BT, TokenError)
     position_BT = positions(None, shape_of(tokens_BT), lengths_B)
     real_BT = position_BT >= 0
-    _check_values(config, tokens_BT, np.where(real_BT, 0, -1))  # the room is checked elsewhere
+    check_ids(tokens_BT, config.vocab_size, real_X=real_BT)
     return np.where(real_BT, tokens_BT, 0).astype(np.int32), real_BT.sum(axis=1, dtype=np.int32)
 
 
@@ -125,6 +119,16 @@ def as_array(name: str, x: Any) -> Any:
         return np.asarray(x)
     except ValueError:
         raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}") from None
+
+
+def as_vectors(x: Any, axes: str, size: int) -> np.ndarray:
+    """Embeddings, `[B, T, size]` or as `axes` says, as float32. Raises TokenError by name."""
+    vectors, shape = np.asarray(as_array("embeddings", x)), f"[{axes}, {size}]"
+    if vectors.ndim != axes.count(",") + 2 or vectors.shape[-1] != size or 0 in vectors.shape:
+        raise TokenError(f"embeddings must be {shape}, none of them zero; got {vectors.shape}")
+    if not jnp.issubdtype(vectors.dtype, jnp.floating):
+        raise TokenError(f"embeddings must be floats, got {vectors.dtype}")
+    return vectors.astype(np.float32)
 
 
 def is_concrete(x: Any) -> bool:

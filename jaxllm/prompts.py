@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxllm.errors import TokenError
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.whole import is_whole
+from jaxllm.whole import check_ids, is_whole
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -51,12 +51,7 @@ def encode(
     if not ids and bos is None:
         raise TokenError("the prompt is empty and the checkpoint names no bos token")
     ids = ids or [int(bos or 0)]
-    wrong = next(((i, x) for i, x in enumerate(ids) if not 0 <= x < vocab_size), None)
-    if wrong:
-        raise TokenError(
-            f"token id {wrong[1]} (number {wrong[0]} of the prompt) is outside the vocabulary of"
-            f" {vocab_size}"
-        )
+    check_ids(np.array(ids, object), vocab_size, "the prompt: ")  # ids of any size
     return ids
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.complete import FINISH_REASONS, Completion, Ending, Parts, reader_of
-from jaxllm.decode.batching.serve import Event, Refusal, Request, serve
+from jaxllm.decode.batching.requests import Event, Refusal, Request
+from jaxllm.decode.batching.serve import serve
 from jaxllm.decode.loops.text import Finish
 from jaxllm.errors import JaxllmError, NonFiniteError, SamplingError
 from jaxllm.settings import Settings

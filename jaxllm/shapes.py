@@ -1,6 +1,7 @@
 """Shapes are compiled for: lengths are rounded up to few of them, and ragged rows are padded."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +17,30 @@ def bucket(tokens: int) -> int:
 
 
 def pad_rows(
-    rows: Sequence[Sequence[int]], *, width: int | None = None, fill: int = 0, left: bool = False
+    rows: Sequence[Sequence[int] | np.ndarray],
+    *,
+    width: int | None = None,
+    fill: int = 0,
+    left: bool = False,
+    dtype: Any = np.int32,
 ) -> np.ndarray:
-    """Rows of any lengths as one array, int32 `[B, T]`, padded on the right or on the left.
+    """Rows of any lengths as one array `[B, T]`, padded on the right or on the left.
 
     width: T; by default the longest row.
     """
     width = max(map(len, rows), default=0) if width is None else width
-    padded = np.full((len(rows), width), fill, np.int32)
+    padded = np.full((len(rows), width), fill, dtype)
     for row, values in zip(padded, rows, strict=True):
         row[width - len(values) if left else 0 :][: len(values)] = values
     return padded
+
+
+def pad_texts(
+    texts: Sequence[Sequence[int] | np.ndarray], *, width: int | None = None, left: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of texts, padded with 0, and their positions, padded with -1: int32 `[B, T]`."""
+    places = [range(len(text)) for text in texts]
+    return (
+        pad_rows(texts, width=width, left=left),
+        pad_rows(places, width=width, left=left, fill=-1),
+    )

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import Delta, KVCache, Segment, check_fits, check_usable, extend, settle
+from jaxllm.cache.kv import (
+    Delta,
+    KVCache,
+    Segment,
+    check_fits,
+    check_usable,
+    settle,
+    unchecked_commit,
+)
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.inputs import Array, as_array, checked, is_concrete, numpy_for, positions, shape_of
 from jaxllm.models.layers import Trace
@@ -22,10 +30,10 @@ from jaxllm.shapes import power_of_two
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole
 
-Parts = tuple[Segment, ...]
+Segments = tuple[Segment, ...]
 Mass = bool | Literal["layers"]  # none, summed over layers, or layer by layer
 Asked = Mass | Literal["heads"]  # or not summed at all
-State = tuple[jax.Array, KVCache, jax.Array | None]  # logits, cache, mass
+Carry = tuple[jax.Array, KVCache, jax.Array | None]  # logits, cache, mass
 
 
 class Output(struct.PyTreeNode):
@@ -200,7 +208,7 @@ def prefill(
 def run(
     model: nn.Module,
     params: Params,
-    segments: Parts,
+    segments: Segments,
     token_BT: jax.Array,
     position_BT: jax.Array,
     *,
@@ -243,11 +251,32 @@ def run(
     return trace, delta, mass
 
 
+def run_and_commit(
+    model: nn.Module,
+    params: Params,
+    frozen: Segments,
+    tail: KVCache,
+    token_BT: jax.Array,
+    position_BT: jax.Array,
+    **asked: Any,
+) -> Carry:
+    """`run` against a cache, and its commit: logits, the tail, and the mass by the cache's slots.
+
+    tail: the cache without its frozen segments. asked: what else `run` takes.
+    """
+    segments = (*frozen, tail.tail)
+    trace, delta, mass = run(
+        model, params, segments, token_BT, position_BT, memory=tail.memory, **asked
+    )
+    mass = None if mass is None else settle(mass, tail, token_BT.shape[1])
+    return trace.logits, unchecked_commit(tail, delta), mass
+
+
 @partial(jax.jit, static_argnums=(0, 6, 7))
 def _forward(
     model: nn.Module,
     params: Params,
-    segments: Parts,
+    segments: Segments,
     memory: tuple[Any, ...],
     token_BT: jax.Array,
     position_BT: jax.Array,
@@ -265,29 +294,22 @@ def _forward(
 
 def _decode_step(
     tail: KVCache,
-    frozen: Parts,
+    frozen: Segments,
     model: nn.Module,
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
     attention_mass: Mass,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-    trace, delta, mass = run(
-        model,
-        params,
-        (*frozen, tail.tail),
-        token_BT,
-        position_BT,
-        attention_mass=attention_mass,
-        memory=tail.memory,
+    logits_B1V, tail, mass = run_and_commit(
+        model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
     )
-    mass = None if mass is None else settle(mass, tail, 1)
-    return trace.logits[:, 0], extend(tail, delta), mass
+    return logits_B1V[:, 0], tail, mass
 
 
 def _prefill(
     tail: KVCache,
-    frozen: Parts,
+    frozen: Segments,
     model: nn.Module,
     params: Params,
     token_BT: jax.Array,
@@ -298,25 +320,25 @@ def _prefill(
     B = token_BT.shape[0]
     length_B = position_BT.max(axis=1) + 1
 
-    def one(carry: State, chunk: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
+    def one(carry: Carry, chunk: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
         logits_BV, tail, total = carry
         token_BC, position_BC = chunk
         real_BC = position_BC >= 0
         last_B = jnp.argmax(jnp.where(real_BC, jnp.arange(width), -1), axis=1)
-        trace, delta, mass = run(
+        new_B1V, tail, mass = run_and_commit(
             model,
             params,
-            (*frozen, tail.tail),
+            frozen,
+            tail,
             token_BC,
             position_BC,
             length_B=length_B,
             column_B=last_B,
             attention_mass=attention_mass,
-            memory=tail.memory,
         )
-        logits_BV = jnp.where(real_BC.any(axis=1)[:, None], trace.logits[:, 0], logits_BV)
-        total = None if mass is None or total is None else total + settle(mass, tail, width)
-        return (logits_BV, extend(tail, delta), total), None
+        logits_BV = jnp.where(real_BC.any(axis=1)[:, None], new_B1V[:, 0], logits_BV)
+        total = None if mass is None or total is None else total + mass
+        return (logits_BV, tail, total), None
 
     def chunks(x_BT: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)
@@ -326,7 +348,7 @@ def _prefill(
     return jax.lax.scan(one, start, (chunks(token_BT), chunks(position_BT)))[0]
 
 
-def _no_mass(tail: KVCache, frozen: Parts, attention_mass: Mass) -> jax.Array | None:
+def _no_mass(tail: KVCache, frozen: Segments, attention_mass: Mass) -> jax.Array | None:
     """Zeros for the mass of all slots, to which steps add; None where it is not wanted."""
     if attention_mass is False:
         return None

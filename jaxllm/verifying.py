@@ -11,14 +11,14 @@ import numpy as np
 
 from jaxllm import process
 from jaxllm.api import LM, load, open_checkpoint
+from jaxllm.checkpoint import in_memory
 from jaxllm.convert.engine import FORM, write_hf
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.equivalence import compare as equivalence
 from jaxllm.evaluate.equivalence.difference import Tolerance
 from jaxllm.evaluate.equivalence.sides import Case, Ours, Side
-from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.formats import format_of
-from jaxllm.weights.paths import flatten
+from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.quantize import Rules, dequantize
 
 TRANSFORMERS = "transformers"
@@ -125,15 +125,9 @@ def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iter
         yield opened.directory
         return
     if rounded or files is None:
-        opened = dataclasses.replace(opened, tensors=_dequantized(lm.params))
+        wide = map_leaves(lambda _, x: x.astype(np.float32), dequantize(lm.params))
+        opened = in_memory(opened, wide, opened.precision.unquantized())
     with tempfile.TemporaryDirectory(prefix="jaxllm-verify-") as name, process.removing(name):
         directory = Path(name) / "hf"
         write_hf(directory, opened)
         yield directory
-
-
-def _dequantized(params: Any) -> dict[str, Any]:
-    return {
-        path: LazyTensor.of(np.asarray(leaf).astype(np.float32))
-        for path, leaf in flatten(dequantize(params))
-    }

@@ -1,11 +1,11 @@
-"""Numbers as arguments, whole ones above all: Python's, numpy's and JAX's; a bool is none."""
+"""Numbers as arguments: whole ones (Python's, numpy's and JAX's, never a bool), and token ids."""
 
 import operator
 from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import JaxllmError, SamplingError
+from jaxllm.errors import JaxllmError, SamplingError, TokenError
 
 
 def is_whole(x: Any) -> bool:
@@ -36,9 +36,9 @@ def whole(
 
 
 def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
-    """Lists, or an array, of whole numbers as a numpy array; ragged lists are none.
+    """Lists, or an array, of whole numbers as a numpy array.
 
-    Raises `error`, with the name, for what is none, or holds what no 64 bits hold.
+    Raises `error`, with the name, for anything else, ragged lists and more than 64 bits.
     """
     try:
         array = np.asarray(x)
@@ -50,3 +50,28 @@ def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
         )
         raise error(f"{name} must be an array of integers, got {what}: {x!r:.60}")
     return array
+
+
+def check_ids(
+    token_X: np.ndarray,
+    vocab_size: int,
+    what: str = "",
+    *,
+    real_X: np.ndarray | None = None,
+    error: type[JaxllmError] = TokenError,
+) -> None:
+    """Raise `error` for the first token id outside the vocabulary.
+
+    token_X: whole numbers, `[B, T]`, `[T]` or one. what: of which the message speaks first ("the
+    prompt: "). real_X: which of them are tokens, bool; by default all.
+    """
+    wrong_X = (token_X < 0) | (token_X >= vocab_size)
+    wrong_X = wrong_X if real_X is None else wrong_X & real_X
+    if np.any(wrong_X):
+        at = tuple(np.argwhere(wrong_X)[0])
+        names = ("row", "column") if len(at) == 2 else ("token",)
+        place = ", ".join(f"{name} {i}" for name, i in zip(names, at, strict=False))
+        raise error(
+            f"{what}token id {token_X[at]} is outside the vocabulary of {vocab_size}"
+            + (place and f" ({place})")
+        )

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxllm.files import write_json
 from jaxllm.progress import bytes_bar
-from jaxllm.text.formats import TOKENIZER_FILES
+from jaxllm.text.formats import TOKENIZER_FILES, tokenizer_files
 from jaxllm.weights.files import LazyTensor, write_tensors
 from jaxllm.weights.leaves.arrays import DTYPES
 
@@ -185,10 +185,9 @@ def check_free(destination: Path, force: bool) -> None:
         raise FileExistsError(f"{destination} is no checkpoint, and --force replaces nothing else")
 
 
-def tokenizer_files(directory: Path) -> list[Path]:
+def files_of_tokenizer(directory: Path) -> list[Path]:
     """The files of the tokenizer in a directory. Raises FileNotFoundError if it has none."""
-    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if not files:
+    if not (files := tokenizer_files(directory)):
         raise FileNotFoundError(f"{directory} holds none of {', '.join(TOKENIZER_FILES)}")
     return files
 
@@ -217,7 +216,7 @@ def make(
     if config[model.layers_field] < 1 or not 1 <= shards <= len(shapes):
         raise ValueError(f"need at least 1 layer and from 1 to {len(shapes)} shards")
     check_free(destination, force)
-    files = tokenizer_files(tokenizer) if tokenizer else []
+    files = files_of_tokenizer(tokenizer) if tokenizer else []
     tensors = {
         n: random_tensor(n, shape, np.dtype(DTYPES[dtype]), seed) for n, shape in shapes.items()
     }

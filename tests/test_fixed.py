@@ -274,7 +274,7 @@ def test_a_large_score_beats_minus_fifty_but_no_boolean_mask() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((0, 5), "num_tokens must be a whole number of at least 1, got 0"),
+        ((0, 5), "num_tokens must be a whole number from 1 up, got 0"),
         ((2.5, 5), "num_tokens must be a whole number"),
         ((4, 4), r"max_tokens \(4\) must exceed num_tokens \(4\)"),
         ((4, 98), r"max_tokens \(98\) exceeds the model's context of 97"),
@@ -317,7 +317,7 @@ def test_int8_keys_and_values_are_refused() -> None:
         ({"tokens": [[1], []]}, TokenError, "row 1 has no tokens"),
         ({"tokens": [1, 2]}, TokenError, "tokens must be"),
         ({"tokens": [[1.5]]}, TokenError, "must be integers"),
-        ({"tokens": [[1, 131]]}, TokenError, r"token id 131 \(row 0, column 1\)"),
+        ({"tokens": [[1, 131]]}, TokenError, r"token id 131 .* 131 \(row 0, column 1\)"),
         ({"tokens": [[-1]]}, TokenError, "token id -1"),
         ({"tokens": [[1, 2]], "mask": [[1]]}, TokenError, r"mask must be \(1, 2\)"),
         ({"tokens": [[1, 2]], "mask": [[1, 2]]}, TokenError, "mask must hold 1"),

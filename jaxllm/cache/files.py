@@ -23,8 +23,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
 from jaxllm.files import as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
+from jaxllm.weights import files
 from jaxllm.weights.files import LazyTensor, open_tensors, read_header, write_tensors
 from jaxllm.weights.paths import Params
+from jaxllm.whole import check_ids
 
 FORMAT = "jaxllm-cache"
 VERSION = 2
@@ -55,10 +57,7 @@ def fingerprint(params: Params) -> str:
 
     def hashed(item: tuple[Any, jax.Array]) -> bytes:
         path, leaf = item
-        array = np.ascontiguousarray(leaf)
-        found = hashlib.sha256(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-        return found.digest()
+        return bytes.fromhex(files.digest({jax.tree_util.keystr(path): np.asarray(leaf)}))
 
     with ThreadPoolExecutor(4) as threads:  # hashing lets other threads run
         return hashlib.sha256(b"".join(threads.map(hashed, leaves))).hexdigest()
@@ -114,7 +113,7 @@ def load_cache(
     it was.
 
     Raises CacheMismatchError, naming what differs, for a cache of another model, precision or text;
-    CapacityError where it does not fit; CheckpointError for a file that is none or is damaged.
+    CapacityError where it does not fit; CheckpointError for a file that is no cache or is damaged.
     """
     header, fields = _header(Path(path))
     for name, ours in _identity(model, params).items():
@@ -234,11 +233,8 @@ def _check_numbers(
                 f"{where}: it has positions that are not below next_position_B, or next_position_B"
                 f" is above {config.position_limit}"
             )
-        known = (token_BS >= 0) & (token_BS < config.vocab_size)
-        if (~known & (position_BS != EMPTY)).any():
-            raise CheckpointError(
-                f"{where}: it has token ids outside the vocabulary of {config.vocab_size}"
-            )
+        held_BS = position_BS != EMPTY
+        check_ids(token_BS, config.vocab_size, f"{where}: ", real_X=held_BS, error=CheckpointError)
 
 
 def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
@@ -290,12 +286,7 @@ def _memory(
 def digest(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
     """A hash of all that a cache file says, its own digest aside."""
     said = {name: value for name, value in header.items() if name != "digest"}
-    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for name in sorted(tensors):
-        array = np.ascontiguousarray(tensors[name])
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+    return files.digest(tensors, json.dumps(said, sort_keys=True))
 
 
 def _with_room(x: jax.Array, room: int, value: int = 0) -> jax.Array:

@@ -18,7 +18,7 @@ from jaxllm.cache.write import at_cursor, window_at_cursor
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
-from jaxllm.ops.entries import Entries, Int8Entries, keep_as
+from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
 from jaxllm.weights.paths import Place, put
 from jaxllm.weights.precision import CACHE_DTYPES
 from jaxllm.whole import whole
@@ -104,17 +104,17 @@ class KVCache(struct.PyTreeNode):
     @property
     def position_BS(self) -> jax.Array:
         """Positions of all slots of all segments in order, int32 `[B, S]`; negative: no token."""
-        return self._across([s.position_BS for s in self.segments])
+        return side_by_side([s.position_BS for s in self.segments], self.batch)
 
     @property
     def token_BS(self) -> jax.Array:
         """Token ids of all slots of all segments in order, int32 `[B, S]`."""
-        return self._across([s.token_BS for s in self.segments])
+        return side_by_side([s.token_BS for s in self.segments], self.batch)
 
     @property
     def patched_BS(self) -> jax.Array:
         """Which slots of all segments in order were patched, bool `[B, S]`."""
-        return self._across([s.patched_BS for s in self.segments])
+        return side_by_side([s.patched_BS for s in self.segments], self.batch)
 
     def tokens(self, row: int = 0) -> list[int]:
         """The ids of a row's text, in the order of their positions."""
@@ -176,10 +176,6 @@ class KVCache(struct.PyTreeNode):
             f"KVCache({model}: {rows} of {', '.join(lengths)} tokens, {frozen},"
             f" tail {int(self.cursor)}/{self.capacity}, {size})"
         )
-
-    def _across(self, parts: list[jax.Array]) -> jax.Array:
-        rows = [jnp.broadcast_to(x, (self.batch, x.shape[1])) for x in parts]
-        return jnp.concatenate(rows, axis=1)
 
 
 def init_cache(
@@ -288,11 +284,11 @@ def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
     return step(grown, delta).replace(frozen=frozen)
 
 
-def extend(cache: KVCache, delta: Delta) -> KVCache:
+def unchecked_commit(cache: KVCache, delta: Delta) -> KVCache:
     """`commit` without its checks, for use inside compiled programs."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    written = at_cursor(cache.cursor, cache.tail, as_kept(delta, cache.tail))
+    written = at_cursor(cache.cursor, cache.tail, cast_like(delta, cache.tail))
     return cache.replace(
         tail=written,
         cursor=cache.cursor + columns,
@@ -301,11 +297,11 @@ def extend(cache: KVCache, delta: Delta) -> KVCache:
     )
 
 
-def as_kept(delta: Delta, like: Segment) -> Segment:
+def cast_like(delta: Delta, like: Segment) -> Segment:
     """The delta's entries as a segment, in the formats of another segment."""
     return Segment(
-        k=tuple(keep_as(new, old.dtype) for new, old in zip(delta.k, like.k, strict=True)),
-        v=tuple(keep_as(new, old.dtype) for new, old in zip(delta.v, like.v, strict=True)),
+        k=tuple(cast(new, old.dtype) for new, old in zip(delta.k, like.k, strict=True)),
+        v=tuple(cast(new, old.dtype) for new, old in zip(delta.v, like.v, strict=True)),
         position_BS=delta.position_BS,
         token_BS=delta.token_BS,
         patched_BS=delta.patched_BS,
@@ -315,8 +311,8 @@ def as_kept(delta: Delta, like: Segment) -> Segment:
 def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
     """Attention mass over all slots and `new` tokens, `[..., B, S + T]`, by slots: `[..., B, S]`.
 
-    The new tokens' share moves to the slots of the tail that `extend` gives them; frozen slots
-    come first, whether `tail` has them or not.
+    The new tokens' share moves to the slots of the tail that `commit` gives them; frozen slots come
+    first, whether `tail` has them or not.
     """
     if mass_XBS.ndim > 2:
         return jax.vmap(lambda mass: settle(mass, tail, new))(mass_XBS)
@@ -325,8 +321,8 @@ def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
     return mass_BS.at[:, -tail.capacity :].add(own_BS)
 
 
-_commit = jax.jit(extend)
-_commit_in_place = jax.jit(extend, donate_argnums=0)
+_commit = jax.jit(unchecked_commit)
+_commit_in_place = jax.jit(unchecked_commit, donate_argnums=0)
 
 
 def check_usable(cache: KVCache) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, cache_nbytes, check_usable
 from jaxllm.errors import CacheMismatchError, CapacityError
 from jaxllm.files import check_memory
+from jaxllm.ops.entries import side_by_side
 from jaxllm.whole import whole
 
 
@@ -159,11 +160,7 @@ def _stacked(segments: Sequence[Segment], caches: Sequence[KVCache]) -> Segment:
 
 def _as_one(segments: Sequence[Segment], batch: int) -> Segment:
     """Segments in a row as one, each row with a copy of its own."""
-
-    def join(*parts: jax.Array) -> jax.Array:
-        return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in parts], axis=1)
-
-    joined: Segment = jax.tree.map(join, *segments)
+    joined: Segment = jax.tree.map(lambda *parts: side_by_side(parts, batch), *segments)
     return joined
 
 

@@ -20,7 +20,7 @@ from jaxllm.cache.kv import (
     Delta,
     KVCache,
     Segment,
-    as_kept,
+    cast_like,
     check_no_memory,
     check_usable,
     culled,
@@ -28,7 +28,8 @@ from jaxllm.cache.kv import (
 from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.ops import Entries, dense, keep_as, turn
+from jaxllm.ops import Entries, cast, dense, turn
+from jaxllm.ops.entries import side_by_side
 from jaxllm.whole import whole, whole_array
 
 INT32 = np.iinfo(np.int32)
@@ -203,18 +204,15 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
         segments.append(segment)
         first += size
     end_B = jnp.where(at_BT >= 0, delta.position_BS + 1, 0).max(axis=1)
-    patched = cache.replace(
-        frozen=tuple(segments[:-1]),
-        tail=segments[-1],
-        next_position_B=jnp.maximum(cache.next_position_B, end_B),
-    )
+    next_B = jnp.maximum(cache.next_position_B, end_B)
+    patched = _with_segments(cache, segments, next_position_B=next_B)
     _check_distinct(patched.position_BS)
     return patched
 
 
 @jax.jit
 def _patched(segment: Segment, index_BT: jax.Array, delta: Delta) -> Segment:
-    new = as_kept(delta, segment).replace(patched_BS=jnp.ones_like(delta.patched_BS))
+    new = cast_like(delta, segment).replace(patched_BS=jnp.ones_like(delta.patched_BS))
     return at_slots(segment, new, index_BT)
 
 
@@ -224,9 +222,8 @@ def gather_slots(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int)
     room = max(slots - order_BS.shape[1], 0)
 
     def gather(*parts: jax.Array) -> jax.Array:
-        whole = [jnp.broadcast_to(x, (order_BS.shape[0], *x.shape[1:])) for x in parts]
         index = order_BS.reshape(order_BS.shape + (1,) * (parts[0].ndim - 2))
-        found = jnp.take_along_axis(jnp.concatenate(whole, axis=1), index, axis=1)
+        found = jnp.take_along_axis(side_by_side(parts, order_BS.shape[0]), index, axis=1)
         return jnp.pad(found, ((0, 0), (0, room), *[(0, 0)] * (found.ndim - 2)))
 
     gathered: Segment = jax.tree.map(gather, *segments)
@@ -250,7 +247,7 @@ def _moved(
             k = turn_keys(segment.k, by_BS, movable_rope(cache.config), cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
-    moved = cache.replace(frozen=tuple(segments[:-1]), tail=segments[-1], next_position_B=next_B)
+    moved = _with_segments(cache, segments, next_position_B=next_B)
     _check_moved(cache, moved)
     return moved
 
@@ -260,7 +257,7 @@ def turn_keys(
     keys: tuple[Entries, ...], by_BS: jax.Array, rope: Rope, head_dim: int
 ) -> tuple[Entries, ...]:
     def one(k: Entries) -> Entries:
-        new = keep_as(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
+        new = cast(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
 
         def where_moved(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(by_BS.reshape(by_BS.shape + (1,) * (old.ndim - 2)) != 0, new, old)
@@ -324,7 +321,12 @@ def _check_slots(cache: KVCache, at_BT: jax.Array) -> None:
 
 def _with_positions(cache: KVCache, positions: Sequence[jax.Array]) -> KVCache:
     segments = [s.replace(position_BS=p) for s, p in zip(cache.segments, positions, strict=True)]
-    return cache.replace(frozen=tuple(segments[:-1]), tail=segments[-1])
+    return _with_segments(cache, segments)
+
+
+def _with_segments(cache: KVCache, segments: Sequence[Segment], **changed: Any) -> KVCache:
+    *frozen, tail = segments
+    return cache.replace(frozen=tuple(frozen), tail=tail, **changed)
 
 
 def _split(cache: KVCache, x_BS: jax.Array) -> list[jax.Array]:

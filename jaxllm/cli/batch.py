@@ -67,7 +67,7 @@ def answer_file(
 
 
 def _held(out: Path | None, resume: bool) -> bytes:
-    """The whole lines of answers that are there; what an interrupt has cut off is none.
+    """The whole lines of answers that are there; what an interrupt has cut off does not count.
 
     Raises ConfigError or CheckpointError where the answers cannot go there.
     """

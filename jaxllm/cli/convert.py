@@ -51,7 +51,7 @@ def convert(
         from jaxllm.api import open_checkpoint
         from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
         from jaxllm.convert.engine import write_hf
-        from jaxllm.text.tokenizer import TOKENIZER_FILES
+        from jaxllm.text.formats import tokenizer_files
         from jaxllm.weights.formats import DTYPES
 
     table = None if precision is None else read_json_option("--precision", precision)
@@ -64,7 +64,7 @@ def convert(
     if table is not None:
         chosen = precision_over(opened.precision, table, f"--precision {precision}")
         opened = in_memory(opened, load_params(opened, chosen), chosen)
-    files = [path for name in TOKENIZER_FILES if (path := opened.directory / name).is_file()]
+    files = tokenizer_files(opened.directory)
     (write_hf if to_hf else save)(target, opened, files=files)
     size = sum(tensor.nbytes for tensor in opened.tensors.values())
     formats = sorted({t.dtype.name for t in opened.tensors.values()} & {*DTYPES})

@@ -7,14 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, read_stdin, write
-from jaxllm.cli.options import Dtype, PrecisionFile, Quantize, check_writable, load_model
+from jaxllm.cli.options import (
+    Dtype,
+    ModelArgument,
+    PrecisionFile,
+    Quantize,
+    check_writable,
+    load_model,
+)
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
 
 
 def embed(
-    model: Annotated[str, typer.Argument(help="As --model of generate.")] = "demo:llama",
+    model: ModelArgument = "demo:llama",
     text: Annotated[
         list[str] | None, typer.Option(help="A text; may be given more than once.")
     ] = None,

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import Dtype, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import AsJson, Dtype, ModelArgument, PrecisionFile, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-tokens 128 --check"
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="As --model of generate.")],
+    model: ModelArgument,
     directory: Annotated[Path, typer.Argument(help="Where to write; must hold no export yet.")],
     what: Annotated[str, typer.Option(help="prefill, decode, or both.")] = "prefill,decode",
     form: Annotated[
@@ -42,7 +42,7 @@ def export(
     check: Annotated[
         bool, typer.Option("--check", help="Load what was written and compare its logits.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write prefill and decode steps for runtimes without this code: StableHLO, safetensors, JSON.
 

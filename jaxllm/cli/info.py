@@ -1,18 +1,16 @@
 """`jaxllm info`: what a checkpoint is."""
 
 import json
-from typing import Annotated
-
-import typer
 
 from jaxllm.cli.console import waiting, write
+from jaxllm.cli.options import AsJson, ModelArgument
 
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="As --model of generate.")] = "demo:llama",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: ModelArgument = "demo:llama",
+    as_json: AsJson = False,
 ) -> None:
     """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""
     with waiting("starting"):

@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def dtype_named(name: str | None) -> str | None:
-    """A format of numbers by its full name. Raises ConfigError for what is none."""
+    """A format of numbers by its full name. Raises ConfigError for an unknown name."""
     if name is None or name in DTYPES:
         return name and DTYPES[name]
     raise ConfigError(
@@ -89,6 +89,8 @@ More = Annotated[
         help="Any other option of LM.generate, its value as JSON: -o min_p=0.05 -o num_beams=4",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 

@@ -1,7 +1,6 @@
 """`jaxllm perplexity`: how well a model predicts a text, and how another differs from it."""
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +23,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype, Quantize, check_writable, dtype_named, load_model
+from jaxllm.cli.options import AsJson, Dtype, Quantize, check_writable, dtype_named, load_model
 from jaxllm.errors import TokenError
 
 if TYPE_CHECKING:
@@ -70,13 +69,15 @@ def perplexity(
         Path | None,
         typer.Option(help="Keep every batch's numbers in this file, and go on from what it has."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Perplexity of a text with its standard error; KL divergence of another model from this one.
 
     The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".
     """
+    from jaxllm.files import finite_json
+
     check_writable("--journal", journal)
     corpus = read_corpus(text, documents, separate)
     lm = load_model(model, dtype, quantize=quantize)
@@ -109,7 +110,7 @@ def perplexity(
         report["divergence"] = differences(both)
         rows = [("text", described(facts)), *_lines(both.reference), *_compared(both)]
     if as_json:
-        write(json.dumps(plain(report)) + "\n")
+        write(json.dumps(finite_json(report)) + "\n")
         return
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -122,18 +123,6 @@ def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
         return
     if encode(lm, corpus) != encode(other, corpus):
         raise TokenError(f"{lm.path} and {other.path} make different tokens of the text")
-
-
-def plain(report: dict[str, Any]) -> dict[str, Any]:
-    """The same for JSON, which has no NaN (the error of one token) and no infinity: null."""
-    return {
-        name: plain(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for name, value in report.items()
-    }
 
 
 def _numbers(found: "Perplexity") -> dict[str, Any]:

@@ -45,18 +45,14 @@ def quantize(
     """Write a checkpoint in jaxllm's own form with quantized matrices; norms and biases stay."""
     with waiting("starting"):  # JAX is imported
         from jaxllm.api import load, open_checkpoint
-        from jaxllm.checkpoint import claim, in_memory, save
-        from jaxllm.text.tokenizer import TOKENIZER_FILES
+        from jaxllm.checkpoint import claim
         from jaxllm.weights.quantize import rules_of
 
     wanted = _rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
     rules_of(wanted)
     claim(target)  # before the work, not after it
-    opened = open_checkpoint(source)
-    lm = load(source, dtype=dtype, quantize=wanted)
-    made = in_memory(opened, lm.params, lm.model.precision)
-    files = [file for n in TOKENIZER_FILES if (file := opened.directory / n).is_file()]
-    save(target, made, files=files)
+    load(source, dtype=dtype, quantize=wanted).save(target)
+    opened, made = open_checkpoint(source), open_checkpoint(target)
     before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, made))
     note(
         f"{target}: {len(made.formats)} matrices in"

@@ -18,7 +18,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import Dtype, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
@@ -43,7 +43,7 @@ def sensitivity(
     limit: Annotated[int, typer.Option(help="Only the first so many windows.")] = 8,
     dtype: Dtype = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ranking as a PNG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Lower one group of matrices at a time and rank them by what it does to the predictions.
 
@@ -55,6 +55,7 @@ def sensitivity(
     lm = load_model(model, dtype)
     from jaxllm.evaluate.likelihood.sensitivity import plot as draw
     from jaxllm.evaluate.likelihood.sensitivity import sensitivity
+    from jaxllm.files import finite_json
 
     loader, facts = make_loader(lm, corpus, window=window, stride=stride, batch=batch, limit=limit)
     rows = sensitivity(lm.model, lm.params, loader, format, by=by)
@@ -63,7 +64,8 @@ def sensitivity(
         note(f"{plot} written")
     if as_json:
         report = {"model": model, "format": format, "by": by, "tokens": loader.tokens, **facts}
-        write(json.dumps({**report, "groups": [_numbers(row) for row in rows]}) + "\n")
+        groups = [_numbers(row) for row in rows]
+        write(json.dumps(finite_json({**report, "groups": groups})) + "\n")
         return
     note(f"{described(facts)}; {loader.tokens:,} tokens scored")
     width = max(len("group"), *(len(row.group) for row in rows))
@@ -79,14 +81,12 @@ def sensitivity(
 
 
 def _numbers(row: "Sensitivity") -> dict[str, Any]:
-    from jaxllm.cli.perplexity import differences, plain
+    from jaxllm.cli.perplexity import differences
 
-    return plain(
-        {
-            "group": row.group,
-            "regex": row.regex,
-            "bytes_before": row.bytes_before,
-            "bytes_after": row.bytes_after,
-            **differences(row.divergence),
-        }
-    )
+    return {
+        "group": row.group,
+        "regex": row.regex,
+        "bytes_before": row.bytes_before,
+        "bytes_after": row.bytes_after,
+        **differences(row.divergence),
+    }

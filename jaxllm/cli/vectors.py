@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import FullDtype, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import FullDtype, ModelArgument, PrecisionFile, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Action(enum.StrEnum):
 
 def vectors(
     action: Annotated[Action, typer.Argument(help="make or check.")],
-    model: Annotated[str, typer.Argument(help="As --model of generate.")],
+    model: ModelArgument,
     directory: Annotated[Path, typer.Argument(help="Where the vectors are to go, or are.")],
     dtype: FullDtype = "float32",
     quantize: Quantize = None,

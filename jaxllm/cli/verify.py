@@ -8,7 +8,9 @@ import typer
 
 from jaxllm.cli.console import note, write
 from jaxllm.cli.options import (
+    AsJson,
     FullDtype,
+    ModelArgument,
     PrecisionFile,
     Quantize,
     check_writable,
@@ -27,7 +29,7 @@ TRANSFORMERS = "transformers"
 
 
 def verify(
-    model: Annotated[str, typer.Argument(help="As --model of generate.")],
+    model: ModelArgument,
     against: Annotated[
         str, typer.Option(help='"transformers", or another checkpoint (the same one, too).')
     ] = TRANSFORMERS,
@@ -47,7 +49,7 @@ def verify(
         float | None,
         typer.Option(help="x max(1, the stage's largest number); by default the format's own."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(help="Write a picture of the error by stage to this PNG.")
     ] = None,

@@ -21,6 +21,7 @@ from jaxllm.files.schema import as_schema, complaints_of
 from jaxllm.files.writing import (
     check_vacant,
     copy_files,
+    finite_json,
     locked,
     sweep,
     write_json,
@@ -35,6 +36,7 @@ __all__ = [
     "compile_pattern",
     "complaints_of",
     "copy_files",
+    "finite_json",
     "inside",
     "is_there",
     "locked",

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -122,6 +123,15 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """
     with writing(path, "w") as file:
         file.write(json.dumps(data, indent=2) + "\n")
+
+
+def finite_json(value: Any) -> Any:
+    """A value of dicts, lists and numbers with null for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {name: finite_json(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def copy_files(files: Iterable[Path], directory: Path) -> None:

@@ -27,6 +27,7 @@ from jaxllm.progress import bytes_bar, steps_bar
 from jaxllm.steps import forward
 from jaxllm.weights.files import LazyTensor, write_tensors
 from jaxllm.weights.paths import Params, named_arrays
+from jaxllm.whole import whole
 
 WHAT = ("prefill", "decode")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -73,8 +74,7 @@ def export(
     _check_names("a step", what, WHAT)
     _check_names("a platform", platforms, PLATFORMS)
     _check_names("native", [native], ("keep", "leave-out"))
-    if type(batch) is not int or batch < 1:
-        raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r:.40}")
+    batch = whole("batch", batch, 1, error=ConfigError)
     directory = Path(directory)
     check_vacant(directory, MANIFEST, "an export")
     capacity = max_tokens - num_tokens

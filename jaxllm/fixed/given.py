@@ -8,7 +8,10 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
+from jaxllm.inputs import as_vectors, shape_of
+from jaxllm.shapes import pad_rows
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.whole import check_ids
 
 
 class Given(NamedTuple):
@@ -46,7 +49,7 @@ def read_given(
         got = " and ".join(names) or "none"
         raise TokenError(f"give exactly one of text, tokens and embeddings; got {got}")
     if embeddings is not None:
-        vector_BLD = _vectors(config, embeddings)
+        vector_BLD = as_vectors(embeddings, "B, T", config.hidden_size)
         mask_BL = _mask(mask, vector_BLD.shape[:2])
         return Given(np.zeros(mask_BL.shape, np.int32), _zeroed(vector_BLD, mask_BL), mask_BL)
     rows = _encoded(tokenizer, text) if text is not None else tokens
@@ -57,13 +60,7 @@ def read_given(
     else:
         token_BL = _ids(rows)
         mask_BL = _mask(mask, token_BL.shape)
-    wrong_BL = mask_BL & ((token_BL < 0) | (token_BL >= config.vocab_size))
-    if wrong_BL.any():
-        row, column = np.argwhere(wrong_BL)[0]
-        raise TokenError(
-            f"token id {token_BL[row, column]} (row {row}, column {column}) is outside the"
-            f" vocabulary of {config.vocab_size}"
-        )
+    check_ids(token_BL, config.vocab_size, real_X=mask_BL)
     return Given(np.where(mask_BL, token_BL, 0).astype(np.int32), None, mask_BL)
 
 
@@ -86,12 +83,9 @@ def _aligned(rows: Sequence[Any], side: str) -> tuple[np.ndarray, np.ndarray]:
     lists = [_ids([row])[0] if len(row) else _empty_row(r) for r, row in enumerate(rows)]
     if not lists:
         raise TokenError("the input has no rows")
-    width = max(map(len, lists))
-    token_BL, mask_BL = np.zeros((len(lists), width), np.int64), np.zeros((len(lists), width), bool)
-    for r, ids in enumerate(lists):
-        at = slice(width - len(ids), width) if side == "left" else slice(0, len(ids))
-        token_BL[r, at], mask_BL[r, at] = ids, True
-    return token_BL, mask_BL
+    left, there = side == "left", [[1] * len(ids) for ids in lists]
+    # 64 bits: whether an id is one of the vocabulary is yet to be seen.
+    return pad_rows(lists, left=left, dtype=np.int64), pad_rows(there, left=left, dtype=bool)
 
 
 def _empty_row(row: int) -> np.ndarray:
@@ -100,23 +94,10 @@ def _empty_row(row: int) -> np.ndarray:
 
 def _ids(tokens: Any) -> np.ndarray:
     token_BL = np.asarray(tokens)
-    if token_BL.ndim != 2 or 0 in token_BL.shape:
-        raise TokenError(f"tokens must be [B, T], neither of them zero; got {token_BL.shape}")
+    shape_of(token_BL)
     if token_BL.dtype.kind not in "iu":
         raise TokenError(f"tokens must be integers, got {token_BL.dtype}")
     return token_BL
-
-
-def _vectors(config: ModelConfig, embeddings: Any) -> np.ndarray:
-    vector_BLD = np.asarray(embeddings)
-    size = config.hidden_size
-    if vector_BLD.ndim != 3 or vector_BLD.shape[2] != size or 0 in vector_BLD.shape:
-        raise TokenError(
-            f"embeddings must be [B, T, {size}], none of them zero; got {vector_BLD.shape}"
-        )
-    if not jax.numpy.issubdtype(vector_BLD.dtype, jax.numpy.floating):
-        raise TokenError(f"embeddings must be floats, got {vector_BLD.dtype}")
-    return vector_BLD.astype(np.float32)
 
 
 def _zeroed(vector_BLD: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:

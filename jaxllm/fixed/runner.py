@@ -13,10 +13,11 @@ from jaxllm import ops
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.fixed.given import Given, read_given
-from jaxllm.fixed.slots import Past, empty, fitted, kept, place
+from jaxllm.fixed.slots import Past, empty, fitted, past_after, place
 from jaxllm.fixed.step import Form, Mask, check_form, run_step
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class FixedShapeRunner:
     that sees nothing, as padding does, attends to everything. In float16 a value beyond -65504 is
     minus infinity, and such a query NaN.
 
-    Raises ConfigError for lengths, names or values that are none.
+    Raises ConfigError for an impossible length, an unknown name or a wrong value.
     """
 
     model: nn.Module
@@ -97,8 +98,8 @@ class FixedShapeRunner:
         would give. mask: `[B, L]`, 1 where a token is real; padding may stand anywhere. past: what
         an earlier call returned, or keys and values of your own in at most as many slots.
 
-        Raises TokenError for input that is none, CapacityError for what `max_tokens` cannot hold,
-        CacheMismatchError for the past of another model or batch.
+        Raises TokenError for input of another form, CapacityError for what `max_tokens` cannot
+        hold, CacheMismatchError for the past of another model or batch.
         """
         config = self.model.config
         given = read_given(config, self.tokenizer, self.padding, text, tokens, embeddings, mask)
@@ -115,7 +116,7 @@ class FixedShapeRunner:
                 outputs = self.step(inputs)
             else:
                 outputs = _STEP(self.model, form, self.params, inputs)
-            past = kept(past, outputs, after_BS, missing)
+            past = past_after(past, outputs, after_BS, missing)
             pieces.append(np.asarray(outputs["logits"])[:, self._real(columns)])
         return FixedOutput(np.concatenate(pieces, axis=1), past, given.mask_BL)
 
@@ -201,9 +202,8 @@ class FixedShapeRunner:
 
 def check_lengths(model: nn.Module, num_tokens: int, max_tokens: int) -> None:
     """Raise ConfigError for lengths that no step can have."""
-    for name, value in {"num_tokens": num_tokens, "max_tokens": max_tokens}.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r:.40}")
+    whole("num_tokens", num_tokens, 1, error=ConfigError)
+    whole("max_tokens", max_tokens, 1, error=ConfigError)
     if max_tokens <= num_tokens:
         raise ConfigError(
             f"max_tokens ({max_tokens}) must exceed num_tokens ({num_tokens}): the rest is the past"

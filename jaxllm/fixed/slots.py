@@ -103,7 +103,9 @@ def place(position_BS: np.ndarray, position_BT: np.ndarray) -> tuple[np.ndarray,
     return slot_BT, after_BS, missing
 
 
-def kept(past: Past, outputs: Mapping[str, Any], position_BS: np.ndarray, missing: int) -> Past:
+def past_after(
+    past: Past, outputs: Mapping[str, Any], position_BS: np.ndarray, missing: int
+) -> Past:
     """The past after a step whose outputs these are."""
     layers = range(len(past.k))
     return Past(

@@ -135,7 +135,7 @@ class Attention(nn.Module):
             scale /= self.layer + 1
         project_out = Linear(D, True, p, name="c_proj")
         return attend(
-            scope, self.layer, q, k, v, project_out, kept_as=p.cache, scale=scale, window=None
+            scope, self.layer, q, k, v, project_out, cache_dtype=p.cache, scale=scale, window=None
         )
 
 

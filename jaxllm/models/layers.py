@@ -121,21 +121,21 @@ def attend(
     v: jax.Array,
     project_out: Callable[[jax.Array], jax.Array],
     *,
-    kept_as: str,
+    cache_dtype: str,
     scale: float,
     window: int | None,
 ) -> Attended:
     """Softmax attention of one layer over what the cache holds of it, and the new tokens.
 
     q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
-    heads, `[B, T, N * H]` to `[B, T, D]`. kept_as: the cache's format where there is no cache.
+    heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
     window: how many of the last positions a query sees, itself included; None for all.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
     # same numbers whether they come from the cache or from the same chunk.
-    kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(kept_as)
-    new = ops.Part(ops.keep_as(k, kept), ops.keep_as(v, kept), scope.position_BT)
+    kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
+    new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     if scope.mask_BTS is not None:
         out, mass = attend_masked(q, parts, scope.mask_BTS, scale=scale), None

@@ -166,7 +166,7 @@ class Attention(nn.Module):
             ops.rotate(k, *angles),
             v,
             Linear(D, c.attention_bias, p, name="o_proj"),
-            kept_as=p.cache,
+            cache_dtype=p.cache,
             scale=c.head_dim**-0.5,
             window=c.window(self.layer),
         )

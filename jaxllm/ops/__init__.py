@@ -7,7 +7,7 @@ many. native/: kernels in C++.
 
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.ops.attention import Part, attend, visible
-from jaxllm.ops.entries import Entries, Int8Entries, dense, keep_as
+from jaxllm.ops.entries import Entries, Int8Entries, cast, dense
 from jaxllm.ops.norms import layer_norm, rms_norm
 from jaxllm.ops.rope import inverse_frequencies, rope_angles, rotate, turn
 
@@ -17,9 +17,9 @@ __all__ = [
     "Int8Entries",
     "Part",
     "attend",
+    "cast",
     "dense",
     "inverse_frequencies",
-    "keep_as",
     "layer_norm",
     "rms_norm",
     "rope_angles",

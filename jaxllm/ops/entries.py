@@ -1,9 +1,10 @@
 """Keys and values as a cache keeps them: float arrays, or int8 with a scale a token and head.
 
 Everything that moves slots about treats both as pytrees whose leaves are `[B, S, ...]`; only
-`dense` and `keep_as` know the difference.
+`dense` and `cast` know the difference.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,12 @@ class Int8Entries(struct.PyTreeNode):
 Entries = jax.Array | Int8Entries
 
 
+def side_by_side(parts: Sequence[jax.Array], rows: int) -> jax.Array:
+    """Arrays `[rows or 1, S, ...]` as one `[rows, S, ...]`, one after the other along S."""
+    each = [jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in parts]
+    return jnp.concatenate(each, axis=1)
+
+
 def dense(entries: Entries) -> jax.Array:
     """The numbers themselves: int8 entries as float32, arrays as they are."""
     if isinstance(entries, Int8Entries):
@@ -44,7 +51,7 @@ def dense(entries: Entries) -> jax.Array:
     return entries
 
 
-def keep_as(entries: Entries, dtype: Any) -> Entries:
+def cast(entries: Entries, dtype: Any) -> Entries:
     """The entries in another format, a float dtype or int8; as they are if they have it."""
     if entries.dtype == dtype:
         return entries

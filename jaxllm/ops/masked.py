@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops.attention import Part, visible
-from jaxllm.ops.entries import dense
+from jaxllm.ops.entries import dense, side_by_side
 
 
 def attention_weights(
@@ -25,16 +25,10 @@ def attention_weights(
     Zero where a query does not see a slot, and everywhere for one that sees nothing. All of them
     are kept at once: B x N x T x S numbers.
     """
-    B, T, N, H = q_BTNH.shape
-
-    def rows(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, (B, *x.shape[1:]))
-
-    k_BSKH = jnp.concatenate([rows(dense(p.k_BSKH).astype(jnp.float32)) for p in parts], axis=1)
-    position_BS = jnp.concatenate([rows(p.position_BS) for p in parts], axis=1)
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)
-    score_BKGTS = scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+    B, T, N, _ = q_BTNH.shape
+    k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
+    score_BKGTS = _scores(q_BTNH, k_BSKH, scale)
+    position_BS = side_by_side([p.position_BS for p in parts], B)
     seen_BKGTS = visible(position_BT, position_BS, window=window)[:, None, None]
     score_BKGTS = jnp.where(seen_BKGTS, score_BKGTS, -jnp.inf)
     weight_BKGTS = jnp.where(seen_BKGTS, jax.nn.softmax(score_BKGTS, axis=-1), 0.0)
@@ -52,11 +46,9 @@ def attend_masked(
     the mask reaches loses to it. The parts' positions are not looked at. Float32 inside.
     """
     B, T, N, H = q_BTNH.shape
-    k_BSKH = jnp.concatenate([dense(p.k_BSKH).astype(jnp.float32) for p in parts], axis=1)
-    v_BSKH = jnp.concatenate([dense(p.v_BSKH).astype(jnp.float32) for p in parts], axis=1)
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)
-    score_BKGTS = scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+    k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
+    score_BKGTS = _scores(q_BTNH, k_BSKH, scale)
+    v_BSKH = side_by_side([dense(p.v_BSKH).astype(jnp.float32) for p in parts], B)
     mask_BKGTS = mask_BTS[:, None, None]
     if mask_BTS.dtype == jnp.bool_:
         unseen_BS = ~mask_BTS.any(axis=1)
@@ -67,3 +59,11 @@ def attend_masked(
         weight_BKGTS = jax.nn.softmax(score_BKGTS + mask_BKGTS.astype(jnp.float32), axis=-1)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)
     return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, scale: float) -> jax.Array:
+    """What each query makes of each key, float32 `[B, K, G, T, S]`."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)
+    return scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)

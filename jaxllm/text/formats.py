@@ -47,6 +47,11 @@ class TokenizerTree:
     adds_bos: bool
 
 
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The tokenizer's files in a directory, to be copied with it."""
+    return [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
+
+
 def find_form(directory: Path) -> tuple[str, ...] | None:
     """Return the names of the files of the first form that is complete in a directory."""
     for names in _FORMS:

@@ -12,7 +12,7 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
-        """Raises SamplingError for an empty string, or what is none."""
+        """Raises SamplingError for an empty string, or what is not a string."""
         for string in strings:
             if not isinstance(string, str) or not string:
                 raise SamplingError(f"stop_strings must be non-empty texts, got {string!r}")

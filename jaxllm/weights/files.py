@@ -7,6 +7,7 @@ memory and used as it lies.
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -103,7 +104,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
     mapped: tensors are views of the file mapped into memory (which must not change meanwhile);
     otherwise each `read()` fills a buffer of its own, aligned so that XLA can take it over.
 
-    Raises CheckpointError for a file that is no well-formed safetensors file.
+    Raises CheckpointError for a file that is not well-formed safetensors.
     """
     header = read_header(path)
     whole = _map(path) if mapped else None
@@ -124,7 +125,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
 def read_header(path: Path) -> Header:
     """The header of a safetensors file, checked against the file's size.
 
-    Raises CheckpointError for a file that is no well-formed safetensors file.
+    Raises CheckpointError for a file that is not well-formed safetensors.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -205,6 +206,18 @@ def first_non_finite(array: np.ndarray) -> int | None:
         if bad.any():
             return start + int(bad.argmax())
     return None
+
+
+def digest(tensors: Mapping[str, np.ndarray], header: str = "") -> str:
+    """A SHA-256 of a text and of arrays, in the order of their names: of each its name, its
+    format, its shape and every bit.
+    """
+    found = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        array = np.ascontiguousarray(tensors[name])
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(array.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[str, object]:

@@ -30,7 +30,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
 
 
 def parse(name: Any) -> Format:
-    """A format by its name. Raises ConfigError for a name that is none."""
+    """A format by its name. Raises ConfigError for an unknown name."""
     for parser in PARSERS:
         if isinstance(name, str) and (found := parser(name)) is not None:
             return found

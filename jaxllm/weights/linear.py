@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxllm.ops import native
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.leaves.arrays import product
-from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.leaves.leaf import Leaf, up
 
 ROUNDED = 512  # columns of x that share a scale where inputs are rounded
 
@@ -52,8 +52,7 @@ def linears(
     rounded = [int8_inputs and as_leaf(weight).rounds_inputs for weight in weights]
     if len(set(rounded)) > 1:
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
-    multiply = _traced_once[_multiply_int8 if all(rounded) else _multiply]
-    products = multiply(x_RI, weights)
+    products = _PRODUCTS[1 if all(rounded) else 3](x_RI, weights)
     return [
         (y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]).reshape(
             *x.shape[:-1], y_RO.shape[-1]
@@ -67,30 +66,25 @@ def embed(weight_VD: Weight, token_BT: jax.Array) -> jax.Array:
     return as_leaf(weight_VD).take(token_BT)
 
 
-@jax.custom_jvp
-def _multiply(x_RI: jax.Array, weights: Weights) -> Products:
-    return _on_each_platform(x_RI, weights, 3)
+def _multiply(digits: int) -> Callable[..., Products]:
+    """The product, with the derivative of the plain one, whichever path computed the value.
+
+    Rounding inputs has no slope: the derivative passes through it (Bengio et al. 2013).
+    """
+
+    @jax.custom_jvp
+    def multiply(x_RI: jax.Array, weights: Weights) -> Products:
+        return _on_each_platform(x_RI, weights, digits)
+
+    @multiply.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return multiply(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
+
+    # A model has the same product in every layer: as a function of its own it is traced but once.
+    return jax.jit(multiply)
 
 
-@_multiply.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    """The derivative is that of the plain product, whichever path computed the value."""
-    return _multiply(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
-
-
-@jax.custom_jvp
-def _multiply_int8(x_RI: jax.Array, weights: Weights) -> Products:
-    return _on_each_platform(x_RI, weights, 1)
-
-
-@_multiply_int8.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    """Rounding has no slope: the derivative passes through it (Bengio et al. 2013)."""
-    return _multiply_int8(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
-
-
-# A model has the same product in every layer: as a function of its own it is traced but once.
-_traced_once = {function: jax.jit(function) for function in (_multiply, _multiply_int8)}
+_PRODUCTS = {digits: _multiply(digits) for digits in (1, 3)}  # 1: with inputs rounded to int8
 
 
 def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Products:
@@ -165,7 +159,7 @@ def round_to_int8(x_RI: jax.Array) -> jax.Array:
     The kernels round to the same integers, bit for bit: by the same operations in the same order.
     """
     rows, columns = x_RI.shape
-    width = -(-columns // ROUNDED) * ROUNDED
+    width = up(columns, ROUNDED)
     x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
     x_RCG = x_RCG.reshape(rows, -1, ROUNDED)
     step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) * (1 / 127)

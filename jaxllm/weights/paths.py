@@ -1,8 +1,11 @@
 """Parameters by name: a nested dict of leaves, addressed by dotted paths, changed by ordered rules.
 
-A path is the Hugging Face name without its model prefix: `layers.3.self_attn.q_proj.weight`. One
-mechanism serves conversion, precision, quantization and inspection: `(regex, value)` rows, the
-first row whose regex matches the whole path wins.
+A path is the Hugging Face name without its model prefix: `layers.3.self_attn.q_proj.weight`.
+
+Rules are rows `(regex, value)`, the same for precision, quantization and whatever else goes by
+path. A regex names a parameter or a module by its whole path, and a module stands for all that is
+in it: `layers\\.0` is all of layer 0, `.*mlp\\.down_proj` one linear of each layer,
+`lm_head\\.weight` one parameter. The first row that names a path or something that it lies in wins.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,8 +70,13 @@ def _word(key: Any) -> str:
 
 
 def first_match(rules: Iterable[tuple[str, V]], path: str) -> V | None:
-    """The value of the first rule whose regex matches all of `path`, or None.
+    """The value of the first rule that names `path` or a module that it lies in, or None.
 
-    In time linear in both, whatever the regex. Raises ConfigError for one that is none.
+    In time linear in both, whatever the regex. Raises ConfigError for a broken one.
     """
-    return next((value for regex, value in rules if compile_pattern(regex).fullmatch(path)), None)
+    names = path.split(".")
+    around = [".".join(names[:n]) for n in range(len(names), 0, -1)]
+    for regex, value in rules:
+        if any(map(compile_pattern(regex).fullmatch, around)):
+            return value
+    return None

@@ -51,9 +51,9 @@ class Precision:
     (dynamic quantization): less arithmetic, and the one choice here that is not exact. A head that
     is the tokens' table keeps its input.
 
-    overrides: ordered rows `(regex over module paths, Override)`; the first row that matches a
-    module or one of its parents wins: `("layers.0", Override(weights="float32"))` covers all of
-    layer 0, `(".*mlp.down_proj", ...)` one linear of each layer. A module computes in its own
+    overrides: ordered rules `(regex, Override)`, of `weights.paths`: `("layers.0",
+    Override(weights="float32"))` covers all of layer 0, `(".*mlp.down_proj", ...)` one linear of
+    each layer; a row that is silent on a field is passed over for it. A module computes in its own
     activations format and hands its result back in the format of the stream it was given.
 
     Raises ConfigError for an unknown format or a broken regex.
@@ -85,8 +85,7 @@ class Precision:
     def from_dict(cls, data: Any, where: str = "precision") -> "Precision":
         """From what JSON holds, as `dataclasses.asdict` gives it; fields may be left out.
 
-        where: its place, for messages. Raises ConfigError for a field that there is not, or a value
-        that is none.
+        where: its place, for messages. Raises ConfigError for an unknown field or a wrong value.
         """
         precision: Precision = as_schema(data, cls, where, ConfigError)
         return precision
@@ -105,13 +104,13 @@ class Precision:
 
     def format_at(self, path: str, ndim: int) -> str:
         """The format in which the parameter at `path` is kept."""
-        override = self._override(path.rpartition(".")[0], "weights")
+        override = self._override(path, "weights")
         if override is not None:
             return override if override in DTYPES or ndim >= 2 else self.weights
         quantized = None if self.quantize is None else format_at(self.quantize, path, ndim)
         return quantized or self.weights
 
-    def keep(self, path: str, weight: Weight) -> Weight:
+    def cast(self, path: str, weight: Weight) -> Weight:
         """The parameter at `path` in the format that it is kept in."""
         name = self.format_at(path, weight.ndim)
         if parse(name).exact_in == self.weights == "bfloat16":
@@ -126,14 +125,9 @@ class Precision:
         """The format in which `module` hands its result back; None: as the stream it was given."""
         return self._override(module, "output")
 
-    def _override(self, module: str, what: str) -> str | None:
-        names = module.split(".")
-        parents = [".".join(names[:n]) for n in range(len(names), 0, -1)]
-        rows = [(regex, v) for regex, o in self.overrides if (v := getattr(o, what)) is not None]
-        for regex, value in rows:
-            if any(first_match([(regex, True)], parent) for parent in parents):
-                return value
-        return None
+    def _override(self, path: str, what: str) -> str | None:
+        values = ((regex, getattr(override, what)) for regex, override in self.overrides)
+        return first_match([row for row in values if row[1] is not None], path)
 
 
 def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
@@ -144,7 +138,7 @@ def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
 
 def cast(params: Params, precision: Precision) -> Params:
     """The parameters with every leaf in the format that `precision` keeps it in."""
-    return map_leaves(precision.keep, params)
+    return map_leaves(precision.cast, params)
 
 
 def _check_fields(instance: Any) -> None:

@@ -23,7 +23,7 @@ _TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
 def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
     """The ordered rows that `rules` stands for.
 
-    Raises ConfigError for what is no row, a broken regex or an unknown format.
+    Raises ConfigError for a row of another form, a broken regex or an unknown format.
     """
     if isinstance(rules, str):
         parse(rules)
@@ -48,11 +48,11 @@ def format_at(rules: Rules, path: str, ndim: int) -> str | None:
 def quantize(params: Params, rules: Rules) -> Params:
     """The parameters with their matrices in the formats that the first matching rule names.
 
-    rules: ordered rows `(regex over whole paths, format or None)`, such as
-    `[(r"lm_head\\.weight", None), (r".*", "int4-g64")]`, with formats as in `weights.formats`; or
-    the name of one format for all matrices ("int8", "int4", "bf16-packed"), where 4 bits leave the
-    tokens' table and the head at 8 and nothing changes the positions' table. Norms and biases stay
-    as they are. Quantized leaves are `QTensor` or `Packed`.
+    rules: ordered rows `(regex, format or None)` as `weights.paths` reads them, such as
+    `[(r"lm_head", None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
+    `weights.formats`; or the name of one format for all matrices ("int8", "int4", "bf16-packed"),
+    where 4 bits leave the tokens' table and the head at 8 and nothing changes the positions' table.
+    Norms and biases stay as they are. Quantized leaves are `QTensor` or `Packed`.
 
     Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """

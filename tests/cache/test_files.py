@@ -187,7 +187,7 @@ def test_tensors_that_no_cache_has_are_refused(tmp_path: Path) -> None:
     save_cache(file, filled(lm, tokens(2, 9)), model, params)
     arrays, header = load_file(file), header_of(file)
     for name, array, words in (
-        ("0.token_BS", arrays["0.token_BS"] + 131, "token ids outside the vocabulary of 131"),
+        ("0.token_BS", arrays["0.token_BS"] + 131, "is outside the vocabulary of 131"),
         ("0.position_BS", arrays["0.position_BS"] + 1, "not below next_position_B"),
         ("next_position_B", arrays["next_position_B"] + (1 << 25), "next_position_B is above"),
         ("0.k.0", arrays["0.k.0"][:1], "its tail is not of 2 rows"),

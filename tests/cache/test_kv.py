@@ -14,7 +14,7 @@ from jaxllm.cache.write import window_at_cursor
 from jaxllm.decode.sampling.truncation import Temperature
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.models import build
-from jaxllm.ops import Int8Entries, dense, keep_as
+from jaxllm.ops import Int8Entries, cast, dense
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, lm_of, peek
 from tests.twins import random_model, tokens
@@ -135,16 +135,16 @@ def test_a_cache_of_another_model_is_refused_by_the_field_that_differs(lm: Any) 
 def test_int8_rounds_to_half_a_step_of_each_tokens_head() -> None:
     x = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
     x[0, 1] = 0
-    entries = keep_as(jnp.asarray(x), jnp.int8)
+    entries = cast(jnp.asarray(x), jnp.int8)
     assert isinstance(entries, Int8Entries)
     step = np.abs(x).max(axis=-1, keepdims=True) / 127
     assert (np.abs(np.asarray(dense(entries)) - x) <= 0.5001 * step).all()
     assert np.abs(np.asarray(entries.value)).max(axis=-1)[1].min() == 127
-    assert keep_as(entries, jnp.dtype(jnp.int8)) is entries
-    again = keep_as(keep_as(entries, jnp.float32), jnp.int8)  # rounding twice is rounding once
+    assert cast(entries, jnp.dtype(jnp.int8)) is entries
+    again = cast(cast(entries, jnp.float32), jnp.int8)  # rounding twice is rounding once
     np.testing.assert_array_equal(again.value, entries.value)
     x[1, 2, 1, 3] = np.nan
-    assert np.isnan(np.asarray(dense(keep_as(jnp.asarray(x), jnp.int8)))[1, 2, 1]).all()
+    assert np.isnan(np.asarray(dense(cast(jnp.asarray(x), jnp.int8)))[1, 2, 1]).all()
 
 
 def test_an_int8_cache_is_small_and_close_to_float32() -> None:

@@ -66,7 +66,7 @@ def test_it_ends_at_an_end_of_text_and_refuses_what_cannot_be() -> None:
         search(top_k=132)
     with pytest.raises(SamplingError, match="max_new_tokens"):
         search(max_new_tokens=0)
-    with pytest.raises(CapacityError, match="98 tokens does not fit into 97 positions"):
+    with pytest.raises(CapacityError, match="98 tokens of prompt and continuation do not fit"):
         search(PROMPT * 15)
     params = {**params, "ln_f": {**params["ln_f"], "bias": params["ln_f"]["bias"] * np.nan}}
     with pytest.raises(NonFiniteError, match="token 0"):

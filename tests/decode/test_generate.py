@@ -122,8 +122,10 @@ def test_one_trace_for_any_content_sampler_seed_budget_and_length(
 ) -> None:
     model, params = lm
     traces: list[Any] = []
-    plain = module.run
-    monkeypatch.setattr(module, "run", lambda *a, **k: (traces.append(a), plain(*a, **k))[1])
+    plain = module.run_and_commit
+    monkeypatch.setattr(
+        module, "run_and_commit", lambda *a, **k: (traces.append(a), plain(*a, **k))[1]
+    )
     module._loop.clear_cache()
     module._first.clear_cache()
     for seed, temperature in enumerate([0.0, 0.5, 1.0, 2.0]):

@@ -89,7 +89,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         call(guidance_scale=float("nan"))
     with pytest.raises(SamplingError, match="at least one token"):
         call([])
-    with pytest.raises(CapacityError, match="98 tokens does not fit into 97 positions"):
+    with pytest.raises(CapacityError, match="98 tokens of prompt and continuation do not fit"):
         call(PROMPT * 15, max_new_tokens=9)
     params = {**params, "ln_f": {**params["ln_f"], "bias": params["ln_f"]["bias"] * np.nan}}
     with pytest.raises(NonFiniteError, match="token 0"):

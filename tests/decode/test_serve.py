@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxllm
-from jaxllm.decode.batching.serve import Event, Request, serve
+from jaxllm.decode.batching.requests import Event, Request
+from jaxllm.decode.batching.serve import serve
 from jaxllm.decode.loops.text import Finish
 from jaxllm.decode.sampling.options import make_sampler
 from jaxllm.decode.sampling.sampler import Processor, Sampler

@@ -10,14 +10,10 @@ import pytest
 from scipy import stats
 
 import jaxllm
+from jaxllm.decode.loops import acceptance
 from jaxllm.decode.loops import speculative as module
-from jaxllm.decode.loops.speculative import (
-    PromptLookup,
-    Speculated,
-    Text,
-    look_up,
-    speculative_generate,
-)
+from jaxllm.decode.loops.lookup import PromptLookup, Text, look_up
+from jaxllm.decode.loops.speculative import Speculated, speculative_generate
 from jaxllm.decode.loops.text import Finish
 from jaxllm.decode.sampling.sampler import Context, Processor, Sampler, process, row_keys
 from jaxllm.decode.sampling.truncation import Temperature, TopK
@@ -269,9 +265,9 @@ def test_tokens_are_accepted_as_often_as_the_laws_overlap(pair: Any) -> None:
 
 def test_residual_and_verification_by_hand() -> None:
     p, q = jnp.array([[0.5, 0.25, 0.25]]), jnp.array([[0.25, 0.75, 0.0]])
-    np.testing.assert_allclose(module.residual(p, q), [[0.5, 0.0, 0.5]])
-    np.testing.assert_allclose(module.residual(p, p), p)
-    np.testing.assert_allclose(module.residual(p, 0 * p), p)
+    np.testing.assert_allclose(acceptance.residual(p, q), [[0.5, 0.0, 0.5]])
+    np.testing.assert_allclose(acceptance.residual(p, p), p)
+    np.testing.assert_allclose(acceptance.residual(p, 0 * p), p)
 
 
 def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
@@ -360,7 +356,7 @@ def test_the_law_is_lost_when_the_residual_is_the_target_itself(
 ) -> None:
     target, _ = pair
     sampler = SAMPLERS["temperature, top-k"]
-    monkeypatch.setattr(module, "residual", lambda p_BV, q_BV: p_BV)
+    monkeypatch.setattr(acceptance, "residual", lambda p_BV, q_BV: p_BV)
     module._loop.clear_cache()
     wrong = draw(target, PromptLookup(ngram=2), sampler)
     module._loop.clear_cache()

@@ -112,7 +112,7 @@ def _make_native(directory: Path) -> None:
     precision = Precision.from_dict(
         {"weights": "bfloat16", "quantize": rules, "overrides": [["norm", {"weights": "float32"}]]}
     )
-    params = map_leaves(lambda path, x: precision.keep(path, x), _random("llama")[1])
+    params = map_leaves(lambda path, x: precision.cast(path, x), _random("llama")[1])
     save(directory, in_memory(checkpoint, params, precision))
 
 

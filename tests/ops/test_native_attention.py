@@ -50,7 +50,7 @@ def test_attention_reads_the_cache_in_place(kept: str) -> None:
             position = np.where(used, rng.integers(0, 60, slots), -1)
             if places is None:
                 x[:, ~used] = np.nan  # what an empty slot holds is nobody's business
-            k, v = (ops.keep_as(jnp.asarray(a), jnp.dtype(kept)) for a in x)
+            k, v = (ops.cast(jnp.asarray(a), jnp.dtype(kept)) for a in x)
             return ops.Part(k, v, jnp.asarray(position.astype(np.int32)))
 
         # Shared by all rows; seen differently by each; every row's own; the new tokens.
@@ -130,7 +130,7 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(kept: str) ->
 def test_keys_and_values_of_two_formats_are_read_too() -> None:
     rng = np.random.default_rng(11)
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 4, 2, 16)), jnp.float32) for _ in "qkv")
-    part = ops.Part(ops.keep_as(k, jnp.int8), v, jnp.arange(4)[None])
+    part = ops.Part(ops.cast(k, jnp.int8), v, jnp.arange(4)[None])
     out, _ = ops.attend(q, part.position_BS, [part], scale=0.3, window=None)
     expected = brute_force(np.asarray(q), np.arange(4)[None], in_numpy([part]), 0.3, None)
     np.testing.assert_allclose(out, expected, atol=5e-6)

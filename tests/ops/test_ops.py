@@ -164,7 +164,7 @@ def test_attention_over_int8_entries_is_attention_over_the_rounded_numbers() -> 
     k, v = (rng.standard_normal((1, 2 * BLOCK + 5, 2, 8)).astype(np.float32) for _ in range(2))
     q = rng.standard_normal((2, 1, 4, 8)).astype(np.float32)
     pos, q_pos = np.arange(2 * BLOCK + 5)[None], np.array([[300], [2 * BLOCK]])
-    k8, v8 = (ops.keep_as(jnp.asarray(x), jnp.int8) for x in (k, v))
+    k8, v8 = (ops.cast(jnp.asarray(x), jnp.int8) for x in (k, v))
     part = ops.Part(k8, v8, jnp.asarray(pos))
     ours, mass = ops.attend(
         jnp.asarray(q), jnp.asarray(q_pos), [part], scale=0.3, window=None, mass=True

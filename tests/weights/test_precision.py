@@ -34,6 +34,25 @@ def test_an_override_covers_a_module_and_all_that_is_in_it() -> None:
     assert precision.activations_at("layers.10") == jnp.bfloat16
 
 
+def test_a_rule_names_a_parameter_or_a_module_for_overrides_and_quantization_alike() -> None:
+    rows = [
+        (r"layers\.1\.mlp\.up_proj\.weight", "float16"),
+        (r".*mlp\.up_proj", "int8"),
+        (r"layers\.0", "int4-g32"),
+    ]
+    overrides = tuple((regex, Override(weights=name)) for regex, name in rows)
+    for precision in (Precision(overrides=overrides), Precision(quantize=tuple(rows))):
+        for path, wanted in {
+            "layers.1.mlp.up_proj.weight": "float16",
+            "layers.0.mlp.up_proj.weight": "int8",
+            "layers.0.mlp.down_proj.weight": "int4-g32",
+            "layers.0.input_layernorm.weight": "int4-g32",
+            "layers.10.mlp.down_proj.weight": "float32",
+            "layers.1.mlp.down_proj.weight": "float32",
+        }.items():
+            assert precision.format_at(path, 2) == wanted, path
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_cast_and_compute_follow_the_table(family: str) -> None:
     block = "layers" if family == "llama" else "h"

@@ -1,5 +1,6 @@
 """Many texts at once, each as if alone.
 
-serve: requests that join and leave; draws: their samplers. batch: tokens of any sequences, as
-llama.cpp takes them; plan: checks them. places: the programs of both.
+serve: requests that join and leave (requests: what they are); draws: their samplers; burst: several
+tokens at a time. batch: tokens of any sequences, as llama.cpp takes them; plan: checks them.
+places: the programs of both.
 """

@@ -4,7 +4,7 @@ A token says where it stands, to which sequences it belongs, and whether its out
 is wrong with a batch is found before anything runs, and is returned as a `Status`, not raised: the
 state is then the one that went in.
 
-`plan.py` has the checks and the plan, on the host alone; `places.py` the micro-batches and the
+`plan.py` has the checks and the plan, on the host alone; `places.py` the microbatches and the
 programs that run them.
 """
 
@@ -14,21 +14,22 @@ from typing import Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.sequences import Positions, positions_of, with_positions
 from jaxllm.decode.batching.places import (
-    Line,
+    TokenRun,
     advance,
     lay_out,
-    micro_batches,
+    microbatches,
 )
-from jaxllm.decode.batching.plan import TokenBatch, as_array, plan
+from jaxllm.decode.batching.plan import TokenBatch, plan
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.inputs import as_vectors
 from jaxllm.ops.pooling import normalized, pool
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole
 
 Pooling = Literal["none", "mean", "last", "cls"]
 POOLINGS = ("none", "mean", "last", "cls")
@@ -80,7 +81,7 @@ def decode(
     normalize: bool = False,
     donate: bool = False,
 ) -> tuple[Status, Outputs | None, KVCache]:
-    """Run a batch in micro-batches of at most `n_ubatch` tokens: status, outputs, state.
+    """Run a batch in microbatches of at most `n_ubatch` tokens: status, outputs, state.
 
     state: as `init_sequences` makes it; it stays valid, at the cost of a copy of what is written
     to, unless `donate=True`. A batch that is not OK changes nothing and gives `state` back. Outputs
@@ -91,10 +92,10 @@ def decode(
 
     A tied model takes vectors in the number format of its table; the cache holds -1 as their ids.
 
-    Raises ConfigError for options that are none, CacheMismatchError for a state that is not one.
+    Raises ConfigError for an unknown output or pooling, CacheMismatchError for another kind of
+    cache.
     """
-    if n_ubatch < 1:
-        raise ConfigError(f"n_ubatch must be at least 1, got {n_ubatch}")
+    whole("n_ubatch", n_ubatch, 1, error=ConfigError)
     if output not in ("logits", "embeddings") or pooling not in POOLINGS:
         raise ConfigError(f"no output {output!r:.40} with pooling {pooling!r:.40}")
     if output == "logits" and (pooling != "none" or normalize):
@@ -110,23 +111,23 @@ def decode(
     except CapacityError as error:
         return Status(Code.NO_ROOM, str(error)), None, state
     if pooling != "none":
-        stages = [[line._replace(output_T=line.output_T | True) for line in s] for s in stages]
-    found: list[tuple[jax.Array, list[Line], np.ndarray]] = []
+        stages = [[run._replace(output_T=run.output_T | True) for run in s] for s in stages]
+    found: list[tuple[jax.Array, list[TokenRun], np.ndarray]] = []
     ours: set[bool] = set()  # what this call made is its own to write to: own slots, or shared ones
-    for lines in (group for stage in stages for group in micro_batches(stage, n_ubatch)):
-        places, at = lay_out(lines, state.batch)
+    for runs in (group for stage in stages for group in microbatches(stage, n_ubatch)):
+        places, at = lay_out(runs, state.batch)
         shared = places.member_RB is not None
         out, state = advance(
             model,
             params,
             state,
             places,
-            vectors_PD=_placed(vectors_ND, lines, at, places.token_RT.shape),
+            vectors_PD=_placed(vectors_ND, runs, at, places.token_RT.shape),
             wanted="logits" if output == "logits" else "hidden",
             donate=donate or shared in ours,
         )
         ours.add(shared)
-        found.append((out, lines, at))
+        found.append((out, runs, at))
     state = with_positions(state, _written(now, stages))
     outputs = _outputs(found)
     if output == "embeddings":
@@ -140,51 +141,46 @@ def _vectors(size: int, batch: TokenBatch) -> np.ndarray | None:
     """The embeddings as float32, or None for a batch of tokens."""
     if batch.embeddings is None:
         return None
-    vectors_ND = as_array("embeddings", batch.embeddings)
-    if vectors_ND.ndim != 2 or vectors_ND.shape[1] != size or not len(vectors_ND):
-        raise TokenError(f"embeddings must be [N, {size}], N not zero; got {vectors_ND.shape}")
-    if not jnp.issubdtype(vectors_ND.dtype, jnp.floating):
-        raise TokenError(f"embeddings must be floats, got {vectors_ND.dtype}")
-    vectors_ND = vectors_ND.astype(np.float32)
+    vectors_ND = as_vectors(batch.embeddings, "N", size)
     if not np.isfinite(vectors_ND).all():
         raise TokenError("embeddings must be finite")
     return vectors_ND
 
 
 def _placed(
-    vectors_ND: np.ndarray | None, lines: list[Line], at: np.ndarray, shape: tuple[int, ...]
+    vectors_ND: np.ndarray | None, runs: list[TokenRun], at: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """The vectors at the places of a micro-batch, `[R * T, D]`."""
+    """The vectors at the places of a microbatch, `[R * T, D]`."""
     if vectors_ND is None:
         return None
     placed_RTD = np.zeros((*shape, vectors_ND.shape[1]), np.float32)
-    for r, line in zip(at, lines, strict=True):
-        placed_RTD[r, : line.index_T.size] = vectors_ND[line.index_T]
+    for r, run in zip(at, runs, strict=True):
+        placed_RTD[r, : run.index_T.size] = vectors_ND[run.index_T]
     return placed_RTD.reshape(-1, vectors_ND.shape[1])
 
 
-def _written(now: Positions, stages: list[list[Line]]) -> Positions:
+def _written(now: Positions, stages: list[list[TokenRun]]) -> Positions:
     """The positions with those of the batch."""
     then = Positions(*(x.copy() for x in now))
-    for line in (line for stage in stages for line in stage):
-        if len(line.rows) == 1:
-            then.own_BS[line.rows[0], line.slot_T] = line.position_T
+    for run in (run for stage in stages for run in stage):
+        if len(run.rows) == 1:
+            then.own_BS[run.rows[0], run.slot_T] = run.position_T
         else:
-            then.shared_BN[np.array(line.rows)[:, None], line.slot_T] = line.position_T[None]
+            then.shared_BN[np.array(run.rows)[:, None], run.slot_T] = run.position_T[None]
     return then
 
 
-def _outputs(found: list[tuple[jax.Array, list[Line], np.ndarray]]) -> Outputs:
-    """The wanted outputs of all micro-batches, in the order of the batch."""
+def _outputs(found: list[tuple[jax.Array, list[TokenRun], np.ndarray]]) -> Outputs:
+    """The wanted outputs of all microbatches, in the order of the batch."""
     values, of = [], []
-    for out, lines, at in found:
-        if not any(line.output_T.any() for line in lines):
+    for out, runs, at in found:
+        if not any(run.output_T.any() for run in runs):
             continue
         out_RTX = np.asarray(out)
-        for r, line in zip(at, lines, strict=True):
-            column_M = np.flatnonzero(line.output_T)
+        for r, run in zip(at, runs, strict=True):
+            column_M = np.flatnonzero(run.output_T)
             values.append(out_RTX[r, column_M if out_RTX.shape[1] > 1 else column_M * 0])
-            of.append(line.index_T[column_M])
+            of.append(run.index_T[column_M])
     if not of:
         return Outputs(np.zeros((0, found[0][0].shape[-1]), np.float32), np.zeros(0, np.int64))
     of_M = np.concatenate(of)
@@ -192,14 +188,14 @@ def _outputs(found: list[tuple[jax.Array, list[Line], np.ndarray]]) -> Outputs:
     return Outputs(np.concatenate(values)[order_M], of_M[order_M])
 
 
-def _pooled(outputs: Outputs, stages: list[list[Line]], pooling: Pooling) -> Outputs:
+def _pooled(outputs: Outputs, stages: list[list[TokenRun]], pooling: Pooling) -> Outputs:
     """One embedding a sequence, of the tokens that it has in the batch."""
     if pooling == "none":
         return outputs
     tokens: dict[int, list[int]] = {}
-    for line in (line for stage in stages for line in stage):
-        for row in line.rows:
-            tokens.setdefault(row, []).extend(line.index_T.tolist())
+    for run in (run for stage in stages for run in stage):
+        for row in run.rows:
+            tokens.setdefault(row, []).extend(run.index_T.tolist())
     sequences = sorted(tokens)
     values = [
         pool(outputs.values[None, tokens[s]], np.ones((1, len(tokens[s])), bool), pooling)

@@ -102,5 +102,5 @@ def draw(
     out_R1V: jax.Array,
     take_B: jax.Array,
 ) -> tuple[Result, Context, Samplers]:
-    """`drawn_by_kind` from the logits that stand in row `take_B` of a micro-batch's."""
+    """`drawn_by_kind` from the logits that stand in row `take_B` of a microbatch's."""
     return drawn_by_kind(context, samplers, kind_KB, out_R1V[take_B, 0])

@@ -1,4 +1,4 @@
-"""Micro-batches: where tokens of many sequences go, and the programs that run them there.
+"""Microbatches: where tokens of many sequences go, and the programs that run them there.
 
 Sequences are independent of each other, so those with about as many tokens to run go together: a
 decoding row is not padded to the width of somebody's prompt. `batch.decode` and `serve` both stand
@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import EMPTY, KVCache, Segment, as_kept
+from jaxllm import steps
+from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_like
 from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.shapes import power_of_two
-from jaxllm.steps import run
 from jaxllm.weights.paths import Params
 
 Array = Any  # a jax or numpy array
 Wanted = Literal["logits", "hidden"]
 
 
-class Line(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens of one sequence, or of several that share all of their text, in their order.
 
     rows: the sequences. index_T: which tokens of the caller's these are. token_T, position_T;
@@ -41,13 +41,13 @@ class Line(NamedTuple):
     output_T: np.ndarray
     length: int
 
-    def cut(self, tokens: slice) -> "Line":
+    def cut(self, tokens: slice) -> "TokenRun":
         """Some of its tokens."""
         return self._replace(**{name: getattr(self, name)[tokens] for name in self._fields[1:6]})
 
 
 class Places(struct.PyTreeNode):
-    """A micro-batch on the device: R rows of T tokens; -1 as position and NOWHERE as slot is none.
+    """A microbatch on the device: R rows of T tokens; position -1 and slot NOWHERE are padding.
 
     row_R: rows of the cache; None for all in order, which are then not gathered. column_R: the
     column whose outputs are wanted; None for all. member_RB: which sequences have the entries,
@@ -63,24 +63,24 @@ class Places(struct.PyTreeNode):
     member_RB: Array | None
 
 
-def micro_batches(lines: Sequence[Line], limit: int) -> Iterator[list[Line]]:
-    """Lines cut and grouped so that no group has more than `limit` tokens, in as few widths as
-    there are. A line's tokens keep their order; lines of one row and of several are not mixed.
+def microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
+    """Token runs cut and grouped so that no group has more than `limit` tokens, in as few widths as
+    there are. A run's tokens keep their order; runs of one row and of several are not mixed.
     """
-    queue = [line for line in lines if line.index_T.size]
+    queue = [run for run in runs if run.index_T.size]
     while queue:
-        groups: dict[tuple[int, bool], list[Line]] = {}
-        for line in queue:
-            piece = line.cut(slice(0, limit))
-            kind = (_width(piece.index_T.size), len(line.rows) > 1)
+        groups: dict[tuple[int, bool], list[TokenRun]] = {}
+        for run in queue:
+            piece = run.cut(slice(0, limit))
+            kind = (_width(piece.index_T.size), len(run.rows) > 1)
             groups.setdefault(kind, []).append(piece)
         for pieces in groups.values():
             yield from _bounded(pieces, limit)
-        queue = [line.cut(slice(limit, None)) for line in queue if line.index_T.size > limit]
+        queue = [run.cut(slice(limit, None)) for run in queue if run.index_T.size > limit]
 
 
-def _bounded(pieces: list[Line], limit: int) -> Iterator[list[Line]]:
-    group: list[Line] = []
+def _bounded(pieces: list[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
+    group: list[TokenRun] = []
     for piece in pieces:
         if group and sum(p.index_T.size for p in group) + piece.index_T.size > limit:
             yield group
@@ -94,30 +94,30 @@ def _width(tokens: int) -> int:
     return 1 if tokens == 1 else power_of_two(tokens, 8)
 
 
-def lay_out(lines: Sequence[Line], rows: int) -> tuple[Places, np.ndarray]:
-    """The places of a micro-batch in a cache of so many rows, and the row R of each line.
+def lay_out(runs: Sequence[TokenRun], rows: int) -> tuple[Places, np.ndarray]:
+    """The places of a microbatch in a cache of so many rows, and the row R of each run.
 
     Single tokens run in all rows at once, as a decode step does: to gather rows would cost a copy
     of them. Wider ones run in as many rows as they need.
     """
-    width = _width(max(line.index_T.size for line in lines))
-    few = power_of_two(len(lines))
+    width = _width(max(run.index_T.size for run in runs))
+    few = power_of_two(len(runs))
     whole = width == 1 or few >= rows
     R = rows if whole else few
-    at = np.array([line.rows[0] for line in lines]) if whole else np.arange(len(lines))
+    at = np.array([run.rows[0] for run in runs]) if whole else np.arange(len(runs))
     row_R = np.zeros(R, np.int32)
     token_RT, position_RT = np.zeros((R, width), np.int32), np.full((R, width), EMPTY, np.int32)
     slot_RT = np.full((R, width), NOWHERE, np.int32)
     length_R, column_R = np.ones(R, np.int32), np.zeros(R, np.int32)
     member_RB = np.zeros((R, rows), bool)
-    for r, line in zip(at, lines, strict=True):
-        real = slice(0, line.index_T.size)
-        row_R[r] = line.rows[0]
-        token_RT[r, real], position_RT[r, real] = line.token_T, line.position_T
-        slot_RT[r, real], length_R[r] = line.slot_T, line.length
-        column_R[r] = np.argmax(line.output_T)
-        member_RB[r, line.rows] = True
-    several = any(np.count_nonzero(line.output_T) > 1 for line in lines)
+    for r, run in zip(at, runs, strict=True):
+        real = slice(0, run.index_T.size)
+        row_R[r] = run.rows[0]
+        token_RT[r, real], position_RT[r, real] = run.token_T, run.position_T
+        slot_RT[r, real], length_R[r] = run.slot_T, run.length
+        column_R[r] = np.argmax(run.output_T)
+        member_RB[r, run.rows] = True
+    several = any(np.count_nonzero(run.output_T) > 1 for run in runs)
     places = Places(
         None if whole else row_R,
         token_RT,
@@ -125,7 +125,7 @@ def lay_out(lines: Sequence[Line], rows: int) -> tuple[Places, np.ndarray]:
         slot_RT,
         length_R,
         None if several else column_R,
-        member_RB if len(lines[0].rows) > 1 else None,
+        member_RB if len(runs[0].rows) > 1 else None,
     )
     return places, at
 
@@ -140,7 +140,7 @@ def advance(
     wanted: Wanted = "logits",
     donate: bool = False,
 ) -> tuple[jax.Array, KVCache]:
-    """Run a micro-batch: float32 logits `[R, 1 or T, V]` or the last hidden states `[R, T, D]`, and
+    """Run a microbatch: float32 logits `[R, 1 or T, V]` or the last hidden states `[R, T, D]`, and
     the cache with its entries written. `cursor` and `next_position_B` are left to the caller.
 
     vectors_PD: what stands at the P = R * T places instead of token ids. donate: write in place.
@@ -165,7 +165,7 @@ def run_own(
     wanted: Wanted,
 ) -> tuple[jax.Array, Segment]:
     out, delta = _computed(model, params, (*pool, tail), places, vectors_PD, wanted)
-    return out, at_slots(tail, as_kept(delta, tail), places.slot_RT, places.row_R)
+    return out, at_slots(tail, cast_like(delta, tail), places.slot_RT, places.row_R)
 
 
 def _shared(
@@ -180,7 +180,7 @@ def _shared(
     out, delta = _computed(model, params, (pool, tail), places, vectors_PD, wanted)
     assert places.member_RB is not None
     slot_P = places.slot_RT.reshape(-1)
-    new = as_kept(delta, pool)
+    new = cast_like(delta, pool)
     position_RTB = jnp.where(
         places.member_RB[:, None, :], places.position_RT[:, :, None], jnp.int32(EMPTY)
     )
@@ -210,7 +210,7 @@ def _computed(
         segments = jax.tree.map(of_rows, segments)
     token_RT = places.token_RT
     vectors = None if vectors_PD is None else vectors_PD.reshape(*token_RT.shape, -1)
-    trace, delta, _ = run(
+    trace, delta, _ = steps.run(
         model,
         params,
         segments,

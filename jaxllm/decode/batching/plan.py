@@ -8,8 +8,10 @@ import numpy as np
 
 from jaxllm.cache.sequences import Positions
 from jaxllm.config import ModelConfig
-from jaxllm.decode.batching.places import Line
+from jaxllm.decode.batching.places import TokenRun
 from jaxllm.errors import CapacityError, TokenError
+from jaxllm.inputs import as_array
+from jaxllm.whole import check_ids, is_whole, whole_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,8 +31,8 @@ class TokenBatch:
     wanted: Sequence[bool] | Literal["all", "last"] = "last"
 
 
-def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[Line]]:
-    """What a batch makes of the sequences: stages of lines that do not depend on each other.
+def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[TokenRun]]:
+    """What a batch makes of the sequences: stages of runs that do not depend on each other.
 
     Raises TokenError for a batch that is invalid, CapacityError for one without room.
     """
@@ -41,14 +43,14 @@ def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[Li
     slot_N = _slots(now, sets)
     end = {row: position_N[i] + 1 for i, rows in enumerate(sets) for row in rows}
 
-    def line(rows: tuple[int, ...], index_T: list[int]) -> Line:
+    def run(rows: tuple[int, ...], index_T: list[int]) -> TokenRun:
         token_T, position_T, slot_T, output_T = (
             x[index_T] for x in (token_N, position_N, slot_N, output_N)
         )
         length = int(end[rows[0]])
-        return Line(rows, np.array(index_T), token_T, position_T, slot_T, output_T, length)
+        return TokenRun(rows, np.array(index_T), token_T, position_T, slot_T, output_T, length)
 
-    return [[line(*item) for item in stage.items()] for stage in _stages(sets)]
+    return [[run(*item) for item in stage.items()] for stage in _stages(sets)]
 
 
 def _tokens(config: ModelConfig, batch: TokenBatch) -> np.ndarray:
@@ -59,12 +61,7 @@ def _tokens(config: ModelConfig, batch: TokenBatch) -> np.ndarray:
     token_N = _whole("tokens", batch.tokens)
     if not token_N.size:
         raise TokenError("the batch is empty")
-    wrong = np.flatnonzero((token_N < 0) | (token_N >= config.vocab_size))
-    if wrong.size:
-        raise TokenError(
-            f"token id {token_N[wrong[0]]} (token {wrong[0]} of the batch) is outside the"
-            f" vocabulary of {config.vocab_size}"
-        )
+    check_ids(token_N, config.vocab_size, "the batch: ")
     return token_N
 
 
@@ -75,9 +72,7 @@ def _sets(batch: TokenBatch, count: int, rows: int) -> list[tuple[int, ...]]:
         raise TokenError(f"{len(given)} sequence ids for {count} tokens")
     sets = []
     for i, ids in enumerate(given):
-        members = tuple(
-            np.unique(_whole("sequence ids", np.atleast_1d(as_array("sequence ids", ids)))).tolist()
-        )
+        members = tuple(np.unique(_whole("sequence ids", [ids] if is_whole(ids) else ids)).tolist())
         if not members:
             raise TokenError(f"token {i} of the batch belongs to no sequence")
         if members[0] < 0 or members[-1] >= rows:
@@ -136,7 +131,7 @@ def _flags(batch: TokenBatch, count: int) -> np.ndarray:
         if batch.wanted not in ("all", "last"):
             raise TokenError(f"wanted must be flags, 'all' or 'last', got {batch.wanted!r:.40}")
         return np.arange(count) >= (0 if batch.wanted == "all" else count - 1)
-    output_N = as_array("wanted", batch.wanted)
+    output_N = np.asarray(as_array("wanted", batch.wanted))
     if output_N.shape != (count,) or output_N.dtype.kind not in "bi":
         raise TokenError(f"wanted must be {count} flags, one a token; got shape {output_N.shape}")
     return output_N.astype(bool)
@@ -174,14 +169,7 @@ def _stages(sets: list[tuple[int, ...]]) -> list[dict[tuple[int, ...], list[int]
 
 def _whole(name: str, x: Any) -> np.ndarray:
     """Whole numbers, int64 `[N]`."""
-    array = as_array(name, x)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    array = whole_array(name, x, TokenError)
+    if array.ndim != 1:
         raise TokenError(f"{name} must be a list of whole numbers, got {x!r:.80}")
     return array.astype(np.int64)
-
-
-def as_array(name: str, x: Any) -> np.ndarray:
-    try:
-        return np.asarray(x)
-    except ValueError:
-        raise TokenError(f"{name} must be an array, got {x!r:.80}") from None

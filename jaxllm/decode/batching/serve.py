@@ -7,108 +7,34 @@ alone. The loop writes its cache in place; what a request is refused for concern
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, init_cache
-from jaxllm.decode.batching.draws import Result, Samplers, draw, drawn_by_kind, fitted
+from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, init_cache
+from jaxllm.decode.batching.burst import several_tokens
+from jaxllm.decode.batching.draws import draw, fitted
 from jaxllm.decode.batching.places import (
-    NOWHERE,
-    Line,
-    Places,
+    TokenRun,
     advance,
     lay_out,
-    micro_batches,
-    run_own,
+    microbatches,
 )
+from jaxllm.decode.batching.requests import Event, Refusal, Request, Step
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
-from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys
+from jaxllm.decode.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.shapes import pad_rows
 from jaxllm.weights.paths import Params
-from jaxllm.whole import whole, whole_array
+from jaxllm.whole import check_ids, whole, whole_array
 
 MOST_BURST = 4096
 _KINDS = 8  # kinds of samplers that are kept though nobody has them at the moment
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
-    """A prompt to continue, with limits of its own.
-
-    id: the caller's, events carry it. prompt: token ids. sampler: of one row, as `make_sampler`
-    gives it; greedy by default. eos_token_ids: any of them ends it. until: told each token, says
-    whether to stop after it. cancelled: asked between steps whether nobody waits for it any more
-    (`threading.Event().is_set`, say); its row is then free, and its last event is CANCELLED.
-    """
-
-    id: Hashable
-    prompt: Sequence[int] | np.ndarray
-    max_new_tokens: int
-    sampler: Sampler = GREEDY
-    seed: int = 0
-    eos_token_ids: Sequence[int] = ()
-    until: Callable[[int], bool] | None = None
-    cancelled: Callable[[], bool] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """What stands among the requests for one that was refused on the way: its error is told in its
-    turn."""
-
-    id: Hashable
-    error: JaxllmError
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What the loop did when an event came about.
-
-    index: from 0. decoded: rows that were given a token of their own continuation to run; prompt:
-    tokens of prompts that were run. busy: rows taken, of `rows`. generated: tokens since the loop
-    began, in `seconds`.
-    """
-
-    index: int
-    decoded: int
-    prompt: int
-    busy: int
-    rows: int
-    generated: int
-    seconds: float
-
-    @property
-    def occupancy(self) -> float:
-        """Which part of the rows was taken."""
-        return self.busy / self.rows
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens a second since the loop began."""
-        return self.generated / self.seconds if self.seconds > 0 else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """A token of a request, the end of it, or both.
-
-    token, logprob: under the model, before any sampler; None where there is none. finish: None
-    while it goes on; NON_FINITE and CANCELLED come without a token. error: why it was refused;
-    nothing of it ran.
-    """
-
-    id: Hashable
-    token: int | None
-    logprob: float | None
-    finish: Finish | None
-    error: JaxllmError | None
-    step: Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +48,7 @@ class _Seat:
     newest: int = NO_TOKEN
     count: int = 0
 
-    def line(self, row: int, room: int) -> Line:
+    def next_run(self, row: int, room: int) -> TokenRun:
         """What is to run next: at most `room` tokens of the prompt, or the newest token."""
         stop = min(self.ran + room, self.prompt_T.size)
         if self.ran < self.prompt_T.size:
@@ -131,7 +57,7 @@ class _Seat:
             token_T, length = np.array([self.newest]), self.ran + 1
         position_T = np.arange(self.ran, self.ran + token_T.size)
         output_T = position_T == length - 1
-        return Line((row,), position_T, token_T, position_T, position_T, output_T, length)
+        return TokenRun((row,), position_T, token_T, position_T, position_T, output_T, length)
 
 
 class _Drawn(NamedTuple):
@@ -215,20 +141,20 @@ def serve(
         if all(seat.count and seat.request.until is None for seat in now.seats.values()):
             now, steps = _decoded(model, params, now, burst)
         else:
-            now, steps = _stepped(model, params, now, _lines(now.seats, chunk), chunk)
+            now, steps = _stepped(model, params, now, _token_runs(now.seats, chunk), chunk)
         for drawn in steps:
-            lines = _lines(now.seats, chunk)
-            decoded = sum(now.seats[line.rows[0]].count > 0 for line in lines)
+            runs = _token_runs(now.seats, chunk)
+            decoded = sum(now.seats[run.rows[0]].count > 0 for run in runs)
             step = Step(
                 index=step.index + 1,
                 decoded=decoded,
-                prompt=sum(line.index_T.size for line in lines) - decoded,
+                prompt=sum(run.index_T.size for run in runs) - decoded,
                 busy=len(now.seats),
                 rows=rows,
                 generated=step.generated + sum(one.finite for one in drawn.values()),
                 seconds=time.perf_counter() - start,
             )
-            now, events = _told(now, lines, drawn, step)
+            now, events = _told(now, runs, drawn, step)
             yield from events
 
 
@@ -244,8 +170,7 @@ def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _L
     places = now.context.token_BL.shape[1]
     kind, sampler = fitted(request.sampler, model.config.vocab_size, places)
     row = min(set(range(rows)) - set(now.seats))
-    token_L = np.full(places, NO_TOKEN, np.int32)
-    token_L[: prompt_T.size] = prompt_T
+    token_L = pad_rows([prompt_T], width=places, fill=NO_TOKEN)[0]
     stacked = now.samplers[kind] if kind in now.samplers else _stacked(sampler, rows)
     position_BS, context, stacked = _seated(
         now.cache.tail.position_BS,
@@ -264,15 +189,15 @@ def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _L
 
 
 def _stepped(
-    model: nn.Module, params: Params, now: _Loop, lines: list[Line], chunk: int
+    model: nn.Module, params: Params, now: _Loop, runs: list[TokenRun], chunk: int
 ) -> tuple[_Loop, list[_Draws]]:
-    """Run the lines, and draw a token for each row whose text has been run to its end."""
+    """Run the token runs, and draw a token for each row whose text has been run to its end."""
     cache, context, seats, rows = now.cache, now.context, now.seats, now.cache.batch
     samplers, found = tuple(now.samplers.values()), []
-    for group in micro_batches(lines, rows + chunk):
+    for group in microbatches(runs, rows + chunk):
         places, at = lay_out(group, rows)
         out, cache = advance(model, params, cache, places, donate=True)
-        take = {line.rows[0]: r for line, r in zip(group, at, strict=True) if line.output_T.any()}
+        take = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
         if take:
             take_B = np.zeros(rows, np.int32)
             take_B[list(take)] = list(take.values())
@@ -299,7 +224,7 @@ def _decoded(
         ids = padded_eos(seat.request.eos_token_ids)
         newest_B[row], eos_BE[row, : ids.size] = seat.newest, ids
     left = min(seat.request.max_new_tokens - seat.count for seat in seats.values())
-    done, results, tail, context, samplers = _burst(
+    done, results, tail, context, samplers = several_tokens(
         now.cache.tail,
         now.context,
         tuple(now.samplers.values()),
@@ -327,12 +252,12 @@ def _kinds(now: _Loop, rows: Iterable[int]) -> np.ndarray:
     return kind_KB
 
 
-def _told(now: _Loop, lines: list[Line], drawn: _Draws, step: Step) -> tuple[_Loop, list[Event]]:
+def _told(now: _Loop, runs: list[TokenRun], drawn: _Draws, step: Step) -> tuple[_Loop, list[Event]]:
     """The loop without the rows that ended, and an event for each token."""
     seats, events = dict(now.seats), []
-    for line in lines:
-        row, seat = line.rows[0], seats[line.rows[0]]
-        seat = seats[row] = dataclasses.replace(seat, ran=seat.ran + line.index_T.size)
+    for run in runs:
+        row, seat = run.rows[0], seats[run.rows[0]]
+        seat = seats[row] = dataclasses.replace(seat, ran=seat.ran + run.index_T.size)
         if row not in drawn:
             continue
         token, logprob, finite = drawn[row]
@@ -358,15 +283,15 @@ def _finish(seat: _Seat) -> Finish | None:
     return Finish.LENGTH if seat.count >= request.max_new_tokens else None
 
 
-def _lines(seats: dict[int, _Seat], chunk: int) -> list[Line]:
+def _token_runs(seats: dict[int, _Seat], chunk: int) -> list[TokenRun]:
     """A token of every row that decodes, and `chunk` tokens of prompts in order of arrival."""
-    lines = []
+    runs = []
     for row, seat in seats.items():
-        line = seat.line(row, chunk)
+        run = seat.next_run(row, chunk)
         if not seat.count:
-            chunk -= line.index_T.size
-        lines.append(line)
-    return [line for line in lines if line.index_T.size]
+            chunk -= run.index_T.size
+        runs.append(run)
+    return [run for run in runs if run.index_T.size]
 
 
 def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
@@ -378,9 +303,7 @@ def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
     if not isinstance(request.sampler, Sampler):
         raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
     new = whole("max_new_tokens", request.max_new_tokens, 1)
-    vocabulary = model.config.vocab_size
-    if prompt_T.min() < 0 or prompt_T.max() >= vocabulary:
-        raise TokenError(f"the prompt has ids outside the vocabulary of {vocabulary}")
+    check_ids(prompt_T, model.config.vocab_size, "the prompt: ")
     needed = prompt_T.size + new - 1  # the last token is never run
     limit = min(capacity, model.config.position_limit)
     if needed > limit:
@@ -430,54 +353,3 @@ def _seated(
         lambda old, new: old.at[row].set(new), (context, stacked), (own, sampler)
     )
     return position_BS.at[row].set(EMPTY), context, stacked
-
-
-@partial(jax.jit, static_argnums=(3, 8), donate_argnums=(0, 1, 2))
-def _burst(
-    tail: Segment,
-    context: Context,
-    samplers: Samplers,
-    model: nn.Module,
-    params: Params,
-    kind_KB: jax.Array,
-    newest_B: jax.Array,
-    eos_BE: jax.Array,
-    burst: int,
-    steps: jax.Array,
-) -> tuple[jax.Array, Result, Segment, Context, Samplers]:
-    """At most `steps` of `burst` tokens of all live rows, until one of them ends: how many, `[]`,
-    and what was drawn, `[burst, B]` each.
-    """
-    live_B = kind_KB.any(axis=0)
-    zeros_B = jnp.zeros(live_B.shape, jnp.int32)
-    blank = jnp.zeros((burst, *live_B.shape))
-    results = (blank.astype(jnp.int32), blank, blank.astype(bool))
-
-    def goes_on(carry: Any) -> jax.Array:
-        i, ended, *_ = carry
-        going: jax.Array = (i < steps) & ~ended
-        return going
-
-    def one(carry: Any) -> Any:
-        i, _, newest_B, results, tail, context, samplers = carry
-        at_B = context.length_B - 1  # the newest token is in the text and yet to run
-        places = Places(
-            row_R=None,
-            token_RT=newest_B[:, None],
-            position_RT=jnp.where(live_B, at_B, EMPTY)[:, None],
-            slot_RT=jnp.where(live_B, at_B, NOWHERE)[:, None],
-            length_R=context.length_B,
-            column_R=zeros_B,
-            member_RB=None,
-        )
-        out, tail = run_own(tail, (), model, params, places, None, "logits")
-        drawn, context, samplers = drawn_by_kind(context, samplers, kind_KB, out[:, 0])
-        results = tuple(x.at[i].set(new) for x, new in zip(results, drawn, strict=True))
-        token_B, _, finite_B = drawn
-        ends_B = (token_B[:, None] == eos_BE).any(axis=1) | ~finite_B
-        return i + 1, (live_B & ends_B).any(), token_B, results, tail, context, samplers
-
-    nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_B, results)
-    loop: Any = jax.lax.while_loop(goes_on, one, (*nothing, tail, context, samplers))
-    done, _, _, results, *now = loop
-    return done, results, now[0], now[1], now[2]

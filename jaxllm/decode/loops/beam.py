@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, cache_nbytes, extend, init_cache
+from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, unchecked_commit
 from jaxllm.cache.rows import select
-from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
+from jaxllm.cache.surgery import slot_order
+from jaxllm.decode.loops.text import NO_TOKEN, Finish, check_positions, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Processor, Sampler, process
-from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.errors import SamplingError
 from jaxllm.files import check_memory
 from jaxllm.inputs import checked_prompts
 from jaxllm.shapes import bucket
@@ -49,7 +50,7 @@ class BeamResult(struct.PyTreeNode):
     finish_BN: jax.Array
 
 
-class Plan(struct.PyTreeNode):
+class Criteria(struct.PyTreeNode):
     """What was asked for; the same at every step.
 
     budget, length_penalty: scalars. eos_E: end-of-text ids, padded with -1. full_is_enough,
@@ -119,11 +120,7 @@ def beam_search(
     B, T = tokens_BT.shape
     start = 0 if cache is None else int(np.max(cache.next_position_B))
     needed = start + T + max_new_tokens - 1  # the last token is never run
-    if needed > (limit := model.config.position_limit):
-        raise CapacityError(
-            f"{needed} tokens of prompt and continuation do not fit into the model's {limit}"
-            " positions. Shorten the prompt or max_new_tokens"
-        )
+    check_positions(needed, model.config)
     R, width = B * num_beams, bucket(max_new_tokens)
     dtype = model.precision.cache if cache is None else cache.dtype
     check_memory(
@@ -143,8 +140,8 @@ def beam_search(
         np.bool_(early_stopping is True or num_beams == 1),
         np.bool_(early_stopping == "never"),
     )
-    plan = Plan(*jax.device_put(values))
-    found = _search(model, params, cache, plan, sampler, logits_BV, num_beams, width)
+    criteria = Criteria(*jax.device_put(values))
+    found = _search(model, params, cache, criteria, sampler, logits_BV, num_beams, width)
     # On the host: JAX's own slice would be compiled.
     n, found = num_return_sequences, jax.device_get(found)
     cut: BeamResult = jax.tree.map(lambda x: x[:, :n], found)
@@ -156,7 +153,7 @@ def _search(
     model: nn.Module,
     params: Params,
     cache: KVCache,
-    plan: Plan,
+    criteria: Criteria,
     sampler: Sampler,
     logits_BV: jax.Array,
     num_beams: int,
@@ -177,11 +174,11 @@ def _search(
         done_B=jnp.zeros((B,), bool),
         sampler=_one_a_beam(sampler, B, N),
     )
-    search = _choose(plan, text, search, jnp.repeat(logits_BV, N, axis=0))
+    search = _extend_beams(criteria, text, search, jnp.repeat(logits_BV, N, axis=0))
     frozen, tail = _one_tail_a_beam(cache, N, width)
 
     def unfinished(carry: tuple[KVCache, Search]) -> jax.Array:
-        return (carry[1].step < plan.budget) & ~carry[1].done_B.all()
+        return (carry[1].step < criteria.budget) & ~carry[1].done_B.all()
 
     def body(carry: tuple[KVCache, Search]) -> tuple[KVCache, Search]:
         tail, search = carry
@@ -191,12 +188,14 @@ def _search(
         position_RT = jnp.where(running_R, tail.next_position_B, -1)[:, None]
         segments, token_RT = (*frozen, tail.tail), newest_BN.reshape(-1, 1)
         trace, delta, _ = run(model, params, segments, token_RT, position_RT)
-        return extend(tail, delta), _choose(plan, text, search, trace.logits[:, 0])
+        return unchecked_commit(tail, delta), _extend_beams(
+            criteria, text, search, trace.logits[:, 0]
+        )
 
     return jax.lax.while_loop(unfinished, body, (tail, search))[1].found
 
 
-def _choose(plan: Plan, text: Text, search: Search, logits_RV: jax.Array) -> Search:
+def _extend_beams(criteria: Criteria, text: Text, search: Search, logits_RV: jax.Array) -> Search:
     """Extend every beam by a token: keep the best that end, go on with the best that do not."""
     B, N = search.score_BN.shape
     V = logits_RV.shape[-1]
@@ -209,13 +208,13 @@ def _choose(plan: Plan, text: Text, search: Search, logits_RV: jax.Array) -> Sea
         scores_RV = process(scores_RV, search.sampler, _context(text, search))
     scores_RV = jnp.where((exists_R & finite_R)[:, None], scores_RV, -jnp.inf)
     total_BNV = scores_RV.reshape(B, N, V) + search.score_BN[:, :, None]
-    ends_V = (jnp.arange(V, dtype=jnp.int32)[:, None] == plan.eos_E[None]).any(axis=1)
+    ends_V = (jnp.arange(V, dtype=jnp.int32)[:, None] == criteria.eos_E[None]).any(axis=1)
 
     # Only what is among the N best candidates may finish; what finishes is not gone on with.
     score_BN, beam_BN, token_BN = _best(total_BNV, N)
     eos_BN = ends_V[token_BN]
-    ended_BN = (eos_BN | (length >= plan.budget)) & ~(search.done_B | broken_B)[:, None]
-    penalty = length.astype(jnp.float32) ** plan.length_penalty
+    ended_BN = (eos_BN | (length >= criteria.budget)) & ~(search.done_B | broken_B)[:, None]
+    penalty = length.astype(jnp.float32) ** criteria.length_penalty
     new = BeamResult(
         _grown(search, beam_BN, token_BN),
         jnp.where(ended_BN, score_BN / penalty, -jnp.inf),
@@ -233,11 +232,11 @@ def _choose(plan: Plan, text: Text, search: Search, logits_RV: jax.Array) -> Sea
 
     score_BN, beam_BN, token_BN = _best(jnp.where(ends_V[None, None], -jnp.inf, total_BNV), N)
     parent_R = (beam_BN + N * jnp.arange(B, dtype=jnp.int32)[:, None]).reshape(-1)
-    ahead = plan.looks_ahead & (plan.length_penalty > 0)
-    reached = jnp.where(ahead, plan.budget, length).astype(jnp.float32)
-    hope_B = score_BN[:, 0] / reached**plan.length_penalty
+    ahead = criteria.looks_ahead & (criteria.length_penalty > 0)
+    reached = jnp.where(ahead, criteria.budget, length).astype(jnp.float32)
+    hope_B = score_BN[:, 0] / reached**criteria.length_penalty
     worst_B = found.score_BN[:, -1]  # -inf until there are N
-    done_B = (hope_B <= worst_B) | (plan.full_is_enough & (worst_B > -jnp.inf))
+    done_B = (hope_B <= worst_B) | (criteria.full_is_enough & (worst_B > -jnp.inf))
     return Search(
         step=length,
         token_BNT=_grown(search, beam_BN, token_BN),
@@ -281,11 +280,8 @@ def _one_tail_a_beam(cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
 
 def _text(cache: KVCache, N: int, room: int) -> Text:
     """Each beam's text so far, -1 past its end, with room for more, int32 `[R, L]`; its length."""
-    position_BS = cache.position_BS
-    last = jnp.iinfo(jnp.int32).max
-    order_BS = jnp.argsort(jnp.where(position_BS >= 0, position_BS, last), axis=1)
-    token_BS = jnp.where(position_BS >= 0, cache.token_BS, NO_TOKEN)
-    text_BS = jnp.take_along_axis(token_BS, order_BS, axis=1)
+    token_BS = jnp.where(cache.position_BS >= 0, cache.token_BS, NO_TOKEN)
+    text_BS = jnp.take_along_axis(token_BS, slot_order(cache), axis=1)
     text_BL = jnp.pad(text_BS, ((0, 0), (0, room)), constant_values=NO_TOKEN)
     return jnp.repeat(text_BL, N, axis=0), jnp.repeat(cache.length_B, N)
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxllm.cache.kv import commit, init_cache
 from jaxllm.cache.rows import fork
-from jaxllm.decode.loops.text import padded_eos
-from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
+from jaxllm.decode.loops.text import check_positions, padded_eos
+from jaxllm.errors import NonFiniteError, SamplingError
 from jaxllm.steps import Output, forward
 from jaxllm.weights.paths import Params
 from jaxllm.whole import is_number, whole
@@ -48,15 +48,14 @@ def contrastive_search(
         )
     whole("max_new_tokens", max_new_tokens, 1)
     ends = padded_eos(eos_token_ids)
-    room, limit = len(prompt) + max_new_tokens, model.config.position_limit
-    if room > limit:
-        raise CapacityError(f"a text of {room} tokens does not fit into {limit} positions")
+    room = len(prompt) + max_new_tokens
+    check_positions(room, model.config)
 
     cache = init_cache(model, 1, room)
     out = forward(model, params, cache, [list(prompt)], hidden_states=True)
     cache = commit(cache, out.delta, donate=True)
     said_SD = jnp.zeros((room, model.config.hidden_size), jnp.float32)
-    logits_V, said_SD = _begin(out, said_SD)
+    logits_V, said_SD = _read_prompt(out, said_SD)
 
     tokens: list[int] = []
     while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in ends):
@@ -64,7 +63,7 @@ def contrastive_search(
         rows = fork(cache, top_k, capacity=1)
         out = forward(model, params, rows, token_C[:, None], hidden_states=True)
         end = len(prompt) + len(tokens)
-        best, score_C, chosen, said_SD = _choose(likely_C, out, said_SD, end, penalty_alpha)
+        best, score_C, chosen, said_SD = _best_candidate(likely_C, out, said_SD, end, penalty_alpha)
         if not np.isfinite(score_C).all():
             raise NonFiniteError(f"the scores of token {len(tokens)} are not finite")
         cache, logits_V = commit(cache, chosen.delta, donate=True), chosen.logits
@@ -93,14 +92,14 @@ def _candidates(logits_V: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def _begin(out: Output, said_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _read_prompt(out: Output, said_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The last logits of the prompt, and what it has said."""
     hidden_TD = _last_hidden(out)[0]
     return out.logits[0, -1], jax.lax.dynamic_update_slice_in_dim(said_SD, hidden_TD, 0, axis=0)
 
 
 @jax.jit
-def _choose(
+def _best_candidate(
     likely_C: jax.Array, out: Output, said_SD: jax.Array, end: Any, penalty_alpha: Any
 ) -> tuple[jax.Array, jax.Array, Output, jax.Array]:
     """The best candidate, all scores, the best one's output, and what has been said with it."""

@@ -13,15 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, Segment, check_usable, extend, init_cache, settle
-from jaxllm.decode.loops.overflow import Overflow
-from jaxllm.decode.loops.text import NO_TOKEN, Finish, finished, new_tokens, padded_eos, put
+from jaxllm.cache.kv import KVCache, Segment, check_usable, init_cache
+from jaxllm.decode.loops.overflow import Full, Overflow
+from jaxllm.decode.loops.room import check_room, recent_part, texts
+from jaxllm.decode.loops.text import (
+    NO_TOKEN,
+    Finish,
+    finished,
+    new_tokens,
+    padded_eos,
+    put,
+)
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sample_next
-from jaxllm.errors import CapacityError, SamplingError
-from jaxllm.files import check_memory
+from jaxllm.errors import SamplingError
 from jaxllm.inputs import checked_prompts
 from jaxllm.shapes import bucket
-from jaxllm.steps import Mass, prefill, run
+from jaxllm.steps import Mass, prefill, run_and_commit
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole
 
@@ -76,7 +83,7 @@ class Options(TypedDict, total=False):
     attention_mass: Mass
 
 
-class Plan(struct.PyTreeNode):
+class Limits(struct.PyTreeNode):
     """What a generation was asked for; the same at every step.
 
     budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
@@ -114,19 +121,17 @@ def generate(
     Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
     cache or the model, SamplingError for a budget below one.
     """
-    plan, cache, state = _begin(model, params, tokens_BT, **options)
-    if options.get("until") is not None:
-        *_, (cache, state) = _steps(model, params, plan, cache, state, options)
+    until, asked = _until_of(options)
+    limits, cache, state = _begin(model, params, tokens_BT, **asked)
+    if until is not None:
+        *_, (cache, state) = _steps(model, params, limits, cache, state, until, options)
         return _generated(state, cache, options)
     mass, overflow = _mass_of(options), options.get("overflow")
     while True:
-        tail, state = _loop(
-            model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass
-        )
-        cache = tail.replace(frozen=cache.frozen)
+        cache, state = _run(_loop, model, params, limits, cache, state, mass)
         if overflow is None or not _running(state):
             return _generated(state, cache, options)
-        cache, total = overflow(model, params, cache, state.context, state.mass)
+        cache, total = overflow(Full(model, params, cache, state.context, state.mass))
         state = state.replace(mass=total)
 
 
@@ -139,11 +144,17 @@ def stream(
     caller's. Prefill runs, and errors are raised, when the first item is asked for. The attention
     mass is each step's own, the prompt's at first.
     """
-    plan, cache, state = _begin(model, params, tokens_BT, **options)
+    until, asked = _until_of(options)
+    limits, cache, state = _begin(model, params, tokens_BT, **asked)
     before_B = np.asarray(state.context.prompt_B)
-    for now, step in _steps(model, params, plan, cache, state, options):
+    for now, step in _steps(model, params, limits, cache, state, until, options):
         yield _generated(step, now, options, before_B, width=1)
         before_B = np.asarray(step.context.length_B)
+
+
+def _until_of(options: Options) -> tuple[Until | None, Any]:
+    """What is asked after every token, and the other options."""
+    return options.get("until"), {k: v for k, v in options.items() if k != "until"}
 
 
 def _begin(
@@ -156,13 +167,12 @@ def _begin(
     sampler: Sampler = GREEDY,
     seed: int | jax.Array = 0,
     eos_token_ids: Sequence[int] = (),
-    until: Until | None = None,  # asked after every token, by `_steps`
     cache: KVCache | None = None,
     overflow: Overflow | None = None,
     top_logprobs: int = 0,
     chunk: int = 256,
     attention_mass: Mass = False,
-) -> tuple[Plan, KVCache, State]:
+) -> tuple[Limits, KVCache, State]:
     """Check the room, prefill, and sample the first token of each row."""
     tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape
@@ -178,11 +188,11 @@ def _begin(
             capacity = min(capacity, model.config.context_length)
         cache = init_cache(model, B, capacity)
     check_usable(cache)
-    token_BL, length_B = _text(None if fresh else cache, tokens_BT, lengths_B, needed)
+    token_BL, length_B = texts(None if fresh else cache, tokens_BT, lengths_B, needed)
     if overflow is None:
-        _check_room(model, cache, needed)
+        check_room(model, cache, needed)
     else:
-        tokens_BT, lengths_B = _recent(cache, tokens_BT, lengths_B, overflow)
+        tokens_BT, lengths_B = recent_part(cache, tokens_BT, lengths_B, overflow)
     if overflow is not None and overflow.reads_mass:
         attention_mass = True
     given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
@@ -193,7 +203,7 @@ def _begin(
         logits_BV, cache, mass = prefill(
             model, params, cache, tokens_BT, attention_mass=attention_mass, **given
         )
-    plan = Plan(*jax.device_put((budget_B, padded_eos(eos_token_ids))))
+    limits = Limits(*jax.device_put((budget_B, padded_eos(eos_token_ids))))
     key_B = keys_of(seed, B)
     L, N = token_BL.shape[1], top_logprobs
     token_BL, length_B, newest_B, finish_B, logprob_BL, top_token, top_logprob = jax.device_put(
@@ -209,55 +219,7 @@ def _begin(
     )
     context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
     state = State(newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), mass)
-    return plan, cache, _first(plan, state, logits_BV)
-
-
-def _text(
-    cache: KVCache | None, tokens_BT: np.ndarray, lengths_B: np.ndarray, needed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's text before generation, with room for all of it: int32 `[B, L]`, `[B]`."""
-    B = tokens_BT.shape[0]
-    held = [[] if cache is None else cache.tokens(row) for row in range(B)]
-    rows = [[*held[b], *tokens_BT[b, : lengths_B[b]].tolist()] for b in range(B)]
-    longest = max(map(len, held)) + needed
-    check_memory(8 * B * bucket(longest), f"a text of {longest:,} tokens in {B:,} rows")
-    token_BL = np.full((B, bucket(longest) + 1), NO_TOKEN, np.int32)
-    for token_L, row in zip(token_BL, rows, strict=True):
-        token_L[: len(row)] = row
-    return token_BL, np.array([len(row) for row in rows], np.int32)
-
-
-def _check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
-    """Raise CapacityError where `needed` more tokens do not fit into cache or model."""
-    start, limit = int(np.max(cache.next_position_B)), model.config.position_limit
-    if start + needed > limit:
-        raise CapacityError(
-            f"{start + needed} tokens of prompt and continuation do not fit into the model's"
-            f" {limit} positions. Shorten the prompt or max_new_tokens"
-        )
-    if int(cache.cursor) + needed > cache.capacity:
-        raise CapacityError(
-            f"{needed} tokens of prompt and continuation do not fit: {int(cache.cursor)} of the"
-            f" cache's {cache.capacity} slots are used. Make the cache with a larger capacity"
-        )
-
-
-def _recent(
-    cache: KVCache, tokens_BT: np.ndarray, lengths_B: np.ndarray, overflow: Overflow
-) -> tuple[np.ndarray, np.ndarray]:
-    """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
-    B, T = tokens_BT.shape
-    room = cache.capacity - int(cache.cursor)
-    keep = overflow.room_for(cache.capacity)
-    if room >= T:
-        return tokens_BT, lengths_B
-    if int(cache.cursor):
-        raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
-    rows = [tokens_BT[b, :n][-keep:] for b, n in enumerate(lengths_B)]
-    kept = np.zeros((B, keep), np.int64)
-    for out, row in zip(kept, rows, strict=True):
-        out[: len(row)] = row
-    return kept, np.array([len(row) for row in rows])
+    return limits, cache, _first(limits, state, logits_BV)
 
 
 def _generated(
@@ -297,13 +259,14 @@ def _generated(
 def _steps(
     model: nn.Module,
     params: Params,
-    plan: Plan,
+    limits: Limits,
     cache: KVCache,
     state: State,
+    until: Until | None,
     options: Options,
 ) -> Iterator[tuple[KVCache, State]]:
     """The caches and states after each token, until every row has ended."""
-    until, overflow = options.get("until"), options.get("overflow")
+    overflow = options.get("overflow")
     mass, before_B = _mass_of(options), np.asarray(state.context.prompt_B)
     total = state.mass
     while True:
@@ -317,12 +280,27 @@ def _steps(
         if not _running(state):
             return
         if overflow is not None and int(cache.cursor) >= cache.capacity:
-            cache, total = overflow(model, params, cache, state.context, total)
+            cache, total = overflow(Full(model, params, cache, state.context, total))
             state = state.replace(mass=total)
-        tail, state = _one(model, params, cache.frozen, plan, cache.replace(frozen=()), state, mass)
-        cache = tail.replace(frozen=cache.frozen)
+        cache, state = _run(_one, model, params, limits, cache, state, mass)
         if total is not None and state.mass is not None:
             total = total + state.mass
+
+
+def _run(
+    compiled: Any,
+    model: nn.Module,
+    params: Params,
+    limits: Limits,
+    cache: KVCache,
+    state: State,
+    mass: Mass,
+) -> tuple[KVCache, State]:
+    """A compiled program on the tail; frozen segments go in but not out, so are never copied."""
+    tail, state = compiled(
+        model, params, cache.frozen, limits, cache.replace(frozen=()), state, mass
+    )
+    return tail.replace(frozen=cache.frozen), state
 
 
 def _mass_of(options: Options) -> Mass:
@@ -336,7 +314,7 @@ def _running(state: State) -> bool:
     return bool((np.asarray(state.finish_B) == Finish.RUNNING).any())
 
 
-def _choose(plan: Plan, state: State, logits_BV: jax.Array) -> State:
+def _sample(limits: Limits, state: State, logits_BV: jax.Array) -> State:
     """Sample a token for every row that still runs, and see whether it ends with it."""
     context, finite_B = state.context, jnp.isfinite(logits_BV).all(axis=1)
     running_B = state.finish_B == Finish.RUNNING
@@ -346,8 +324,8 @@ def _choose(plan: Plan, state: State, logits_BV: jax.Array) -> State:
     logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
     before_B, length_B = context.length_B, context.length_B + grows_B.astype(jnp.int32)
-    limit_B = context.prompt_B + plan.budget_B
-    finish_B = finished(token_B, length_B, limit_B, plan.eos_E, finite_B)
+    limit_B = context.prompt_B + limits.budget_B
+    finish_B = finished(token_B, length_B, limit_B, limits.eos_E, finite_B)
     top = jax.lax.top_k(logprob_BV, state.top_BLN[0].shape[2])[::-1]
     return state.replace(
         newest_B=jnp.where(grows_B, token_B, state.newest_B),
@@ -367,7 +345,7 @@ def _advance(
     model: nn.Module,
     params: Params,
     frozen: tuple[Segment, ...],
-    plan: Plan,
+    limits: Limits,
     tail: KVCache,
     state: State,
     attention_mass: Mass,
@@ -378,19 +356,11 @@ def _advance(
     """
     running_B = state.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
-    segments, token_BT = (*frozen, tail.tail), state.newest_B[:, None]
-    trace, delta, mass = run(
-        model,
-        params,
-        segments,
-        token_BT,
-        position_BT,
-        attention_mass=attention_mass,
-        memory=tail.memory,
+    token_BT = state.newest_B[:, None]
+    logits_B1V, tail, mass = run_and_commit(
+        model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
     )
-    mass = None if mass is None else settle(mass, tail, 1)
-    tail = extend(tail, delta)
-    return tail, _choose(plan, state.replace(mass=mass), trace.logits[:, 0])
+    return tail, _sample(limits, state.replace(mass=mass), logits_B1V[:, 0])
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)
@@ -398,7 +368,7 @@ def _loop(
     model: nn.Module,
     params: Params,
     frozen: tuple[Segment, ...],
-    plan: Plan,
+    limits: Limits,
     tail: KVCache,
     state: State,
     attention_mass: Mass,
@@ -409,7 +379,7 @@ def _loop(
 
     def body(carry: tuple[KVCache, State]) -> tuple[KVCache, State]:
         tail, before = carry
-        tail, state = _advance(model, params, frozen, plan, tail, before, attention_mass)
+        tail, state = _advance(model, params, frozen, limits, tail, before, attention_mass)
         if before.mass is not None and state.mass is not None:
             state = state.replace(mass=before.mass + state.mass)
         return tail, state
@@ -418,5 +388,5 @@ def _loop(
     return tail, state
 
 
-_first = jax.jit(_choose)
+_first = jax.jit(_sample)
 _one = jax.jit(_advance, static_argnums=(0, 6), donate_argnums=4)

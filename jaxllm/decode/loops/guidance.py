@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import init_cache
-from jaxllm.decode.loops.text import padded_eos
+from jaxllm.decode.loops.text import NO_TOKEN, check_positions, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys, sample_next
-from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
+from jaxllm.errors import NonFiniteError, SamplingError
+from jaxllm.shapes import pad_rows
 from jaxllm.steps import decode_step, prefill
 from jaxllm.weights.paths import Params
 from jaxllm.whole import is_number, whole
@@ -51,22 +52,20 @@ def guided_generate(
         )
     ends = padded_eos(eos_token_ids)
     lengths_B = np.array([len(row) for row in pair])
-    room, limit = int(lengths_B.max()) + max_new_tokens - 1, model.config.position_limit
-    if room > limit:
-        raise CapacityError(f"a text of {room} tokens does not fit into {limit} positions")
+    room = int(lengths_B.max()) + max_new_tokens - 1
+    check_positions(room, model.config)
 
     cache = init_cache(model, 2, room)
-    tokens_BT = np.array([row + [0] * (lengths_B.max() - len(row)) for row in pair])
+    tokens_BT = pad_rows(pair)
     logits_BV, cache = prefill(model, params, cache, tokens_BT, lengths_B=lengths_B, donate=True)
-    text_L = np.full(len(prompt) + max_new_tokens, -1, np.int32)
-    text_L[: len(prompt)] = prompt
+    text_L = pad_rows(pair[:1], width=len(prompt) + max_new_tokens, fill=NO_TOKEN)[0]
     key_B, sampler, scale = row_keys(seed, 1), sampler.begin(1), jnp.float32(guidance_scale)
 
     end = start = len(prompt)
     while True:
         if not jnp.isfinite(logits_BV).all():
             raise NonFiniteError(f"the logits of token {end - start} are not finite")
-        token_B, sampler = _choose(logits_BV, scale, sampler, text_L, start, end, key_B)
+        token_B, sampler = _sample_guided(logits_BV, scale, sampler, text_L, start, end, key_B)
         text_L[end] = token_B[0]
         end += 1
         if end == len(text_L) or text_L[end - 1] in ends:
@@ -86,7 +85,7 @@ def guide(wanted_V: jax.Array, unwanted_V: jax.Array, guidance_scale: jax.Array)
 
 
 @jax.jit
-def _choose(
+def _sample_guided(
     logits_BV: jax.Array,
     scale: jax.Array,
     sampler: Sampler,

@@ -7,7 +7,7 @@ slots that are left have.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,8 +19,21 @@ from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.surgery import close_gaps, compact, slot_order
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CapacityError
+from jaxllm.shapes import pad_rows
 from jaxllm.steps import prefill
 from jaxllm.weights.paths import Params
+
+
+class Full(NamedTuple):
+    """What a policy is given: the model, its full cache, each row's text, and the slots' mass
+    `[B, S]`, None for a policy that does not read it.
+    """
+
+    model: nn.Module
+    params: Params
+    cache: KVCache
+    context: Context
+    mass_BS: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +55,18 @@ class Slide:
             raise CapacityError(f"a cache of {capacity} slots cannot slide over {keep} tokens")
         return keep
 
-    def __call__(
-        self,
-        model: nn.Module,
-        params: Params,
-        cache: KVCache,
-        context: Context,
-        mass_BS: jax.Array | None,
-    ) -> tuple[KVCache, jax.Array | None]:
+    def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
         """The cache of each row's last `keep` tokens but for the newest, which is yet to run."""
-        length_B = np.asarray(context.length_B) - 1
-        kept_B = np.minimum(self.room_for(cache.capacity), length_B)
-        column = np.arange(kept_B.max())
-        index_BT = (length_B - kept_B)[:, None] + np.minimum(column[None], kept_B[:, None] - 1)
-        tokens_BT = np.take_along_axis(np.asarray(context.token_BL), index_BT, axis=1)
-        empty = init_cache(model.config, cache.batch, cache.capacity, dtype=cache.dtype)
-        return prefill(model, params, empty, tokens_BT, lengths_B=kept_B, donate=True)[1], None
+        cache, length_B = full.cache, np.asarray(full.context.length_B) - 1
+        recent_B = np.minimum(self.room_for(cache.capacity), length_B)
+        token_BL = np.asarray(full.context.token_BL)
+        rows = zip(token_BL, length_B, recent_B, strict=True)
+        tokens_BT = pad_rows([row[n - recent : n] for row, n, recent in rows])
+        empty = init_cache(full.model.config, cache.batch, cache.capacity, dtype=cache.dtype)
+        _, cache = prefill(
+            full.model, full.params, empty, tokens_BT, lengths_B=recent_B, donate=True
+        )
+        return cache, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +92,12 @@ class SinksAndWindow:
             )
         return self.sinks + window
 
-    def __call__(
-        self,
-        model: nn.Module,
-        params: Params,
-        cache: KVCache,
-        context: Context,
-        mass_BS: jax.Array | None,
-    ) -> tuple[KVCache, jax.Array | None]:
+    def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
         """The cache without what is between the sinks and the window."""
-        window = self.room_for(cache.capacity) - self.sinks
-        left = sinks_and_window(cache, sinks=self.sinks, window=window)
-        return compact(close_gaps(left), capacity=cache.capacity), None
+        capacity = full.cache.capacity
+        window = self.room_for(capacity) - self.sinks
+        left = sinks_and_window(full.cache, sinks=self.sinks, window=window)
+        return compact(close_gaps(left), capacity=capacity), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,21 +127,15 @@ class HeavyHitters:
             )
         return heavy, recent
 
-    def __call__(
-        self,
-        model: nn.Module,
-        params: Params,
-        cache: KVCache,
-        context: Context,
-        mass_BS: jax.Array | None,
-    ) -> tuple[KVCache, jax.Array | None]:
+    def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
         """The cache of what is kept, and the mass of its slots."""
-        assert mass_BS is not None
-        heavy, recent = self._shares(cache.capacity)
-        left = close_gaps(heavy_hitters(cache, mass_BS, heavy=heavy, recent=recent))
-        kept = compact(left, capacity=cache.capacity)
-        gathered_BS = jnp.take_along_axis(mass_BS, slot_order(left)[:, : cache.capacity], axis=1)
-        return kept, jnp.where(kept.position_BS >= 0, gathered_BS, 0)
+        assert full.mass_BS is not None
+        capacity = full.cache.capacity
+        heavy, recent = self._shares(capacity)
+        left = close_gaps(heavy_hitters(full.cache, full.mass_BS, heavy=heavy, recent=recent))
+        cache = compact(left, capacity=capacity)
+        mass_BS = jnp.take_along_axis(full.mass_BS, slot_order(left)[:, :capacity], axis=1)
+        return cache, jnp.where(cache.position_BS >= 0, mass_BS, 0)
 
 
 Overflow = Slide | SinksAndWindow | HeavyHitters

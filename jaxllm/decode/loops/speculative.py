@@ -10,7 +10,6 @@ token's slot is its position. Each row writes where its own text ends, over what
 there before; nothing is compacted, and the caches are no larger than plain decoding's.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,41 +20,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import Delta, KVCache, as_kept, init_cache
+from jaxllm.cache.kv import Delta, KVCache, cast_like, init_cache
 from jaxllm.cache.surgery import rewind
 from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig
+from jaxllm.decode.loops.acceptance import verify
+from jaxllm.decode.loops.lookup import PromptLookup, Text, look_up
 from jaxllm.decode.loops.text import (
     NO_TOKEN,
     Finish,
+    check_positions,
     finished,
     is_in,
     new_tokens,
     padded_eos,
-    put,
 )
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, process
-from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.errors import ConfigError, SamplingError
 from jaxllm.inputs import checked_prompts
 from jaxllm.shapes import bucket
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLookup:
-    """A draft without a model: what followed the latest earlier occurrence of the last tokens.
-
-    ngram: how many last tokens are looked for; where they do not occur, fewer, down to one. Raises
-    SamplingError for less than one.
-    """
-
-    ngram: int = 3
-
-    def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise SamplingError(f"ngram must be at least 1, got {self.ngram}")
 
 
 class Speculated(struct.PyTreeNode):
@@ -86,28 +72,7 @@ class Plan(struct.PyTreeNode):
     eos_E: jax.Array
 
 
-class Text(struct.PyTreeNode):
-    """Each row's text `[B, L]`, -1 past its end; its end; and the sampler that goes on from it."""
-
-    token_BL: jax.Array
-    length_B: jax.Array
-    finish_B: jax.Array
-    sampler: Sampler
-
-    def add(self, token_B: jax.Array, where_B: jax.Array) -> "Text":
-        """The text with one more token in these rows."""
-        return self.replace(
-            token_BL=put(self.token_BL, self.length_B, token_B, where_B),
-            length_B=self.length_B + where_B.astype(jnp.int32),
-        )
-
-    def last(self, n: int) -> jax.Array:
-        """The last n tokens, `[B, n]`."""
-        at_BN = self.length_B[:, None] + jnp.arange(-n, 0, dtype=jnp.int32)[None]
-        return jnp.take_along_axis(self.token_BL, jnp.maximum(at_BN, 0), axis=1)
-
-
-class State(struct.PyTreeNode):
+class Round(struct.PyTreeNode):
     """What a round starts from.
 
     caches: the target's, with the text but its last token; the draft's lacks one more where all
@@ -203,11 +168,7 @@ def _check(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
             " speak of the same tokens"
         )
     for name, config in zip(("model", "draft"), configs, strict=False):
-        if T + longest - 1 > config.position_limit:
-            raise CapacityError(
-                f"{T} tokens and {longest} new ones do not fit into the {config.position_limit}"
-                f" positions of the {name}. Shorten the prompt or max_new_tokens"
-            )
+        check_positions(T + longest - 1, config, name)
         if config.angles_follow_length and T + longest - 1 > config.max_position_embeddings:
             raise ConfigError(
                 f"the {name}'s dynamic rotary angles change with every token past position"
@@ -225,19 +186,19 @@ def _loop(
     text: Text,
     logits_BV: jax.Array,
     caches: list[KVCache],
-) -> State:
+) -> Round:
     """The first token from the prompt's logits, then rounds until every row has ended."""
     zeros_B = jnp.zeros_like(text.length_B)
     nothing_BT = jnp.full_like(zeros_B, NO_TOKEN)[:, None]
     text, _ = _judge(plan, text, zeros_B == 0, logits_BV[:, None], nothing_BT, None)
 
-    def unfinished(state: State) -> jax.Array:
+    def unfinished(state: Round) -> jax.Array:
         return (state.text.finish_B == Finish.RUNNING).any()
 
-    def one_round(state: State) -> State:
+    def one_round(state: Round) -> Round:
         return _round(model, draft, width, params, plan, state)
 
-    start = State(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B)
+    start = Round(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B)
     return jax.lax.while_loop(unfinished, one_round, start)
 
 
@@ -247,8 +208,8 @@ def _round(
     width: int,
     params: list[Params],
     plan: Plan,
-    state: State,
-) -> State:
+    state: Round,
+) -> Round:
     """Propose up to `width` tokens a row, score them in one pass, keep what stands."""
     text, cache = state.text, state.caches[0]
     running_B = text.finish_B == Finish.RUNNING
@@ -268,7 +229,7 @@ def _round(
     alone_B = running_B & ~finite_B & real_BT[:, 1]
     text, accepted_B = _judge(plan, text, running_B & ~alone_B, trace.logits, draft_BK, q_KBV)
     next_B = jnp.where(running_B, text.length_B - 1, cache.next_position_B)
-    return State(
+    return Round(
         text,
         [rewind(_place(cache, delta), to=next_B), *rest],
         alone_B,
@@ -320,55 +281,6 @@ def _judge(
 
     (text, _), agreed_TB = jax.lax.scan(one, (text, rows_B), (logits_TBV, draft_TB, q_TBV))
     return text, agreed_TB.sum(axis=0, dtype=jnp.int32)
-
-
-def verify(
-    scores_BV: jax.Array, draft_B: jax.Array, q_BV: jax.Array, accept_B: jax.Array, draw_B: Any
-) -> tuple[jax.Array, jax.Array]:
-    """A token with the law of the target, and whether it is the drafted one.
-
-    A drafted x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else the token is
-    drawn from the residual. draft_B: -1 for none, with q = 0: then the token is drawn from p.
-    """
-    p_BV = jax.nn.softmax(scores_BV, axis=1)
-    x_B1 = jnp.maximum(draft_B, 0)[:, None]
-    p_B, q_B = (jnp.take_along_axis(law, x_B1, axis=1)[:, 0] for law in (p_BV, q_BV))
-    agreed_B = (draft_B >= 0) & (jax.vmap(jax.random.uniform)(accept_B) * q_B < p_B)
-    other_B = jax.vmap(jax.random.categorical)(draw_B, jnp.log(residual(p_BV, q_BV)))
-    return jnp.where(agreed_B, draft_B, other_B.astype(jnp.int32)), agreed_B
-
-
-def residual(p_BV: jax.Array, q_BV: jax.Array) -> jax.Array:
-    """norm(max(p - q, 0)): what the target has left after what the draft has given it.
-
-    Where rounding leaves nothing the laws are equal, and it is p.
-    """
-    left_BV = jnp.maximum(p_BV - q_BV, 0.0)
-    total_B1 = left_BV.sum(axis=1, keepdims=True)
-    return jnp.where(total_B1 > 0, left_BV / jnp.where(total_B1 > 0, total_B1, 1.0), p_BV)
-
-
-def look_up(text: Text, ngram: int, width: int) -> jax.Array:
-    """The `width` tokens after the best earlier match of each text's end, `[B, width]`; or all -1.
-
-    The best match is the longest, up to `ngram` tokens, and among these the latest. A continuation
-    that reaches the end of the text goes on with itself.
-    """
-    token_BL, end_B1 = text.token_BL, text.length_B[:, None]
-    at = jnp.arange(token_BL.shape[1], dtype=jnp.int32)[None]
-    same_BL = jnp.broadcast_to(at < end_B1 - 1, token_BL.shape)
-    matched_BL = jnp.zeros_like(token_BL)
-    for back in range(ngram):  # does the token `back` before this one equal that before the end?
-        before_BL = jnp.pad(token_BL, ((0, 0), (back, 0)), constant_values=NO_TOKEN)
-        wanted_B1 = jnp.take_along_axis(token_BL, jnp.maximum(end_B1 - 1 - back, 0), axis=1)
-        same_BL &= (before_BL[:, : token_BL.shape[1]] == wanted_B1) & (at >= back)
-        matched_BL += same_BL.astype(jnp.int32)
-    score_BL = jnp.where(matched_BL > 0, matched_BL * token_BL.shape[1] + at, NO_TOKEN)
-    match_B1 = jnp.argmax(score_BL, axis=1, keepdims=True).astype(jnp.int32)
-    period_B1 = jnp.maximum(end_B1 - 1 - match_B1, 1)
-    ahead = jnp.arange(width, dtype=jnp.int32)[None]
-    found_BK = jnp.take_along_axis(token_BL, match_B1 + 1 + ahead % period_B1, axis=1)
-    return jnp.where((matched_BL > 0).any(axis=1, keepdims=True), found_BK, NO_TOKEN)
 
 
 def _draft(
@@ -423,7 +335,7 @@ def _sound(draft_BK: jax.Array, room_B: jax.Array, eos_E: jax.Array) -> jax.Arra
 def _place(cache: KVCache, delta: Delta) -> KVCache:
     """The cache with each token of the delta in the slot that is its position."""
     slot_BT = jnp.where(delta.position_BS >= 0, delta.position_BS, cache.capacity)
-    tail = at_slots(cache.tail, as_kept(delta, cache.tail), slot_BT)
+    tail = at_slots(cache.tail, cast_like(delta, cache.tail), slot_BT)
     next_B = jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1)
     return cache.replace(tail=tail, cursor=next_B.max(), next_position_B=next_B)
 

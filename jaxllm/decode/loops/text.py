@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import MOST_SLOTS
-from jaxllm.errors import SamplingError
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.whole import whole, whole_array
 
 _EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
@@ -51,6 +52,15 @@ def new_tokens(max_new_tokens: Any, rows: int) -> np.ndarray:
     return np.broadcast_to(budget.astype(np.int32), (rows,))
 
 
+def check_positions(tokens: int, config: ModelConfig, whose: str = "model") -> None:
+    """Raise CapacityError where a text of this many tokens, the last one not run, is too long."""
+    if tokens > (limit := config.position_limit):
+        raise CapacityError(
+            f"{tokens} tokens of prompt and continuation do not fit into {limit} positions of"
+            f" the {whose}. Shorten the prompt or max_new_tokens"
+        )
+
+
 def put(x_BL: jax.Array, at_B: jax.Array, new_B: jax.Array, where_B: jax.Array) -> jax.Array:
     """x with `new_B` in column `at_B` of these rows; the others stay. May have axes after L."""
     at_B = jnp.where(where_B, at_B, x_BL.shape[1])  # past the end: dropped
@@ -74,6 +84,6 @@ def finished(
 
 
 def is_in(token_X: jax.Array, eos_E: jax.Array) -> jax.Array:
-    """Which tokens end a text; -1 in either is none."""
+    """Which tokens end a text; -1 in either stands for no token."""
     ends_E = eos_E.reshape((1,) * token_X.ndim + (-1,))
     return (token_X[..., None] == ends_E).any(axis=-1) & (token_X >= 0)

@@ -22,6 +22,7 @@ from jaxllm.evaluate.equivalence.difference import (
 )
 from jaxllm.evaluate.equivalence.sides import Case, Decoded, Ours, Side, padded
 from jaxllm.progress import steps_bar
+from jaxllm.whole import whole
 
 
 class Mismatch(NamedTuple):
@@ -115,8 +116,7 @@ def verify(
     Raises ConfigError where the two are not models of one form, TokenError for a case that does
     not fit the model.
     """
-    if new_tokens < 1:
-        raise ConfigError(f"new_tokens must be at least 1, got {new_tokens}")
+    whole("new_tokens", new_tokens, 1, error=ConfigError)
     case.check(ours.model.config, new_tokens)
     dtype = coarser(np.dtype(ours.dtype), np.dtype(reference.dtype)).name
     tolerance = tolerance or TOLERANCES[dtype]
@@ -152,8 +152,7 @@ def example(texts: Sequence[int] | None, vocab_size: int, length: int) -> Case:
     texts: token ids to take them from, end to end; where there are too few, or None, they are
     random, the same each time. Raises TokenError for a length below one.
     """
-    if length < 1:
-        raise TokenError(f"the length must be at least 1, got {length}")
+    length = whole("the length", length, 1, error=TokenError)
     lengths = (length, max(1, 2 * length // 3))
     ids = list(texts or ())
     if len(ids) < sum(lengths):

@@ -124,15 +124,10 @@ class Transformers:
         layers = family(self._family).layers
         body = self.model.get_submodule(self.model.base_model_prefix)
 
-        def keep(name: str) -> Callable[..., None]:
-            def hook(_: Any, __: Any, output: Any) -> None:
-                outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
-
-            return hook
-
-        def keep_input(name: str) -> Callable[..., None]:
-            def hook(_: Any, inputs: tuple[Any, ...]) -> None:
-                outputs[name] = inputs[0].clone()
+        def tap(name: str) -> Callable[..., None]:
+            def hook(*given: Any) -> None:  # the last is the output; before a pass, the inputs
+                x = given[-1]
+                outputs[name] = (x[0] if isinstance(x, tuple) else x).clone()
 
             return hook
 
@@ -155,10 +150,10 @@ class Transformers:
                     continue
                 if last == "input":
                     linear = body.get_submodule(path)
-                    stack.callback(linear.register_forward_pre_hook(keep_input(name)).remove)
+                    stack.callback(linear.register_forward_pre_hook(tap(name)).remove)
                     continue
                 module = body.get_submodule(".".join(filter(None, [path, MODULES.get(last, last)])))
-                stack.callback(module.register_forward_hook(keep(name)).remove)
+                stack.callback(module.register_forward_hook(tap(name)).remove)
             yield
 
 

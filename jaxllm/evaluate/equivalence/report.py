@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.equivalence.compare import Report
 from jaxllm.evaluate.equivalence.difference import MAX_DRIFT, Difference, bucket_names
-from jaxllm.files import writing
+from jaxllm.files import finite_json, writing
 
 _FIGURES = ("max", "rel max", "rms", "rel rms", "1 - cos")
 
@@ -42,7 +42,7 @@ def to_json(report: Report) -> dict[str, Any]:
     greedy["first"] = report.greedy.first._asdict() if report.greedy.first else None
     for name, group in (("stages", report.stages), ("decoding", report.decoding)):
         data[name] = [{**dataclasses.asdict(d), "holds": d.holds} for d in group]
-    plain: dict[str, Any] = _plain(data)
+    plain: dict[str, Any] = finite_json(data)
     return plain
 
 
@@ -117,11 +117,3 @@ def _verdict(report: Report) -> list[str]:
     if first:
         lines.append(f"first to diverge: {first.name}, most at {list(first.worst)}")
     return [*lines, "holds" if report.holds else "DOES NOT HOLD"]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,6 +17,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
 from jaxllm.evaluate.equivalence.stages import check_tokens, stages
 from jaxllm.ops.entries import dense
+from jaxllm.shapes import pad_texts
 from jaxllm.steps import decode_step, prefill
 from jaxllm.weights.paths import Params
 
@@ -145,14 +146,7 @@ class Ours:
 
 def padded(texts: Sequence[Sequence[int]], side: str = "left") -> Case:
     """Texts of any lengths as one batch, padded on the left or on the right."""
-    width = max(map(len, texts))
-    token_BT = np.zeros((len(texts), width), np.int32)
-    position_BT = np.full((len(texts), width), -1, np.int32)
-    for row, text in enumerate(texts):
-        where = slice(width - len(text), None) if side == "left" else slice(len(text))
-        token_BT[row, where] = text
-        position_BT[row, where] = np.arange(len(text))
-    return Case(token_BT, position_BT)
+    return Case(*pad_texts(texts, left=side == "left"))
 
 
 def by_position(x_BSX: np.ndarray, position_BS: np.ndarray) -> np.ndarray:

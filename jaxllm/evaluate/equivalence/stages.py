@@ -17,11 +17,13 @@ import numpy as np
 from jaxllm.cache.kv import KVCache, Segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
+from jaxllm.inputs import check_values
 from jaxllm.models import family
 from jaxllm.models.layers import Trace
 from jaxllm.ops.entries import dense
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params
+from jaxllm.whole import whole_array
 
 
 def stage_names(model_type: str, layers: int) -> list[str]:
@@ -67,21 +69,14 @@ def check_tokens(
     config: ModelConfig, tokens_BT: Any, positions_BT: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Both as int32 `[B, T]`; raises TokenError for what does not fit each other or the model."""
-    tokens, positions = np.asarray(tokens_BT), np.asarray(positions_BT)
+    tokens = whole_array("tokens", tokens_BT, TokenError)
+    positions = whole_array("positions", positions_BT, TokenError)
     if tokens.ndim != 2 or tokens.size == 0 or positions.shape != tokens.shape:
         raise TokenError(
             "tokens and positions must both be [B, T], neither of them zero; got shapes"
             f" {tokens.shape} and {positions.shape}"
         )
-    for name, x, least, limit in (
-        ("token id", tokens[positions >= 0], 0, config.vocab_size),
-        ("position", positions, -1, config.position_limit),
-    ):
-        if x.dtype.kind not in "iu":
-            raise TokenError(f"a {name} is an integer, got {x.dtype}")
-        wrong = x[(x < least) | (x >= limit)]
-        if wrong.size:
-            raise TokenError(f"{name} {wrong[0]} is not from {least} to {limit - 1}")
+    check_values(config, tokens, positions)
     return tokens.astype(np.int32), positions.astype(np.int32)
 
 

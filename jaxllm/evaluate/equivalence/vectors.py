@@ -9,7 +9,6 @@ The cases have no numbers of their own, because all of them must give the same.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from jaxllm.files import (
     writing_directory,
 )
 from jaxllm.progress import steps_bar
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.files import LazyTensor, digest, open_tensors, write_tensors
 
 FORMAT = "jaxllm-vectors"
 VERSION = 1
@@ -134,7 +133,7 @@ def make(
         "dtype": source.dtype,
         **_identity(ours),
         "stages": list(tensors)[:-2],
-        "contents": _digest(tensors),
+        "contents": digest(tensors),
         "texts": [list(map(int, text)) for text in texts],
         "cases": {
             name: {
@@ -153,7 +152,7 @@ def make(
 
 
 def read(directory: Path) -> Vectors:
-    """Read what `make` wrote. Raises CheckpointError for a directory that is none or is damaged."""
+    """Read what `make` wrote. Raises CheckpointError for anything else, or damage."""
     if not is_there(directory / JSON):
         raise CheckpointError(f"{directory} has no {JSON}: not a directory of test vectors")
     where = str(directory / JSON)
@@ -166,7 +165,7 @@ def read(directory: Path) -> Vectors:
     header: _Header = as_schema(data, _Header, where)
     lazy = open_tensors(inside(directory, TENSORS))
     tensors = {name: x.read() for name, x in lazy.items()}
-    if _digest(tensors) != header.contents:
+    if digest(tensors) != header.contents:
         raise CheckpointError(f"{directory / TENSORS}: damaged, not what {JSON} was written with")
     _check_forms(header, tensors, where)
     cases = {name: _case(name, said, header.texts, where) for name, said in header.cases.items()}
@@ -303,12 +302,3 @@ def _is_of(case: Case, texts: list[list[int]]) -> bool:
         and token[position >= 0].tolist() == text
         for token, position, text in rows
     )
-
-
-def _digest(tensors: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        array = np.ascontiguousarray(tensors[name])
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()

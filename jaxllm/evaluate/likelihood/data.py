@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
 from jaxllm.files import as_schema, parse_json, read_text
-from jaxllm.shapes import power_of_two
+from jaxllm.shapes import pad_rows, power_of_two
 
 State = Mapping[str, Any]
 
@@ -124,17 +124,19 @@ class Loader:
         if self.bucketed:
             inputs = max(self.spans[row].end - self.spans[row].start for row in rows) - 1
             width = min(width, power_of_two(inputs, 8) + 1)
-        token_BT = np.zeros((self.batch, width), np.int32)
-        length_B, span_B = np.zeros(self.batch, np.int32), np.full(self.batch, -1, np.int32)
-        scored_BT = np.zeros((self.batch, width), bool)
-        for b, row in enumerate(rows):
-            _, start, end, scored = span = self.spans[row]
-            token_BT[b, : end - start] = self.documents[span.document][start:end]
-            if self.bos is not None:
-                token_BT[b, 0] = self.bos
-            scored_BT[b, scored - start : end - start] = True
-            length_B[b], span_B[b] = end - start, row
-        return Batch(token_BT, length_B, scored_BT, span_B)
+        spans = [self.spans[row] for row in rows]
+        blank: list[list[int]] = [[]] * (self.batch - len(rows))
+        texts = [self.documents[span.document][span.start : span.end] for span in spans]
+        scored = [np.arange(span.start, span.end) >= span.scored for span in spans]
+        token_BT = pad_rows(texts + blank, width=width)
+        if self.bos is not None:
+            token_BT[: len(rows), 0] = self.bos
+        return Batch(
+            token_BT,
+            pad_rows([[len(text) for text in texts]], width=self.batch)[0],
+            pad_rows(scored + blank, width=width, dtype=bool),
+            pad_rows([rows], width=self.batch, fill=-1)[0],
+        )
 
 
 def loader(
@@ -154,7 +156,7 @@ def loader(
     `windows.PROTOCOLS`. limit: only the first so many windows. options: as `Loader`'s.
 
     Raises ConfigError for an impossible window, stride, protocol or batch, and TokenError where no
-    token can be scored, or for ids that are none.
+    token can be scored, or for documents that are no lists of ids.
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")

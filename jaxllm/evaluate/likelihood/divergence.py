@@ -129,7 +129,7 @@ def check_pair(model: nn.Module, other: nn.Module) -> None:
 
 
 def counted(each: Differences, batch: Batch) -> Differences:
-    """Those of the tokens that count, `[N]`. Raises NonFiniteError for a number that is none."""
+    """Those of the tokens that count, `[N]`. Raises NonFiniteError where one is NaN or infinite."""
     kept = Differences(*(np.asarray(x)[batch.scored_BT] for x in each))
     for x_BT in (each.reference, each.other, each.kl):
         check_finite(np.where(batch.scored_BT, x_BT, np.float32(0)), batch)

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import CapacityError, NonFiniteError, TokenError
+from jaxllm.errors import CapacityError, NonFiniteError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params
+from jaxllm.whole import check_ids
 
 LOGITS = 1 << 28  # bytes of float32 logits that a batch of the default size takes at most
 
@@ -76,14 +77,13 @@ def check_loader(model: nn.Module, loader: Loader) -> None:
         raise CapacityError(
             f"a window of {loader.width} tokens does not fit the context of {config.context_length}"
         )
-    largest = max((int(ids.max()) for ids in loader.documents if ids.size), default=0)
-    largest = max(largest, loader.bos or 0)
-    if largest >= config.vocab_size:
-        raise TokenError(f"token id {largest} is outside the vocabulary of {config.vocab_size}")
+    for number, ids in enumerate(loader.documents):
+        check_ids(ids, config.vocab_size, f"document {number}: ")
+    check_ids(np.array(loader.bos or 0), config.vocab_size, "bos: ")
 
 
 def check_finite(x_BT: np.ndarray, batch: Batch) -> None:
-    """Raise NonFiniteError, naming the window, for a number that is none."""
+    """Raise NonFiniteError, naming the window, where one is NaN or infinite."""
     if not np.isfinite(x_BT).all():
         row, column = np.argwhere(~np.isfinite(x_BT))[0]
         raise NonFiniteError(

@@ -201,7 +201,7 @@ def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
 @partial(jax.jit, static_argnums=1)
 def _rounded(array: jax.Array, to: Integer) -> tuple[jax.Array, jax.Array, jax.Array]:
     rows, columns = array.shape
-    width = -(-columns // CHUNK) * CHUNK
+    width = up(columns, CHUNK)
     group = to.group or width
 
     def some(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

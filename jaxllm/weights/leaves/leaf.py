@@ -14,7 +14,6 @@ import numpy as np
 from jaxllm.ops.native import Matrix
 
 Shape = tuple[int | None, ...]  # None: of any size
-Pieces = Mapping[str, Any]  # a leaf's arrays by what follows its own name; "" is the leaf itself
 
 
 class Leaf:

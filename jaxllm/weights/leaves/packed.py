@@ -151,11 +151,11 @@ def pack(array: jax.Array) -> Packed:
         raise ConfigError(
             f"{NAME}: {len(row)} of {bits.size} exponents lie outside any 16 consecutive ones"
         )
-    padded = np.zeros((rows, -(-columns // 64) * 64), np.uint16)
+    padded = np.zeros((rows, up(columns, 64)), np.uint16)
     padded[:, :columns] = bits
     block = padded.reshape(rows, -1, 2, 4, 8).swapaxes(2, 3).reshape(rows, -1)
     index = np.clip(((block >> 7) & 255).astype(np.int16) - base, 0, 15).astype(np.uint8)
-    whole = np.zeros((rows, -(-columns // 128) * 128), np.uint8)
+    whole = np.zeros((rows, up(columns, 128)), np.uint8)
     whole[:, : index.shape[1]] = index
     pair = whole.reshape(rows, -1, 2, 64)
     count = np.bincount(row, minlength=rows)

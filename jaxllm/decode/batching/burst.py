@@ -1,0 +1,66 @@
+"""Several tokens of rows that all decode, in one compiled loop, before Python looks again."""
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.kv import EMPTY, Segment
+from jaxllm.cache.write import NOWHERE
+from jaxllm.decode.batching.draws import Result, Samplers, drawn_by_kind
+from jaxllm.decode.batching.places import Places, run_own
+from jaxllm.decode.sampling.sampler import Context
+from jaxllm.weights.paths import Params
+
+
+@partial(jax.jit, static_argnums=(3, 8), donate_argnums=(0, 1, 2))
+def several_tokens(
+    tail: Segment,
+    context: Context,
+    samplers: Samplers,
+    model: nn.Module,
+    params: Params,
+    kind_KB: jax.Array,
+    newest_B: jax.Array,
+    eos_BE: jax.Array,
+    burst: int,
+    steps: jax.Array,
+) -> tuple[jax.Array, Result, Segment, Context, Samplers]:
+    """At most `steps` of `burst` tokens of all live rows, until one of them ends: how many, `[]`,
+    and what was drawn, `[burst, B]` each.
+    """
+    live_B = kind_KB.any(axis=0)
+    zeros_B = jnp.zeros(live_B.shape, jnp.int32)
+    blank = jnp.zeros((burst, *live_B.shape))
+    results = (blank.astype(jnp.int32), blank, blank.astype(bool))
+
+    def goes_on(carry: Any) -> jax.Array:
+        i, ended, *_ = carry
+        going: jax.Array = (i < steps) & ~ended
+        return going
+
+    def one(carry: Any) -> Any:
+        i, _, newest_B, results, tail, context, samplers = carry
+        at_B = context.length_B - 1  # the newest token is in the text and yet to run
+        places = Places(
+            row_R=None,
+            token_RT=newest_B[:, None],
+            position_RT=jnp.where(live_B, at_B, EMPTY)[:, None],
+            slot_RT=jnp.where(live_B, at_B, NOWHERE)[:, None],
+            length_R=context.length_B,
+            column_R=zeros_B,
+            member_RB=None,
+        )
+        out, tail = run_own(tail, (), model, params, places, None, "logits")
+        drawn, context, samplers = drawn_by_kind(context, samplers, kind_KB, out[:, 0])
+        results = tuple(x.at[i].set(new) for x, new in zip(results, drawn, strict=True))
+        token_B, _, finite_B = drawn
+        ends_B = (token_B[:, None] == eos_BE).any(axis=1) | ~finite_B
+        return i + 1, (live_B & ends_B).any(), token_B, results, tail, context, samplers
+
+    nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_B, results)
+    loop: Any = jax.lax.while_loop(goes_on, one, (*nothing, tail, context, samplers))
+    done, _, _, results, *now = loop
+    return done, results, now[0], now[1], now[2]

@@ -1,0 +1,49 @@
+"""The room of a generation: for its text, in the cache, and among the model's positions."""
+
+import flax.linen as nn
+import numpy as np
+
+from jaxllm.cache.kv import KVCache
+from jaxllm.decode.loops.overflow import Overflow
+from jaxllm.decode.loops.text import NO_TOKEN, check_positions
+from jaxllm.errors import CapacityError
+from jaxllm.files import check_memory
+from jaxllm.shapes import bucket, pad_rows
+
+
+def texts(
+    cache: KVCache | None, tokens_BT: np.ndarray, lengths_B: np.ndarray, needed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's text before generation, with room for all of it: int32 `[B, L]`, `[B]`."""
+    B = tokens_BT.shape[0]
+    held = [[] if cache is None else cache.tokens(row) for row in range(B)]
+    rows = [[*held[b], *tokens_BT[b, : lengths_B[b]].tolist()] for b in range(B)]
+    longest = max(map(len, held)) + needed
+    check_memory(8 * B * bucket(longest), f"a text of {longest:,} tokens in {B:,} rows")
+    token_BL = pad_rows(rows, width=bucket(longest) + 1, fill=NO_TOKEN)
+    return token_BL, np.array([len(row) for row in rows], np.int32)
+
+
+def check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
+    """Raise CapacityError where `needed` more tokens do not fit into cache or model."""
+    check_positions(int(np.max(cache.next_position_B)) + needed, model.config)
+    if int(cache.cursor) + needed > cache.capacity:
+        raise CapacityError(
+            f"{needed} tokens of prompt and continuation do not fit: {int(cache.cursor)} of the"
+            f" cache's {cache.capacity} slots are used. Make the cache with a larger capacity"
+        )
+
+
+def recent_part(
+    cache: KVCache, tokens_BT: np.ndarray, lengths_B: np.ndarray, overflow: Overflow
+) -> tuple[np.ndarray, np.ndarray]:
+    """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
+    T = tokens_BT.shape[1]
+    room = cache.capacity - int(cache.cursor)
+    recent = overflow.room_for(cache.capacity)
+    if room >= T:
+        return tokens_BT, lengths_B
+    if int(cache.cursor):
+        raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
+    rows = [tokens_BT[b, :n][-recent:] for b, n in enumerate(lengths_B)]
+    return pad_rows(rows, width=recent), np.array([len(row) for row in rows])
