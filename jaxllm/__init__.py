@@ -8,7 +8,8 @@ decoder runs, its result as text), settings (options over a checkpoint's default
 of checkpoints on disk), prompts (text or ids as ids). On it stand cli/, batchfile, bench, harness
 (lm-evaluation-harness) and verifying (`jaxllm.verify`). Under it steps (`forward`, `prefill`,
 `decode_step`), inputs (what they are given, checked), embed, repair (parts of a cache run again),
-checkpoint (our own form of files), config (what a model is). At the bottom errors, whole (numbers
+checkpoint (our own form of files), programs (compiled ones that outlive the process), config (what
+a model is). At the bottom errors, whole (numbers
 as arguments), shapes (few of them), progress (bars), process (streams and Ctrl-C of a command),
 moved (old names).
 """

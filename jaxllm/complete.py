@@ -22,6 +22,7 @@ from jaxllm.decode.sampling.sampler import row_keys
 from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError
 from jaxllm.options import BEAMS, CONTRAST, DRAFTS, GUIDANCE, PLAIN
 from jaxllm.settings import Settings
+from jaxllm.shapes import pad_rows
 from jaxllm.text.reader import Reader
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import Params
@@ -88,7 +89,7 @@ def generation(prompts: list[list[int]], settings: Settings) -> tuple[np.ndarray
             raise CacheMismatchError("a cache serves one prompt; fork it for several")
         cache, rest = reuse(cache, prompts[0], int(np.max(new)))
         prompts = [rest]
-    return _padded(prompts), {
+    return pad_rows(prompts), {
         "max_new_tokens": new,
         "lengths_B": _lengths(prompts),
         "sampler": settings.sampler,
@@ -196,7 +197,7 @@ def _beams(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Comp
     result = beam_search(
         lm.model,
         lm.params,
-        _padded(prompts),
+        pad_rows(prompts),
         lengths_B=_lengths(prompts),
         max_new_tokens=int(np.max(settings.max_new_tokens)),
         num_return_sequences=n,
@@ -221,7 +222,7 @@ def _speculated(lm: Parts, prompts: list[list[int]], settings: Settings) -> list
     result = speculative_generate(
         lm.model,
         lm.params,
-        _padded(prompts),
+        pad_rows(prompts),
         lengths_B=_lengths(prompts),
         draft=draft if assistant is None else (assistant.model, assistant.params),
         num_draft_tokens=lookup or own["num_assistant_tokens"],
@@ -304,13 +305,6 @@ def _keys(seed: int | Sequence[int], rows: int) -> int | jax.Array:
 
 def _lengths(prompts: list[list[int]]) -> np.ndarray:
     return np.array([len(p) for p in prompts], np.int32)
-
-
-def _padded(prompts: list[list[int]]) -> np.ndarray:
-    tokens_BT = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
-    for row, prompt in zip(tokens_BT, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens_BT
 
 
 _DECODERS: dict[str, Decoder] = {

@@ -15,7 +15,7 @@ from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
 
 
 class Source(NamedTuple):
-    """A path that may be a checkpoint. header: a directory's config.json, read once; {} of a file."""
+    """A path that may be a checkpoint. header: a directory's config.json, read once; else {}."""
 
     path: Path
     header: Mapping[str, Any]

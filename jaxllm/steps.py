@@ -26,6 +26,7 @@ from jaxllm.cache.kv import (
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.inputs import Array, as_array, checked, is_concrete, numpy_for, positions, shape_of
 from jaxllm.models.layers import Trace
+from jaxllm.programs import Program
 from jaxllm.shapes import power_of_two
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole
@@ -359,10 +360,7 @@ def _no_mass(tail: KVCache, frozen: Segments, attention_mass: Mass) -> jax.Array
 
 def _compiled(step: Any, static: tuple[int, ...]) -> tuple[Any, Any]:
     """The step compiled twice: leaving its cache alone, and writing into it."""
-    return (
-        jax.jit(step, static_argnums=static),
-        jax.jit(step, static_argnums=static, donate_argnums=0),
-    )
+    return Program(step, static=static), Program(step, static=static, donated=0)
 
 
 _DECODE_STEP = _compiled(_decode_step, (2, 6))

@@ -91,7 +91,7 @@ STOREYS = """
     whole files
     config
     ops
-    weights
+    weights programs
     cache
     models inputs
     steps

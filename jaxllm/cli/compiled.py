@@ -18,6 +18,8 @@ def keep_compiled() -> None:
     """
     import jax
 
+    from jaxllm.programs import keep
+
     named = os.environ.get(VARIABLE, "")
     if named == "0" or jax.config.values["jax_compilation_cache_dir"]:
         return
@@ -31,9 +33,10 @@ def keep_compiled() -> None:
             return
     except OSError:  # a machine without a home is as good
         return
+    keep(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _processor() -> str:

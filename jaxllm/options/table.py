@@ -358,7 +358,9 @@ def described(function: Function) -> Function:
         f" {row.meaning[0].upper()}{row.meaning[1:]}."
         for name, row in OPTIONS.items()
     )
-    shape = {"initial_indent": " " * 8, "subsequent_indent": " " * 12}
-    lines = (textwrap.fill(row, 100, break_long_words=False, **shape) for row in rows)
+    wrapper = textwrap.TextWrapper(
+        width=100, initial_indent=" " * 8, subsequent_indent=" " * 12, break_long_words=False
+    )
+    lines = map(wrapper.fill, rows)
     function.__doc__ = (function.__doc__ or "").replace("        OPTIONS", "\n".join(lines))
     return function

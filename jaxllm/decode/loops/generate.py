@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Required, TypedDict, Unpack
 
 import flax.linen as nn
@@ -27,6 +26,7 @@ from jaxllm.decode.loops.text import (
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sample_next
 from jaxllm.errors import SamplingError
 from jaxllm.inputs import checked_prompts
+from jaxllm.programs import Program
 from jaxllm.shapes import bucket
 from jaxllm.steps import Mass, prefill, run_and_commit
 from jaxllm.weights.paths import Params
@@ -363,8 +363,7 @@ def _advance(
     return tail, _sample(limits, state.replace(mass=mass), logits_B1V[:, 0])
 
 
-@partial(jax.jit, static_argnums=(0, 6), donate_argnums=4)
-def _loop(
+def _until_ended(
     model: nn.Module,
     params: Params,
     frozen: tuple[Segment, ...],
@@ -388,5 +387,6 @@ def _loop(
     return tail, state
 
 
-_first = jax.jit(_sample)
-_one = jax.jit(_advance, static_argnums=(0, 6), donate_argnums=4)
+_first = Program(_sample)
+_one = Program(_advance, static=(0, 6), donated=4)
+_loop = Program(_until_ended, static=(0, 6), donated=4)

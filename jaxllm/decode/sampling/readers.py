@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.decode.sampling.sampler import Processor
+from jaxllm.shapes import power_of_two
 from jaxllm.whole import is_number, is_whole
 
 
@@ -186,8 +187,8 @@ def _pack(
 ) -> tuple[jax.Array, jax.Array]:
     """Sequences, their last tokens first and padded with -1, `[N, S]` or `[B, N, S]`; biases."""
     rows = [entries(row if row is not None else ()) for row in (value if per_row else [value])]
-    N = max(8, _power(max(map(len, rows))))
-    S = _power(max((len(ids) for row in rows for ids, _ in row), default=1))
+    N = power_of_two(max(map(len, rows)), 8)
+    S = power_of_two(max((len(ids) for row in rows for ids, _ in row), default=1))
     token_BNS = np.full((len(rows), N, S), -1, np.int32)
     bias_BN = np.zeros((len(rows), N), np.float32)
     for b, row in enumerate(rows):
@@ -197,10 +198,6 @@ def _pack(
     if per_row:
         return jnp.asarray(token_BNS), jnp.asarray(bias_BN)
     return jnp.asarray(token_BNS[0]), jnp.asarray(bias_BN[0])
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def share(x: np.ndarray) -> np.ndarray:

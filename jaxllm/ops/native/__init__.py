@@ -89,7 +89,7 @@ def _take(loaded: ctypes.CDLL, name: str | None) -> str:
 @cache
 def kernels() -> ctypes.CDLL | None:
     """The kernels' shared library, its functions registered with XLA; None where there is none."""
-    if os.environ.get("JAXLLM_NATIVE", "1") == "0" or (path := _path()) is None:
+    if os.environ.get("JAXLLM_NATIVE", "1") == "0" or (path := library()) is None:
         return None
     loaded = ctypes.CDLL(path)
     loaded.jaxllm_isa.restype = ctypes.c_char_p
@@ -101,9 +101,9 @@ def kernels() -> ctypes.CDLL | None:
     return loaded
 
 
-def _path() -> str | None:
-    """Where the library is: as JAXLLM_LIBRARY says, beside this file, or, for a checkout, in the
-    site-packages that its editable installation built into."""
+def library() -> str | None:
+    """Where the shared library is: as JAXLLM_LIBRARY says, beside this file, or, for a checkout, in
+    the site-packages that its editable installation built into."""
     if named := os.environ.get("JAXLLM_LIBRARY"):
         return named
     here = os.path.dirname(__file__)

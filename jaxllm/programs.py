@@ -1,0 +1,181 @@
+"""Compiled programs that outlive the process whole: a kept one is neither traced nor lowered again.
+
+A `Program` is `jax.jit`, until `keep` names a folder. It then looks there for what an earlier
+process compiled of the same code, for the same configuration, formats and shapes, with the same
+versions, kernels and settings, and leaves there what it compiles. Programs are machine code: the
+folder belongs to one kind of processor and one user (`jaxllm.cli.compiled`).
+"""
+
+import dataclasses
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+
+from jaxllm.errors import CheckpointError
+from jaxllm.files import writing
+from jaxllm.ops import native
+
+MOST_BYTES = 512 << 20  # of what is kept; what was used longest ago goes first
+SUFFIX = ".program"
+_PLAIN = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
+
+_folder: Path | None = None
+_hits = 0  # of JAX's own cache, whose programs cannot be written again
+
+
+def keep(folder: Path | None) -> None:
+    """Look for programs in a folder of the user's own, and leave them there; None: no longer."""
+    global _folder
+    if _folder is None:
+        jax.monitoring.register_event_listener(_count)
+    _folder = folder
+
+
+def _count(event: str, **about: Any) -> None:
+    global _hits
+    _hits += event == "/jax/compilation_cache/cache_hits"
+
+
+class Program:
+    """`jax.jit(function)` by position only, whose programs may be kept.
+
+    static, donated: numbers of arguments, as `jax.jit` has them. Only what jaxllm defines is kept:
+    a class or a function of the caller's own, of which a name says too little, is compiled anew.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, static: Sequence[int] = (), donated: Any = ()
+    ) -> None:
+        self._function, self._static = function, frozenset(static)
+        self._options: Any = {"static_argnums": tuple(static), "donate_argnums": donated}
+        self._jit = jax.jit(function, **self._options)
+        self._loaded: dict[Hashable, list[Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if _folder is None:
+            return self._jit(*args)
+        constant = tuple(args[i] for i in sorted(self._static))
+        traced = [x for i, x in enumerate(args) if i not in self._static]
+        known = self._loaded.setdefault((constant, _settings()), [])
+        for compiled in known:
+            try:
+                return compiled(*traced)
+            except TypeError:  # of other shapes; nothing has run
+                continue
+        compiled = self._kept(_folder, constant, args, traced)
+        if compiled is None:
+            return self._jit(*args)
+        known.append(compiled)
+        return compiled(*traced)
+
+    def _kept(self, folder: Path, constant: Any, args: Any, traced: Any) -> Any:
+        """The program for these arguments, from the folder or for it; None where none is kept."""
+        leaves, structure = jax.tree.flatten(traced)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves) or not _describes(constant):
+            return None
+        if not all(map(_describes, _static_data(structure))) or not _one_processor():
+            return None
+        forms = [jax.typeof(x) for x in leaves]
+        function, options = self._function, sorted(self._options.items())
+        what = (function.__module__, function.__qualname__, options, constant, structure, forms)
+        key = hashlib.sha256(repr((*what, _settings(), _versions())).encode()).hexdigest()
+        if (found := _read(folder / f"{key}{SUFFIX}")) is not None:
+            return found
+        before = _hits
+        # Under a name of its own, or JAX's cache would give what earlier code left there.
+        compiled = jax.jit(_named(function, key), **self._options).lower(*args).compile()
+        if _hits == before:
+            _write(folder / f"{key}{SUFFIX}", compiled)
+        return compiled
+
+
+def _named(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+    def named(*args: Any) -> Any:
+        return function(*args)
+
+    named.__name__ = f"{function.__name__}_{key[:16]}"
+    return named
+
+
+def _describes(value: Any) -> bool:
+    """Whether a value's `repr` says all of it: numbers, texts, and what jaxllm makes of them."""
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, tuple | list | frozenset):
+        return all(map(_describes, value))
+    if isinstance(value, dict):
+        return all(_describes(x) for pair in value.items() for x in pair)
+    if isinstance(value, type):
+        return value.__module__.startswith(("jaxllm.", "builtins", "numpy", "jax.", "ml_dtypes"))
+    if not type(value).__module__.startswith("jaxllm.") or not dataclasses.is_dataclass(value):
+        return False
+    hidden = ("parent", "name") if isinstance(value, nn.Module) else ()
+    fields = (f.name for f in dataclasses.fields(value) if f.name not in hidden)
+    return all(_describes(getattr(value, name)) for name in fields)
+
+
+def _static_data(structure: Any) -> list[Any]:
+    """What the nodes of a pytree are, and what they say beside their children."""
+    node = structure.node_data()
+    found = [] if node is None else list(node)
+    for child in structure.children():
+        found += _static_data(child)
+    return found
+
+
+def _one_processor() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
+def _settings() -> Hashable:
+    """What a compiled function depends on beside its code and its arguments."""
+    return native.enabled(), native.isa() if native.enabled() else None
+
+
+@cache
+def _versions() -> str:
+    """The code that a program is compiled from: ours by its files, JAX by its versions, and how."""
+    root = Path(__file__).parent
+    ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(root.rglob("*.py"))]
+    if library := native.library():
+        ours.append((library, os.stat(library).st_mtime_ns, os.stat(library).st_size))
+    told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
+    versions = jax.__version__, jax.lib.__version__, flax.__version__
+    return repr((ours, versions, told, os.environ.get("XLA_FLAGS", "")))
+
+
+def _read(file: Path) -> Any:
+    """A program that was kept; None where there is none, or what is there is not whole."""
+    try:
+        digest, _, payload = file.read_bytes().partition(b"\n")
+        if hashlib.sha256(payload).hexdigest().encode() != digest:
+            return None
+        os.utime(file)
+        return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError):
+        return None
+
+
+def _write(file: Path, compiled: Any) -> None:
+    """Keep a program, if the disk takes it, in place of those that were used longest ago."""
+    payload = pickle.dumps(serialize_executable.serialize(compiled))
+    try:
+        with writing(file) as out:
+            out.write(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+        kept = sorted(file.parent.glob(f"*{SUFFIX}"), key=lambda f: f.stat().st_mtime)
+        total = sum(f.stat().st_size for f in kept)
+        while total > MOST_BYTES and len(kept) > 1:
+            total -= kept[0].stat().st_size
+            kept.pop(0).unlink()
+    except (OSError, CheckpointError):
+        return

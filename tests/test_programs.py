@@ -1,0 +1,110 @@
+"""Programs that outlive the process: the same numbers, and no tracing the second time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import programs
+from jaxllm.decode.sampling.sampler import Function
+from jaxllm.programs import Program
+
+traced: list[str] = []
+
+
+def scaled(x_B: jax.Array, by: float, about: object) -> jax.Array:
+    """A function that says when it is traced."""
+    traced.append(f"{by} {x_B.shape}")
+    return x_B.astype(jnp.float32) * by
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    traced.clear()
+    programs.keep(tmp_path)
+    yield tmp_path
+    programs.keep(None)
+
+
+def fresh() -> Program:
+    """As another process has it: it knows no program yet."""
+    return Program(scaled, static=(1,))
+
+
+X = np.arange(4, dtype=np.float32)
+
+
+def test_a_kept_program_is_not_traced_again(folder: Path) -> None:
+    for _ in range(3):
+        np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+    assert traced == ["2.0 (4,)"]
+    np.testing.assert_array_equal(fresh()(X, 3.0, ()), X * 3)
+    np.testing.assert_array_equal(fresh()(X[:2], 2.0, ()), X[:2] * 2)
+    assert fresh()(X.astype(np.int32), 2.0, ()).dtype == jnp.float32
+    assert traced == ["2.0 (4,)", "3.0 (4,)", "2.0 (2,)", "2.0 (4,)"]
+    one = fresh()
+    for x in (X, X[:2], X):  # shapes may alternate
+        np.testing.assert_array_equal(one(x, 2.0, ()), x * 2)
+    assert len(traced) == 4
+
+
+def test_other_settings_are_other_programs(folder: Path) -> None:
+    fresh()(X, 2.0, ())
+    with jaxllm.ops.native.disabled():
+        fresh()(X, 2.0, ())
+    assert len(traced) == (2 if jaxllm.ops.native.enabled() else 1)
+
+
+def test_what_is_damaged_is_made_again(folder: Path) -> None:
+    fresh()(X, 2.0, ())
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:100], whole[:-1], whole[:-1] + b"x", b"x" + whole[1:]):
+        file.write_bytes(damaged)
+        np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+        assert file.read_bytes() != damaged
+    assert len(traced) == 6
+
+
+def test_what_a_name_does_not_describe_is_not_kept(folder: Path) -> None:
+    np.testing.assert_array_equal(fresh()(X, 2.0, Function(lambda s, c: s)), X * 2)
+    assert not list(folder.iterdir())
+    assert traced
+
+
+def test_inside_jit_it_is_a_part_of_the_whole(folder: Path) -> None:
+    np.testing.assert_array_equal(jax.jit(lambda x: fresh()(x, 2.0, ()))(X), X * 2)
+    assert not list(folder.iterdir())
+
+
+def test_what_is_given_away_is_gone(folder: Path) -> None:
+    for _ in range(2):
+        given = jnp.asarray(X) + 0
+        out = Program(scaled, static=(1,), donated=0)(given, 2.0, ())
+        np.testing.assert_array_equal(out, X * 2)
+        assert given.is_deleted()
+    assert len(traced) == 1
+
+
+def test_what_was_used_longest_ago_goes_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh()(X, 2.0, ())
+    (first,) = folder.iterdir()
+    monkeypatch.setattr(programs, "MOST_BYTES", 1)
+    fresh()(X, 3.0, ())
+    (left,) = folder.iterdir()
+    assert left != first
+
+
+def test_texts_are_the_same_from_kept_programs(folder: Path) -> None:
+    lm = jaxllm.load("demo:llama")
+    options = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 40, "seed": 3}
+    kept = [p.token for p in lm.stream("Once", **options)]  # type: ignore[arg-type]
+    assert list(folder.iterdir())
+    programs.keep(None)
+    assert lm.generate("Once", **options).tokens == kept  # type: ignore[call-overload]
