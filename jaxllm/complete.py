@@ -20,7 +20,7 @@ from jaxllm.decode.loops.speculative import speculative_generate
 from jaxllm.decode.loops.text import Finish
 from jaxllm.decode.sampling.sampler import row_keys
 from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError
-from jaxllm.options import BEAMS, CONTRAST, DRAFTS, GUIDANCE, PLAIN
+from jaxllm.options.table import BEAMS, CONTRAST, DRAFTS, GUIDANCE, PLAIN
 from jaxllm.settings import Settings
 from jaxllm.shapes import pad_rows
 from jaxllm.text.reader import Reader

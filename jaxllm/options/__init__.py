@@ -10,10 +10,6 @@ it. spellings: the nearest name.
 
 from jaxllm.options.check import Kind, check_options, check_values, check_ways, row_options, way_of
 from jaxllm.options.table import (
-    BEAMS,
-    CONTRAST,
-    DRAFTS,
-    GUIDANCE,
     OPTIONS,
     PLAIN,
     GenerateOptions,
@@ -23,10 +19,6 @@ from jaxllm.options.table import (
 from jaxllm.options.values import Ends
 
 __all__ = [
-    "BEAMS",
-    "CONTRAST",
-    "DRAFTS",
-    "GUIDANCE",
     "OPTIONS",
     "PLAIN",
     "Ends",
