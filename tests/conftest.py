@@ -59,26 +59,39 @@ MOST_PROGRAMS = 800
 
 
 @pytest.fixture(scope="session")
-def programs() -> Iterator[list[str]]:
-    """A list that grows by one with every program that XLA compiles."""
-    events: list[str] = []
+def compiled() -> Iterator[list[str]]:
+    """The names of all programs that were compiled so far: a list that grows with every one.
 
-    def listen(event: str, *_: Any, **__: Any) -> None:
+    A program that the cache on disk had already counts too: it was traced and lowered for nothing.
+    """
+    names: list[str] = []
+
+    def listen(event: str, *_: Any, fun_name: str = "?", **__: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            events.append(event)
+            names.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
+    yield names
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.fixture
+def afresh() -> Iterator[None]:
+    """For a test that breaks the code: nothing compiled before is used in it, nor after it what it
+    compiles.
+    """
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _forgotten(programs: list[str]) -> Iterator[None]:
+def _forgotten(compiled: list[str]) -> Iterator[None]:
     """What a module has compiled serves the next ones, until there is too much of it."""
     yield
-    if len(programs) > MOST_PROGRAMS:
+    if len(compiled) > MOST_PROGRAMS:
         jax.clear_caches()
-        programs.clear()
+        compiled.clear()
 
 
 @pytest.fixture(scope="session")

@@ -440,16 +440,7 @@ def test_the_command_refuses_by_name(run: Any, llama: Pair) -> None:
 # What is broken in the code is found as well; last, because all programs are compiled anew.
 
 
-class _fresh_programs:
-    """Nothing that was compiled before is used inside, nor what was compiled inside after."""
-
-    def __enter__(self) -> None:
-        jax.clear_caches()
-
-    def __exit__(self, *_: object) -> None:
-        jax.clear_caches()
-
-
+@pytest.mark.usefixtures("afresh")
 @pytest.mark.parametrize(
     ("turned", "stage"),
     [
@@ -475,10 +466,8 @@ def test_a_rotation_off_by_one_position_is_found_in_its_layer(
             )
         return rotate(x, cos, sin)
 
-    with _fresh_programs():
-        monkeypatch.setattr(ops, "rotate", wrong)
-        found = verify(llama.ours, llama.theirs, CASE, new_tokens=2)
-        monkeypatch.undo()
+    monkeypatch.setattr(ops, "rotate", wrong)
+    found = verify(llama.ours, llama.theirs, CASE, new_tokens=2)
     print(to_text(found))
     assert found.first is not None
     assert found.first.name == stage
