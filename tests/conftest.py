@@ -1,7 +1,9 @@
 """What every test shares: strict numerics, tiny random models, their PyTorch twins, the data."""
 
 import gc
+import io
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -100,6 +102,25 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     from tests.twins import cut_demo
 
     return cache(lambda family: cut_demo(family, tmp_path_factory.mktemp(family)))
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
+    from jaxllm import cli
+
+    def command(*args: object, stdin: str | bytes = "") -> tuple[int, str, str]:
+        content = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(argument) for argument in args])
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return command
 
 
 @pytest.fixture(scope="session")
