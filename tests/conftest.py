@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +96,20 @@ def _forgotten(compiled: list[str]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a demo model's first two layers, by its family (see `twins.cut_demo`)."""
+def shallow_demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the first two layers of each demo model (see `twins.cut_demo`)."""
     from tests.twins import cut_demo
 
-    return cache(lambda family: cut_demo(family, tmp_path_factory.mktemp(family)))
+    folder = tmp_path_factory.mktemp("demos")
+    for family in ("llama", "gpt2"):
+        cut_demo(family, folder / family)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shallow(shallow_demos: Path) -> Callable[[str], Path]:
+    """The directory of a demo model's first two layers, by its family."""
+    return lambda family: shallow_demos / family
 
 
 Run = Callable[..., tuple[int, str, str]]

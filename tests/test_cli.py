@@ -15,12 +15,26 @@ import typer
 from safetensors import safe_open
 
 import jaxllm
-from jaxllm import cli
+from jaxllm import api, cli
 from jaxllm.api import DEMOS
 from jaxllm.cli.options import dtype_named
 from jaxllm.text.chat import ChatTemplate
 from tests.conftest import ROOT, Run
 from tests.twins import save_random
+
+
+@pytest.fixture
+def whole_demos() -> None:
+    """Asked for by tests of the demos themselves."""
+
+
+@pytest.fixture(autouse=True)
+def _shallow_demos(
+    request: pytest.FixtureRequest, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tests the commands does with a demo's first layers, which compile sooner."""
+    if "whole_demos" not in request.fixturenames:
+        monkeypatch.setattr(api, "DEMOS", shallow_demos)
 
 
 def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None:
@@ -32,6 +46,7 @@ def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None
     assert "tokens/s" in err
 
 
+@pytest.mark.usefixtures("whole_demos")
 @pytest.mark.parametrize("model", ["demo:llama", "demo:gpt2"])
 def test_the_demo_tells_a_story_from_stdin(run: Run, model: str) -> None:
     status, out, _ = run("generate", "-m", model, "-p", "-", "-n", 30, stdin="Once upon a time\n")
@@ -199,8 +214,8 @@ def test_chat_remembers_what_was_said_until_reset(run: Run) -> None:
     assert second != answers("He")[0]
 
 
-def test_a_talk_that_outgrows_the_context_goes_on(run: Run, shallow: Any) -> None:
-    chat = ("chat", "-m", shallow("llama"), "-n", 8)
+def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
+    chat = ("chat", "-n", 8)
     long = "Once upon a time there was a girl. " * 25 + "\n"
     status, out, err = run(*chat, stdin=long * 3 + "/reset\nOne day\n")
     assert status == 1
@@ -395,6 +410,7 @@ def test_a_format_is_the_same_in_a_file_an_option_or_a_table(run: Run, tmp_path:
         assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("whole_demos")
 def test_bench_in_every_form(run: Run) -> None:
     tiny = ("bench", "--decode", 2, "--batches", 1, "-r", 2)
     status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "-o", "json")

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm import cli, ops
+from jaxllm import ops
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.equivalence.compare import Report, verify
 from jaxllm.evaluate.equivalence.difference import TOLERANCES, Tolerance, ulp_distance
@@ -350,22 +350,6 @@ def test_without_torch_the_way_out_is_named(
 
 
 # The command.
-
-
-@pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
-
-    def command(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    yield command
 
 
 def test_the_command_on_a_published_model(run: Any, data: Any, tmp_path: Path) -> None:
