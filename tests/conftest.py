@@ -19,11 +19,16 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time that tracing takes
 
 os.environ["JAXLLM_COMPILE_CACHE"] = "0"  # nothing is left in anybody's home
+OURS = "jaxllm-tests-"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process has compiled, others read
-    _KEPT = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
+    _KEPT = tempfile.TemporaryDirectory(prefix=OURS)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _KEPT.name
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 << 30)  # which also locks the folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+if OURS in os.environ["JAX_COMPILATION_CACHE_DIR"]:
+    # It is for processes that tests start. Of what pytest's own compile hardly one program in
+    # twenty is wanted again, and each one written has all that are there looked through.
+    jax.config.update("jax_enable_compilation_cache", False)
 
 # Compiling takes what it takes, a busy machine longer; and what CI runs today it runs tomorrow.
 hypothesis.settings.register_profile(
@@ -63,7 +68,7 @@ MOST_PROGRAMS = 800
 def compiled() -> Iterator[list[str]]:
     """The names of all programs that were compiled so far: a list that grows with every one.
 
-    A program that the cache on disk had already counts too: it was traced and lowered for nothing.
+    With a cache on disk, a program that was found there would count too: it was traced and lowered.
     """
     names: list[str] = []
 
