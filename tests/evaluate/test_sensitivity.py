@@ -65,7 +65,7 @@ def test_the_ranking_is_that_of_brute_force(
 
 def test_one_program_serves_all_variants(demo: jaxllm.LM, compiled: list[str]) -> None:
     """Whatever is lowered, and to what: its numbers run in the model that is there."""
-    windows = loader([demo.encode(TEXT)], WINDOW - 5)  # a length of its own
+    windows = loader([demo.encode(TEXT)], window=WINDOW - 5)  # a length of its own
     for name in ("int4", "bfloat16"):  # rounding to a format is compiled too, by shapes
         sensitivity(demo.model, demo.params, windows, name, by="kind")
     before = len(compiled)
