@@ -1,6 +1,8 @@
 """The figures of a benchmark are those that its definitions give."""
 
+import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +96,22 @@ def test_weight_bytes_of_quantized_weights_count_scales(tmp_path: Path) -> None:
     assert bench.weight_bytes(jaxllm.load(tmp_path / "small")) == sum(read)
 
 
+def takes(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """What is timed from now on takes so many seconds, one after the other."""
+    clock = itertools.accumulate(x for s in seconds for x in (0.0, s))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+
+
 def test_the_first_run_is_compiling_and_the_rest_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_random(tmp_path, "gpt2", n_layer=1)
     lm = jaxllm.load(tmp_path)
-    clock, readings = iter([7.0, 0.5, 4.0, 2.0, 1.0, 3.0]), iter([10.0, 30.0, 20.0, 5.0, 6.0, 7.0])
+    takes(monkeypatch, 7.0, 0.5, 4.0, 2.0)
+    readings = iter([10.0, 30.0, 20.0, 5.0, 6.0, 7.0])
     ran = []
     monkeypatch.setattr(bench, "PROBE_BYTES", 64)
     monkeypatch.setattr(bench, "prepared", lambda lm, test, chunk: lambda: ran.append(test))
-    monkeypatch.setattr(bench, "_timed", lambda run: (run(), next(clock))[1])
     monkeypatch.setattr(bench, "bandwidth", lambda probe: next(readings))
     tests = [Work(decode=4, batch=2), Work(prompt=6)]
     decode, prompt = bench.bench(lm, tests[:1], repetitions=3), bench.bench(lm, tests[1:])
@@ -111,7 +119,7 @@ def test_the_first_run_is_compiling_and_the_rest_are_timed(
     assert (row.test, row.tokens, row.seconds) == ("tg4 x 2", 8, (0.5, 4.0, 2.0))
     assert (row.median, row.compile_s, row.bus_gb_s) == (4.0, 5.0, 30.0)
     assert row.weights_gb_s == pytest.approx(bench.weight_bytes(lm) * 4 / 2.0 / 1e9)
-    clock = iter([1.0, *[3.0] * 5])  # a first run faster than the others took no time to compile
+    takes(monkeypatch, 1.0, *[3.0] * 5)  # a first run faster than others took no time to compile
     readings = iter([1.0] * 5)
     (row,) = prompt
     assert (row.median, row.compile_s, row.weights_gb_s) == (2.0, 0.0, None)
@@ -130,7 +138,6 @@ def test_a_test_that_exceeds_the_context_is_refused(
 
 
 def test_the_memory_bus_is_the_fastest_of_three_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.5, 0.25, 1.0])
-    monkeypatch.setattr(bench, "_timed", lambda run: (run(), next(seconds))[1])
+    takes(monkeypatch, 0.5, 0.25, 1.0)
     probe = jnp.zeros(1 << 10, jnp.uint32)
     assert bench.bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)

@@ -1,14 +1,12 @@
 """The command line, as a newcomer uses it."""
 
 import csv
-import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +15,26 @@ import typer
 from safetensors import safe_open
 
 import jaxllm
-from jaxllm import cli
+from jaxllm import api, cli
 from jaxllm.api import DEMOS
 from jaxllm.cli.options import dtype_named
 from jaxllm.text.chat import ChatTemplate
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Run
 from tests.twins import save_random
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
+def whole_demos() -> None:
+    """Asked for by tests of the demos themselves."""
 
-    def command(*args: object, stdin: str | bytes = "") -> tuple[int, str, str]:
-        content = stdin if isinstance(stdin, bytes) else stdin.encode()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(argument) for argument in args])
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
 
-    return command
+@pytest.fixture(autouse=True)
+def _shallow_demos(
+    request: pytest.FixtureRequest, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tests the commands does with a demo's first layers, which compile sooner."""
+    if "whole_demos" not in request.fixturenames:
+        monkeypatch.setattr(api, "DEMOS", shallow_demos)
 
 
 def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None:
@@ -51,6 +46,7 @@ def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None
     assert "tokens/s" in err
 
 
+@pytest.mark.usefixtures("whole_demos")
 @pytest.mark.parametrize("model", ["demo:llama", "demo:gpt2"])
 def test_the_demo_tells_a_story_from_stdin(run: Run, model: str) -> None:
     status, out, _ = run("generate", "-m", model, "-p", "-", "-n", 30, stdin="Once upon a time\n")
@@ -136,7 +132,8 @@ def test_any_option_can_be_given(run: Run) -> None:
         assert message in err
 
 
-def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path) -> None:
+def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, shallow: Any) -> None:
+    options = ("-m", shallow("llama"), "--dtype", "float32")
     lines = [
         '"Once upon a time"',
         '{"prompt": "One day", "id": "b", "max_new_tokens": 5, "temperature": 1.0, "seed": 3}',
@@ -150,31 +147,14 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path) ->
     ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
-    status, _, err = run(
-        "generate", "--batch", file, "--out", out, "-n", 12, "--rows", 2, "--dtype", "float32"
-    )
+    status, _, err = run("generate", "--batch", file, "--out", out, "-n", 12, "--rows", 2, *options)
     assert status == 1
     assert "8 answers" in err
     assert "5 of them errors" in err
     answers = {a["id"]: a for a in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
-    assert (
-        answers[0]["text"]
-        == run("generate", "-p", "Once upon a time", "-n", 12, "--dtype", "float32")[1]
-    )
-    alone = (
-        "generate",
-        "-p",
-        "One day",
-        "-n",
-        5,
-        "--temperature",
-        1.0,
-        "--seed",
-        3,
-        "--dtype",
-        "float32",
-    )
-    assert answers["b"]["text"] == run(*alone)[1]
+    assert answers[0]["text"] == run("generate", "-p", "Once upon a time", "-n", 12, *options)[1]
+    alone = ("generate", "-p", "One day", "-n", 5, "--temperature", 1.0, "--seed", 3)
+    assert answers["b"]["text"] == run(*alone, *options)[1]
     assert answers[3]["finish_reason"] == "stop"
     assert "." not in answers[3]["text"]
     assert "line 5 is not valid JSON" in answers[4]["error"]
@@ -189,12 +169,11 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path) ->
     first, last = whole.splitlines(keepends=True)[:2]
     out.write_bytes(first + last[:9])  # as an interrupt leaves it
     status, _, err = run(
-        "generate", "--batch", file, "--out", out, "--resume", "-n", 12, "--rows", 2,
-        "--dtype", "float32",
+        "generate", "--batch", file, "--out", out, "--resume", "-n", 12, "--rows", 2, *options
     )  # fmt: skip
     assert "1 answers are there; 7 lines to go" in err
     assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
-    answers = run("generate", "--batch", "-", "--dtype", "float32", "-n", 12, stdin='"One day"')
+    answers = run("generate", "--batch", "-", *options, "-n", 12, stdin='"One day"')
     assert answers[0] == 0
     assert json.loads(answers[1])["finish_reason"] == "length"
 
@@ -236,14 +215,15 @@ def test_chat_remembers_what_was_said_until_reset(run: Run) -> None:
 
 
 def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
+    chat = ("chat", "-n", 8)
     long = "Once upon a time there was a girl. " * 25 + "\n"
-    status, out, err = run("chat", "-n", 8, stdin=long * 3 + "/reset\nOne day\n")
+    status, out, err = run(*chat, stdin=long * 3 + "/reset\nOne day\n")
     assert status == 1
     assert out.count("\n") == 3
     refused, forgotten = err.splitlines()
     assert "exceed the model's context of 512: /reset, or chat with --overflow slide" in refused
     assert forgotten == "forgotten"
-    status, out, err = run("chat", "-n", 8, "--overflow", "slide", stdin=long * 3)
+    status, out, err = run(*chat, "--overflow", "slide", stdin=long * 3)
     assert (status, out.count("\n")) == (0, 3)
     assert err == "(forgot the 1 oldest turns)\n"
 
@@ -430,6 +410,7 @@ def test_a_format_is_the_same_in_a_file_an_option_or_a_table(run: Run, tmp_path:
         assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("whole_demos")
 def test_bench_in_every_form(run: Run) -> None:
     tiny = ("bench", "--decode", 2, "--batches", 1, "-r", 2)
     status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "-o", "json")

@@ -1,8 +1,8 @@
 """Embeddings are transformers' hidden states, pooled with torch."""
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 from safetensors.numpy import load_file
 
 import jaxllm
-from jaxllm import cli
 from jaxllm.embed import embeddings
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
 from jaxllm.ops.pooling import normalized, pool
 from jaxllm.verifying import transformers_directory
+from tests.conftest import Run
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 13, 8, 3)]
@@ -130,22 +130,10 @@ def test_what_is_refused() -> None:
         embeddings(model, broken, [*TEXTS[:1], [7, 1], *TEXTS[1:4]], layer=0)
 
 
-Run = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def command(*args: object, stdin: str = "") -> tuple[int, str, str]:
-        import io
-
-        monkeypatch.setattr(sys, "argv", ["jaxllm", "embed", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return command
+def run(run: Run) -> Run:
+    """Run `jaxllm embed ARGS`."""
+    return partial(run, "embed")
 
 
 def test_the_command_gives_one_row_a_line(run: Run, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxllm
-from jaxllm import cli
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.fixed import Form, exported
 from jaxllm.fixed import export as exporting
@@ -21,7 +21,7 @@ from jaxllm.ops import native
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Run
 from tests.twins import random_model, save_random, tokens
 
 N, M = 4, 13
@@ -244,16 +244,8 @@ def test_options_that_are_none(
     assert not (tmp_path / "x").exists()
 
 
-def test_the_command_exports_and_checks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxllm", "export", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
+def test_the_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
+    run = partial(run, "export")
     save_random(tmp_path / "model", "gpt2", n_layer=1)
     base = (tmp_path / "model", tmp_path / "a", "--num-tokens", 4, "--max-tokens", 12)
     status, out, _ = run(

@@ -42,6 +42,7 @@ def test_every_notebook_is_a_pair() -> None:
     assert names == {source.stem for source in SOURCES} != set()
 
 
+@pytest.mark.full  # every day the next test: what is run comes from the .py file, cell by cell
 @each_notebook
 def test_the_pair_agrees(source: Path, tmp_path: Path) -> None:
     converted = run("-m", "jupytext", "--to", "ipynb", "--output", "-", source, cwd=tmp_path)

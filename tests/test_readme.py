@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Run
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
@@ -24,28 +24,41 @@ COMMANDS = [
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_the_python_example_runs() -> None:
+def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (block for language, block in BLOCKS if language == "python")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("->") == 3
-    assert done.stdout.count("KVCache(") == 4
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    said = capsys.readouterr().out
+    assert said.count("->") == 3
+    assert said.count("KVCache(") == 4
     statements = [line for line in code.splitlines() if line.strip() and line[0] != "#"]
     assert len(statements) <= 20
 
 
-def test_the_commands_run_in_order(tmp_path: Path) -> None:
+def run_in_shell(command: str, folder: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=folder,
+        env={**os.environ, "PATH": path, "JAXLLM_COMPILE_CACHE": str(folder / "compiled")},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def test_the_commands_run_in_order(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that read a pipe, and scripts, as processes of a shell; the others share this one."""
     assert {"generate", "chat", "quantize", "export"} <= {
         word for c in COMMANDS for word in c.split()
     }
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.chdir(tmp_path)
     for command in COMMANDS:
-        done = subprocess.run(
-            ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path,
-            env={**os.environ, "PATH": path, "JAXLLM_COMPILE_CACHE": str(tmp_path / "compiled")},
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        program, *arguments = shlex.split(command.removesuffix(" < /dev/null"))
+        if program == "jaxllm":
+            status, _, err = run(*arguments)
+            assert status == 0, f"{command}\n{err}"
+        else:
+            run_in_shell(command, tmp_path)
     assert (tmp_path / "story-model-hf" / "config.json").exists()
     assert (tmp_path / "story.cache").exists()
     assert (tmp_path / "loop" / "brightness.png").exists()

@@ -48,7 +48,7 @@ def quantize(
         from jaxllm.checkpoint import claim
         from jaxllm.weights.quantize import rules_of
 
-    wanted = _rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
+    wanted = read_rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
     rules_of(wanted)
     claim(target)  # before the work, not after it
     load(source, dtype=dtype, quantize=wanted).save(target)
@@ -66,7 +66,11 @@ def _name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> 
     return f"int{bits}{grouped}{'-zp' if zero_point else ''}{'-f16' if half_scales else ''}"
 
 
-def _rules(file: Path) -> list[tuple[str, str | None]]:
+def read_rules(file: Path) -> list[tuple[str, str | None]]:
+    """The rules of a JSON file: `[[regex over whole parameter paths, format or null], ...]`.
+
+    Raises ConfigError for a file that is none.
+    """
     from jaxllm.files import as_schema
 
     rows = read_json_option("--rules", file)

@@ -14,7 +14,7 @@ import jaxllm
 from jaxllm.cache import drop_range, fingerprint, fork, load_cache, save_cache
 from jaxllm.cache.files import digest
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError, JaxllmError
-from jaxllm.weights.files import read_header
+from jaxllm.weights.files import LazyTensor, read_header
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import KINDS, entries, filled, lm_of, peek
 from tests.twins import random_model, tokens
@@ -122,10 +122,11 @@ def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
     with pytest.raises(CheckpointError, match="cannot write"):
         save_cache(tmp_path / "no" / "folder", filled(lm, tokens(1, 9)), model, params)
 
-    def interrupted(*_: Any) -> None:
+    def interrupted() -> np.ndarray:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxllm.weights.files._bytes_of", interrupted)
+    unreadable = lambda array: LazyTensor(array.dtype, array.shape, interrupted)  # noqa: E731
+    monkeypatch.setattr(LazyTensor, "of", unreadable)
     with pytest.raises(KeyboardInterrupt):
         save_cache(file, filled(lm, tokens(1, 5)), model, params)
     assert file.read_bytes() == whole

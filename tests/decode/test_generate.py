@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.decode.loops import generate as module
 from jaxllm.decode.loops.text import Finish
 from jaxllm.decode.sampling.options import make_sampler
 from jaxllm.decode.sampling.sampler import Context, Processor, Sampler
@@ -118,16 +117,11 @@ def test_a_row_of_nan_stays_alone_and_is_reported(family: str) -> None:
 
 
 def test_one_trace_for_any_content_sampler_seed_budget_and_length(
-    lm: Any, monkeypatch: pytest.MonkeyPatch
+    lm: Any, compiled: list[str]
 ) -> None:
-    model, params = lm
-    traces: list[Any] = []
-    plain = module.run_and_commit
-    monkeypatch.setattr(
-        module, "run_and_commit", lambda *a, **k: (traces.append(a), plain(*a, **k))[1]
-    )
-    module._loop.clear_cache()
-    module._first.clear_cache()
+    # A model of its own: no other test has its programs.
+    model, params = random_model(lm[0].config.model_type, max_position_embeddings=89)
+    counts = [len(compiled)]
     for seed, temperature in enumerate([0.0, 0.5, 1.0, 2.0]):
         jaxllm.generate(
             model,
@@ -139,19 +133,21 @@ def test_one_trace_for_any_content_sampler_seed_budget_and_length(
             seed=seed,
             eos_token_ids=list(range(seed)),
         )
-    assert len(traces) == 1
+        counts.append(len(compiled))
+    assert counts[1] > counts[0]
+    assert compiled[counts[1] :] == []
 
 
-def test_prompts_of_200_lengths_compile_a_dozen_programs(programs: list[str]) -> None:
+def test_prompts_of_200_lengths_compile_a_dozen_programs(compiled: list[str]) -> None:
     model, params = random_model("llama", max_position_embeddings=512, num_hidden_layers=1)
-    before = len(programs)
+    before = len(compiled)
     jaxllm.generate(model, params, tokens(1, 3), max_new_tokens=20)
-    first = len(programs)
+    first = len(compiled)
     assert first > before
     for length in range(1, 201):
         jaxllm.generate(model, params, tokens(1, length), max_new_tokens=1 + length % 20)
     # Prompts of 8, 16 ... 256 tokens, the loop with two capacities, and what makes those caches.
-    assert len(programs) - first <= 12
+    assert len(compiled) - first <= 12, compiled[first:]
 
 
 def test_budgets_are_checked(lm: Any) -> None:

@@ -11,7 +11,6 @@ from scipy import stats
 
 import jaxllm
 from jaxllm.decode.loops import acceptance
-from jaxllm.decode.loops import speculative as module
 from jaxllm.decode.loops.lookup import PromptLookup, Text, look_up
 from jaxllm.decode.loops.speculative import Speculated, speculative_generate
 from jaxllm.decode.loops.text import Finish
@@ -279,9 +278,11 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     assert other.token_BT[2].tolist() != together.token_BT[0].tolist()
 
 
-def test_one_program_for_any_content_sampler_seed_budget_and_length() -> None:
+def test_one_program_for_any_content_sampler_seed_budget_and_length(
+    compiled: list[str],
+) -> None:
     small_call(tokens(3, 9))
-    programs = module._loop._cache_size()
+    before = len(compiled)
     for seed, temperature in enumerate([0.0, 0.5, 2.0]):
         small_call(
             tokens(3, 9 + seed, seed=seed),
@@ -291,7 +292,7 @@ def test_one_program_for_any_content_sampler_seed_budget_and_length() -> None:
             seed=seed,
             eos_token_ids=list(range(seed)),
         )
-    assert module._loop._cache_size() == programs
+    assert compiled[before:] == []
 
 
 def small_call(prompts: np.ndarray, **options: Any) -> Speculated:
@@ -351,13 +352,13 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         call(prompt=90, max_new_tokens=9, draft=dynamic)
 
 
+@pytest.mark.usefixtures("afresh")
 def test_the_law_is_lost_when_the_residual_is_the_target_itself(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = pair
     sampler = SAMPLERS["temperature, top-k"]
     monkeypatch.setattr(acceptance, "residual", lambda p_BV, q_BV: p_BV)
-    module._loop.clear_cache()
     wrong = draw(target, PromptLookup(ngram=2), sampler)
-    module._loop.clear_cache()
+    monkeypatch.undo()
     assert p_value(wrong, joint_law(target, sampler, NEW)) < 1e-6

@@ -1,7 +1,6 @@
 """Divergence equals what PyTorch's logits and float64 give."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import scipy.special
 import scipy.stats
 import torch
 
-from jaxllm import cli
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Loader, loader
 from jaxllm.evaluate.likelihood.divergence import Differences, Divergence, divergence, kl_divergence
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
+from tests.conftest import Run
 from tests.twins import Twin, load_twin, random_model, save_random, tokens
 
 WINDOW = 40
@@ -136,21 +135,16 @@ def test_other_vocabularies_are_refused(twin: Twin) -> None:
         divergence(twin.model, twin.params, other, params, made)
 
 
-def test_the_command_compares(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    data: Callable[[str], Path],
-) -> None:
+def test_the_command_compares(run: Run, data: Callable[[str], Path]) -> None:
     directory = data("stories260K")
     text = str(directory / "greedy_200.txt")
-    run = ["jaxllm", "perplexity", str(directory), "--text", text, "--window", "64", "--batch", "4"]
+    command = ("perplexity", directory, "--text", text, "--window", 64, "--batch", 4)
 
     def report(*options: str) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", [*run, "--json", *options])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert not caught.value.code
-        return json.loads(capsys.readouterr().out)
+        status, out, _ = run(*command, "--json", *options)
+        assert status == 0
+        found: dict[str, Any] = json.loads(out)
+        return found
 
     same = report("--compare", str(directory))
     assert same["divergence"]["kl"] == 0.0
@@ -160,8 +154,6 @@ def test_the_command_compares(
     ratio = half["other"]["perplexity"] / half["perplexity"]
     assert half["divergence"]["perplexity_ratio"] == pytest.approx(ratio, rel=1e-6)
 
-    monkeypatch.setattr(sys, "argv", [*run, "--compare", "demo:llama"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 1
-    assert "vocabularies of 512 and" in capsys.readouterr().err
+    status, _, err = run(*command, "--compare", "demo:llama")
+    assert status == 1
+    assert "vocabularies of 512 and" in err

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm import cli, ops
+from jaxllm import ops
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.equivalence.compare import Report, verify
 from jaxllm.evaluate.equivalence.difference import TOLERANCES, Tolerance, ulp_distance
@@ -352,22 +352,6 @@ def test_without_torch_the_way_out_is_named(
 # The command.
 
 
-@pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
-
-    def command(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    yield command
-
-
 def test_the_command_on_a_published_model(run: Any, data: Any, tmp_path: Path) -> None:
     picture = tmp_path / "error.png"
     status, out, err = run(
@@ -440,16 +424,7 @@ def test_the_command_refuses_by_name(run: Any, llama: Pair) -> None:
 # What is broken in the code is found as well; last, because all programs are compiled anew.
 
 
-class _fresh_programs:
-    """Nothing that was compiled before is used inside, nor what was compiled inside after."""
-
-    def __enter__(self) -> None:
-        jax.clear_caches()
-
-    def __exit__(self, *_: object) -> None:
-        jax.clear_caches()
-
-
+@pytest.mark.usefixtures("afresh")
 @pytest.mark.parametrize(
     ("turned", "stage"),
     [
@@ -475,10 +450,8 @@ def test_a_rotation_off_by_one_position_is_found_in_its_layer(
             )
         return rotate(x, cos, sin)
 
-    with _fresh_programs():
-        monkeypatch.setattr(ops, "rotate", wrong)
-        found = verify(llama.ours, llama.theirs, CASE, new_tokens=2)
-        monkeypatch.undo()
+    monkeypatch.setattr(ops, "rotate", wrong)
+    found = verify(llama.ours, llama.theirs, CASE, new_tokens=2)
     print(to_text(found))
     assert found.first is not None
     assert found.first.name == stage

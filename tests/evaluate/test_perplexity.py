@@ -1,8 +1,6 @@
 """Perplexity equals transformers', by every protocol; its error is the textbook's."""
 
-import io
 import json
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import scipy.stats
 import torch
 
-from jaxllm import cli
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, NonFiniteError, TokenError
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.evaluate.likelihood.perplexity import Perplexity, perplexity, token_logprobs
@@ -21,6 +18,7 @@ from jaxllm.evaluate.likelihood.score import score
 from jaxllm.files import locked
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import map_leaves
+from tests.conftest import Run
 from tests.twins import Twin, load_twin
 
 Find = Callable[[str], Path]
@@ -241,24 +239,6 @@ def test_what_cannot_be_run_is_refused(trained: tuple[Twin, list[int]]) -> None:
     broken = map_leaves(lambda _, leaf: leaf.at[..., 0].set(np.nan), twin.params)
     with pytest.raises(NonFiniteError, match="window 0, token 1"):
         perplexity(twin.model, broken, loader([ids], window=WINDOW, batch=3))
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
-
-    def command(*args: object, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return command
 
 
 def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,12 @@ import pytest
 import scipy.special
 
 import jaxllm
-from jaxllm import cli
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.likelihood import sensitivity as module
 from jaxllm.evaluate.likelihood.data import Loader, loader
 from jaxllm.evaluate.likelihood.sensitivity import groups, plot, sensitivity
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
+from tests.conftest import Run
 from tests.twins import random_model
 
 TEXT = "Once upon a time there was a little dog. It liked to run in the park with a red ball. " * 3
@@ -65,12 +63,15 @@ def test_the_ranking_is_that_of_brute_force(
     assert [row.group for row in rows] == sorted(expected, key=lambda g: -expected[g][0])
 
 
-def test_one_program_serves_all_variants(demo: jaxllm.LM, made: Loader) -> None:
-    module._reference.clear_cache()
-    module._differences.clear_cache()
+def test_one_program_serves_all_variants(demo: jaxllm.LM, compiled: list[str]) -> None:
+    """Whatever is lowered, and to what: its numbers run in the model that is there."""
+    windows = loader([demo.encode(TEXT)], window=WINDOW - 5)  # a length of its own
+    for name in ("int4", "bfloat16"):  # rounding to a format is compiled too, by shapes
+        sensitivity(demo.model, demo.params, windows, name, by="kind")
+    before = len(compiled)
     for name in ("int4", "bfloat16"):
-        assert len(sensitivity(demo.model, demo.params, made, name, by="kind")) > 5
-    assert module._reference._cache_size() == module._differences._cache_size() == 1
+        assert len(sensitivity(demo.model, demo.params, windows, name, by="layer")) > 5
+    assert compiled[before:] == []
 
 
 def test_bytes_are_those_of_the_formats(demo: jaxllm.LM, made: Loader) -> None:
@@ -108,27 +109,16 @@ def test_bad_requests_are_refused(demo: jaxllm.LM, made: Loader) -> None:
 
 
 def test_the_command_prints_draws_and_ranks(
-    demo: jaxllm.LM,
-    made: Loader,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    run: Run, demo: jaxllm.LM, made: Loader, tmp_path: Path
 ) -> None:
     file, picture = tmp_path / "text", tmp_path / "ranking.png"
     file.write_text(TEXT, encoding="utf-8")
-    arguments = ["jaxllm", "sensitivity", "demo:llama", "--text", str(file), "--by", "kind"]
-    arguments += ["--window", str(WINDOW), "--batch", "3", "--dtype", "float32"]
-
-    def run(*options: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", [*arguments, *options])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert not caught.value.code
-        return capsys.readouterr()
-
-    out, err = run("--plot", str(picture))
+    command = ("sensitivity", "demo:llama", "--text", file, "--by", "kind")
+    command += ("--window", WINDOW, "--batch", 3, "--dtype", "float32")
+    status, out, err = run(*command, "--plot", picture)
+    assert status == 0
     assert f"{len(made.spans)} windows of {WINDOW}" in err
-    report = json.loads(run("--json")[0])
+    report = json.loads(run(*command, "--json")[1])
     kl = [row["kl"] for row in report["groups"]]
     assert kl == sorted(kl, reverse=True)
     assert [line.split()[0] for line in out.splitlines()[1:]] == [

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm import cli
 from jaxllm.api import DEMOS
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
 from jaxllm.evaluate.equivalence.difference import Tolerance
@@ -270,22 +268,6 @@ def test_a_model_of_another_form_is_refused(frozen: Path) -> None:
 
 
 # The command.
-
-
-@pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Run `jaxllm ARGS` in this process: (exit status, stdout, stderr)."""
-
-    def command(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxllm", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return command
 
 
 def test_the_command_makes_and_checks(run: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from jaxllm.api import LM, open_checkpoint
 from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoint import in_memory, save
 from jaxllm.cli.options import precision_over, read_json_option
-from jaxllm.cli.quantize import _rules
+from jaxllm.cli.quantize import read_rules
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import open_hf, write_hf
 from jaxllm.evaluate.equivalence.sides import Ours
@@ -220,7 +220,7 @@ def _make_precision(directory: Path) -> None:
 def _use_precision(directory: Path) -> None:
     table = read_json_option("--precision", directory / "precision.json")
     precision = precision_over(Precision(), table, "--precision")
-    rules_of(_rules(directory / "rules.json"))
+    rules_of(read_rules(directory / "rules.json"))
     hash(precision)
     for path in ("layers.0.mlp.down_proj.weight", "lm_head.weight", "a" * 200):
         precision.format_at(path, 2)

@@ -2,13 +2,18 @@
 
 from pathlib import Path
 
+import pytest
 import soak
 
 import jaxllm
 from tests.twins import save_random
 
 
-def test_serving_and_generating_go_on_as_they_began(tmp_path: Path) -> None:
+def test_serving_and_generating_go_on_as_they_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "LONGEST", 8)  # one bucket of lengths: less to compile
+    monkeypatch.setattr(soak, "NEW", 8)
     save_random(tmp_path, "llama", num_hidden_layers=1, eos_token_id=None)
     lm = jaxllm.load(tmp_path)
     watch = soak.Watch(30)
