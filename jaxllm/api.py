@@ -5,6 +5,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -166,15 +167,16 @@ class LM:
 
         arguments["until"] = ends
         for count, step in enumerate(stream(self.model, self.params, tokens_BT, **arguments)):
-            finish = reason(Finish(int(step.finish_B[0])), 0, int(step.length_B[0]))
+            ended, length = np.asarray(step.finish_B)[0], np.asarray(step.length_B)[0]
+            finish = reason(Finish(int(ended)), 0, int(length))
             now = time.perf_counter()
             start = now if count <= 1 else start
             piece = pieces.pop() + (reader.flush() if finish else "")
             rate = (count - 1) / (now - start) if count > 1 else 0.0
             yield Piece(
                 piece,
-                int(step.token_BT[0, 0]),
-                float(step.logprob_BT[0, 0]),
+                int(np.asarray(step.token_BT)[0, 0]),
+                float(np.asarray(step.logprob_BT)[0, 0]),
                 finish,
                 rate,
                 step.cache,
@@ -324,11 +326,14 @@ def load(
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
-    texts = read_texts(opened)
+    with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
+        reading = beside.submit(read_texts, opened)
+        params = checkpoint.load_params(opened, precision, place=place, show_progress=show_progress)
+    texts = reading.result()
     return LM(
         config=opened.config,
         model=models.build(opened.config, precision),
-        params=checkpoint.load_params(opened, precision, place=place, show_progress=show_progress),
+        params=params,
         tokenizer=texts.tokenizer,
         generation=opened.generation,
         path=opened.directory,

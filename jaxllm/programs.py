@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.extend.core import get_opaque_trace_state
 
 from jaxllm.errors import CheckpointError
 from jaxllm.files import writing
@@ -29,6 +30,7 @@ MOST_BYTES = 512 << 20  # of what is kept; what was used longest ago goes first
 SUFFIX = ".program"
 _PLAIN = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
 
+_OUTSIDE = get_opaque_trace_state(convention="flax")  # of any jit
 _folder: Path | None = None
 _hits = 0  # of JAX's own cache, whose programs cannot be written again
 
@@ -62,7 +64,7 @@ class Program:
         self._loaded: dict[Hashable, list[Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        if _folder is None:
+        if _folder is None or get_opaque_trace_state(convention="flax") != _OUTSIDE:
             return self._jit(*args)
         constant = tuple(args[i] for i in sorted(self._static))
         traced = [x for i, x in enumerate(args) if i not in self._static]
@@ -81,9 +83,7 @@ class Program:
     def _kept(self, folder: Path, constant: Any, args: Any, traced: Any) -> Any:
         """The program for these arguments, from the folder or for it; None where none is kept."""
         leaves, structure = jax.tree.flatten(traced)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves) or not _describes(constant):
-            return None
-        if not all(map(_describes, _static_data(structure))) or not _one_processor():
+        if not all(map(_describes, (constant, *_static_data(structure)))) or not _one_processor():
             return None
         forms = [jax.typeof(x) for x in leaves]
         function, options = self._function, sorted(self._options.items())

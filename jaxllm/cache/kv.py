@@ -19,6 +19,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
+from jaxllm.programs import Program
 from jaxllm.weights.paths import Place, put
 from jaxllm.weights.precision import CACHE_DTYPES
 from jaxllm.whole import whole
@@ -204,6 +205,10 @@ def init_cache(
         cache_nbytes(config, batch, capacity, dtype),
         f"a cache of {batch:,} rows of {capacity:,} tokens in {dtype}",
     )
+    return put(_EMPTY_CACHE(config, batch, capacity, dtype), place)
+
+
+def _empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: str) -> KVCache:
     shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
     layers = range(config.num_hidden_layers)
 
@@ -212,7 +217,7 @@ def init_cache(
             return Int8Entries(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
         return jnp.zeros(shape, CACHE_DTYPES[dtype])
 
-    cache = KVCache(
+    return KVCache(
         config=config,
         frozen=(),
         tail=Segment(
@@ -226,7 +231,9 @@ def init_cache(
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
     )
-    return put(cache, place)
+
+
+_EMPTY_CACHE = Program(_empty_cache, static=(0, 1, 2, 3))
 
 
 def _no_memory(config: ModelConfig, batch: int) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ def texts(
 
 def check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
     """Raise CapacityError where `needed` more tokens do not fit into cache or model."""
-    check_positions(int(np.max(cache.next_position_B)) + needed, model.config)
+    check_positions(int(np.asarray(cache.next_position_B).max()) + needed, model.config)
     if int(cache.cursor) + needed > cache.capacity:
         raise CapacityError(
             f"{needed} tokens of prompt and continuation do not fit: {int(cache.cursor)} of the"

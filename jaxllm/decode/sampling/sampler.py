@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import NonFiniteError, SamplingError
+from jaxllm.programs import Program
 from jaxllm.whole import whole
 
 
@@ -161,8 +162,16 @@ def row_keys(seed: int, rows: int) -> jax.Array:
     """
     seed = whole("seed", seed, 0, (1 << 64) - 1)
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
-    key = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    keys: jax.Array = _ROW_KEYS(words, rows)
+    return keys
+
+
+def _row_keys(words: jax.Array, rows: int) -> jax.Array:
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+
+
+_ROW_KEYS = Program(_row_keys, static=(1,))
 
 
 def keys_of(seed: Any, rows: int) -> jax.Array:
