@@ -26,10 +26,16 @@ from jaxllm.errors import ConfigError
 INSTRUCTION_SETS = {
     "portable": "any processor",
     "avx2": "AVX2, FMA and F16C",
-    "avx512": "AVX-512 F, BW, VL and DQ, VNNI and BF16",
+    "avx2-vnni": "AVX2, FMA, F16C and AVX-VNNI",
+    "avx512": "AVX-512 F, BW, VL and DQ",
+    "avx512-vnni": "AVX-512 F, BW, VL, DQ and VNNI",
+    "avx512-bf16": "AVX-512 F, BW, VL, DQ, VNNI and BF16",
+    "neon": "aarch64",
+    "neon-dot": "aarch64 with dotprod",
+    "neon-bf16": "aarch64 with dotprod and bf16",
 }
 MAX_ROWS = 16  # up to so many, `linear` is faster than XLA's product
-FAST_PRODUCTS = ("avx512",)  # where it is for any number of bfloat16 or int8 rows
+FAST_PRODUCTS = ("avx512-bf16",)  # where it is for any number of bfloat16 or int8 rows
 
 
 class Kind(IntEnum):

@@ -12,26 +12,19 @@
 #endif
 
 #include "pieces.h"
+#include "sets.h"
 
 namespace jaxllm {
 namespace {
 
-std::vector<const Kernels*> available() {
-  std::vector<const Kernels*> all = {portable_kernels()};
-#ifdef JAXLLM_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  if (avx2) all.push_back(avx2_kernels());
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
-    all.push_back(avx512_kernels());
-#endif
+const std::vector<Set>& sets() {
+  static const std::vector<Set> all = available_sets();
   return all;
 }
 
-std::atomic<const Kernels*> chosen{available().back()};
+std::atomic<const Set*> chosen{&sets().back()};
+
+const Kernels* kernels_in_use() { return chosen.load()->kernels(); }
 
 // `work(begin, end)` over all of `count` in blocks, by the caller and by as many of XLA's threads
 // as come in time. The caller takes blocks like the others, so it waits for nothing but blocks that
@@ -104,7 +97,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
     return wrong("each weight has a kind, a group, pieces and a result");
   const Input in = {x.untyped_data(), x.element_type() == Type::BF16, x.dimensions()[0], columns, digits == 1};
-  const Kernels* kernels = chosen.load();
+  const Kernels* kernels = kernels_in_use();
   std::vector<Product> products;
   int64_t rows = 0, streamed = 0;
   size_t piece = 0, bytes = 0;
@@ -156,7 +149,7 @@ ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi:
   const bool bf16 = is(*out, Type::BF16, {w.rows, columns});
   if (!bf16 && !is(*out, Type::F32, {w.rows, columns}))
     return wrong("a weight is widened to float32 or bfloat16 [rows, columns]");
-  const Kernels* kernels = chosen.load();
+  const Kernels* kernels = kernels_in_use();
   share(pool, w.rows, block_of(w.rows, w.rows * w.stride, pool.num_threads()),
         [&](int64_t begin, int64_t end) { kernels->widen(w, begin, end, bf16, out->untyped_data()); });
   return ffi::Error::Success();
@@ -255,17 +248,50 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
   if (!found.has_value()) return found.error();
   const std::vector<Part>& parts = found.value();
   if (!out->element_count()) return ffi::Error::Success();
-  const Kernels* kernels = chosen.load();
-  const int64_t some = 16, strips = (queries.T + some - 1) / some, heads = queries.B * queries.K;
-  const auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t head = i / strips, first = i % strips * some;
-      const int64_t tokens = queries.T - first < some ? queries.T - first : some;
-      kernels->attend(queries, parts.data(), int64_t(parts.size()), head / queries.K,
-                      head % queries.K, first, tokens, out->untyped_data());
-    }
+  const Kernels* kernels = kernels_in_use();
+  const int64_t strips = (queries.T + kStrip - 1) / kStrip, tasks = queries.B * queries.K * strips;
+  int64_t spans = 0;
+  for (const Part& part : parts) spans += spans_of(part);
+  if (!spans) {  // nobody sees anything
+    std::memset(out->untyped_data(), 0, out->element_count() * element_bytes(q));
+    return ffi::Error::Success();
+  }
+  const int64_t tokens = queries.T < kStrip ? queries.T : kStrip;  // of a strip, at most
+  const int64_t bytes = (kernels->state_bytes(queries, tokens) + 63) / 64 * 64;
+  // A strip's folds in their order, or many strips' folds at once and then their merging: the same numbers.
+  const bool at_once = tasks < 4 * pool.num_threads() && spans > 1;
+  uint8_t* states = at_once ? scratch(bytes * tasks * spans) : nullptr;
+  if (at_once && !states) return wrong("no memory for attention");
+  const auto strip = [&](int64_t i, const auto& work) {
+    const int64_t head = i / strips, first = i % strips * kStrip;
+    work(head / queries.K, head % queries.K, first, queries.T - first < kStrip ? queries.T - first : kStrip);
   };
-  share(pool, heads * strips, 1, work);
+  const auto state = [&](int64_t i) { return reinterpret_cast<float*>(states + bytes * i); };
+  if (at_once)
+    share(pool, tasks * spans, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        strip(i / spans, [&](int64_t b, int64_t k, int64_t first, int64_t count) {
+          kernels->fold(queries, parts.data(), b, k, first, count, i % spans, state(i));
+        });
+    });
+  share(pool, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      strip(i, [&](int64_t b, int64_t k, int64_t first, int64_t count) {
+        float *all, *next = nullptr;
+        if (at_once) {
+          all = state(i * spans);
+        } else {
+          all = reinterpret_cast<float*>(scratch(2 * bytes));
+          next = all + bytes / 4;
+          kernels->fold(queries, parts.data(), b, k, first, count, 0, all);
+        }
+        for (int64_t span = 1; span < spans; span++) {
+          if (!at_once) kernels->fold(queries, parts.data(), b, k, first, count, span, next);
+          kernels->merge(queries, count, all, at_once ? state(i * spans + span) : next);
+        }
+        kernels->put(queries, b, k, first, count, all, out->untyped_data());
+      });
+  });
   return ffi::Error::Success();
 }
 
@@ -319,15 +345,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
 
 // An instruction set's `Kernels`; null where this machine, or this build, has it not.
 extern "C" const jaxllm::Kernels* jaxllm_kernels(const char* name) {
-  for (const jaxllm::Kernels* kernels : jaxllm::available())
-    if (!std::strcmp(kernels->name, name)) return kernels;
+  for (const jaxllm::Set& set : jaxllm::sets())
+    if (!std::strcmp(set.name, name)) return set.kernels();
   return nullptr;
 }
 
 // The instruction set in use; with a name, takes that one (null where there is none).
 extern "C" const char* jaxllm_isa(const char* name) {
   if (name) {
-    const jaxllm::Kernels* found = jaxllm_kernels(name);
+    const jaxllm::Set* found = nullptr;
+    for (const jaxllm::Set& set : jaxllm::sets())
+      if (!std::strcmp(set.name, name)) found = &set;
     if (!found) return nullptr;
     jaxllm::chosen = found;
   }

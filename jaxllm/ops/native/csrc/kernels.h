@@ -63,8 +63,12 @@ struct Queries {
   float scale;
 };
 
+constexpr int64_t kStrip = 16, kSpan = 512;
+
+// Spans of a part.
+inline int64_t spans_of(const Part& part) { return (part.slots + kSpan - 1) / kSpan; }
+
 struct Kernels {
-  const char* name;
   // Bytes that `prepare` writes for all rows: the input as `multiply` wants it.
   size_t (*prepared_bytes)(const Weight&, const Input&);
   // Input rows begin <= r < end.
@@ -74,16 +78,14 @@ struct Kernels {
                    float* y);
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
-  // The softmax-weighted values [tokens, N / K, H] of row b and key head k, for queries from
-  // `first` on, written into out [B, T, N, H], which is of the queries' type.
-  void (*attend)(const Queries&, const Part*, int64_t parts, int64_t b, int64_t k, int64_t first,
-                 int64_t tokens, void* out);
+  // Attention of a strip of up to kStrip queries from `first` on, of row b and key head k. Spans of kSpan slots (of
+  // all parts, in turn) are folded into a state each, of state_bytes; the states merged in the spans' order, into
+  // the first; and the softmax-weighted values [tokens, N / K, H] put into out [B, T, N, H], of the queries' type.
+  size_t (*state_bytes)(const Queries&, int64_t tokens);
+  void (*fold)(const Queries&, const Part*, int64_t b, int64_t k, int64_t first, int64_t tokens, int64_t span,
+               float* state);
+  void (*merge)(const Queries&, int64_t tokens, float* state, const float* next);
+  void (*put)(const Queries&, int64_t b, int64_t k, int64_t first, int64_t tokens, float* state, void* out);
 };
-
-const Kernels* portable_kernels();
-#ifdef JAXLLM_X86
-const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();
-#endif
 
 }  // namespace jaxllm
