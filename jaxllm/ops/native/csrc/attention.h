@@ -3,10 +3,7 @@
 // merged in their order: whoever computes them, and when, an answer's bits are the same.
 #pragma once
 
-#include "softmax.h"
-#ifdef JAXLLM_PAIRS
 #include "pairs.h"
-#endif
 
 namespace jaxllm {
 namespace {
@@ -22,8 +19,7 @@ void products(const float* q, int64_t width, const void* keys, int64_t apart, co
     int64_t at[4];
     for (int i = 0; i < 4; i++) at[i] = slot[j + i < seen ? j + i : seen - 1] * apart;
     Floats of[R][4] = {};
-    for (int64_t h = 0; h < width; h += kLanes)
-      JAXLLM_UNROLL
+    for (int64_t h = 0; h < width; h += kLanes) JAXLLM_UNROLL
     for (int i = 0; i < 4; i++) {
       const Floats key = floats_at(K, keys, at[i] + h);
       JAXLLM_UNROLL
@@ -36,11 +32,10 @@ void products(const float* q, int64_t width, const void* keys, int64_t apart, co
 
 // value += weight[j] v[j] of R queries, in two sums: of even and of odd j.
 template <Kind K, int R, int N>
-void add_values(const float* weight, const void* values, int64_t apart, const int64_t* slot, int64_t seen,
-                int64_t h, float* value, int64_t width) {
+void add_values(const float* weight, const void* values, int64_t apart, const int64_t* slot, int64_t seen, int64_t h,
+                float* value, int64_t width) {
   Floats of[2][R][N] = {};
-  for (int64_t j = 0; j < seen; j += 2)
-    JAXLLM_UNROLL
+  for (int64_t j = 0; j < seen; j += 2) JAXLLM_UNROLL
   for (int odd = 0; odd < 2; odd++) {
     if (odd && j + 1 == seen) break;
     JAXLLM_UNROLL
@@ -51,8 +46,7 @@ void add_values(const float* weight, const void* values, int64_t apart, const in
     }
   }
   JAXLLM_UNROLL
-  for (int r = 0; r < R; r++)
-    JAXLLM_UNROLL
+  for (int r = 0; r < R; r++) JAXLLM_UNROLL
   for (int n = 0; n < N; n++) {
     float* at = value + r * width + h + n * kLanes;
     store(at, load<Floats>(at) + (of[0][r][n] + of[1][r][n]));
@@ -129,7 +123,8 @@ inline void fold_block(const Rows& rows, const Part& part, const Seen& seen, con
     int64_t i = 0;
     for (; i + kQueries <= count; i += kQueries)
       products<K, kQueries>(q + i * width, width, k.data, k.apart, k.slot, seen.count, score + i * kBlock);
-    for (; i < count; i++) products<K, 1>(q + i * width, width, k.data, k.apart, k.slot, seen.count, score + i * kBlock);
+    for (; i < count; i++)
+      products<K, 1>(q + i * width, width, k.data, k.apart, k.slot, seen.count, score + i * kBlock);
   });
   alignas(64) float k_scale[kBlock], v_scale[kBlock];
   for (int64_t j = 0; j < kBlock && part.k_scale; j++) {
@@ -169,8 +164,7 @@ inline void fold_floats(const Rows& rows, const Part& part, int64_t begin, int64
   float* q = reinterpret_cast<float*>(space<Use>(4 * (count * width + kBlock * width + count * kBlock)));
   float *wide = q + count * width, *score = wide + kBlock * width;
   memset(q, 0, 4 * count * width);
-  for (int64_t i = 0; i < count; i++)
-    to_floats(s.bf16 ? Kind::kBF16 : Kind::kF32, s.q, rows.at(i), s.H, q + i * width);
+  for (int64_t i = 0; i < count; i++) to_floats(s.bf16 ? Kind::kBF16 : Kind::kF32, s.q, rows.at(i), s.H, q + i * width);
   Seen seen;
   for (int64_t at = begin; at < end; at += kBlock)
     if (seen.look(rows, part, at, end)) fold_block(rows, part, seen, q, wide, score, running);

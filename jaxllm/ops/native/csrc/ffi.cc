@@ -89,9 +89,9 @@ bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.grou
 
 // x times each of the weights: `counts` pieces of `kinds`, in groups of `groups` columns. `digits`: 1
 // rounds x where weights are integers.
-ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
-                  ffi::RemainingRets ys, ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups,
-                  ffi::Span<const int32_t> counts, int64_t columns, int32_t digits) {
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets ys,
+                  ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups, ffi::Span<const int32_t> counts,
+                  int64_t columns, int32_t digits) {
   if (!is(x, Type::F32, {kAny, columns}) && !is(x, Type::BF16, {kAny, columns}))
     return wrong("x is of float32 or bfloat16, [rows, columns of the weights]");
   if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
@@ -139,8 +139,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
-ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
-                 int32_t kind, int64_t group, int64_t columns) {
+ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out, int32_t kind,
+                 int64_t group, int64_t columns) {
   const auto pieces = pieces_of(args, 0, args.size());
   if (!pieces.has_value()) return pieces.error();
   const auto weight = weight_of(pieces.value(), kind, group, columns);
@@ -212,8 +212,8 @@ ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs args, ffi::R
     if (!result.has_value()) return result.error();
     const auto shape = old.dimensions(), some = fresh.dimensions(), full = (*result)->dimensions();
     bool fits = shape.size() >= 2 && some.size() == shape.size() && full.size() == shape.size() &&
-                fresh.element_type() == old.element_type() &&
-                (*result)->element_type() == old.element_type() && element_bytes(old);
+                fresh.element_type() == old.element_type() && (*result)->element_type() == old.element_type() &&
+                element_bytes(old);
     int64_t size = element_bytes(old);  // of a slot
     for (size_t axis = 0; fits && axis < shape.size(); axis++) {
       fits = full[axis] == shape[axis] && (axis == 1 || some[axis] == shape[axis]);
@@ -237,11 +237,10 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
   const auto size = q.dimensions();
   const bool bf16 = q.element_type() == Type::BF16;
   if (size.size() != 4 || (!bf16 && q.element_type() != Type::F32) ||
-      !is(*out, q.element_type(), {size[0], size[1], size[2], size[3]}) ||
-      !is(position, Type::S32, {size[0], size[1]}))
+      !is(*out, q.element_type(), {size[0], size[1], size[2], size[3]}) || !is(position, Type::S32, {size[0], size[1]}))
     return wrong("queries are [B, T, N, H] in float32 or bfloat16, their positions [B, T]");
   Queries queries = {q.untyped_data(), bf16, data_of<int32_t>(position), size[0], size[1], size[2], 0, size[3],
-                     window, scale};
+                     window,           scale};
   const auto pieces = pieces_of(args, 0, args.size());
   if (!pieces.has_value()) return pieces.error();
   const auto found = parts_of(pieces.value(), queries);
@@ -318,21 +317,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                                   .Attr<int32_t>("kind")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("columns"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_take, jaxllm::take,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxllm_take, jaxllm::take,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::BufferR1<ffi::S32>>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_read, jaxllm::read,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::BufferR0<ffi::U32>>());
+                              ffi::Ffi::Bind().Arg<ffi::BufferR0<ffi::S32>>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxllm_read, jaxllm::read,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::U32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -46,13 +46,15 @@ struct Plain {
     }
   };
   const Weight& w;
+  int64_t distance;
+  explicit Plain(const Weight& w) : w(w), distance(distance_of(w.stride)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {w.data + o * w.stride, distance_of(w.stride)}; }
+  JAXLLM_INLINE Row row(int64_t o) const { return {w.data + o * w.stride, distance}; }
 };
 
 template <Kind K, bool Pairs>
 void multiply_floats(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  multiply_source(Plain<K, Pairs>{w}, w, in, x, w.stride, begin, end, y);
+  multiply_source(Plain<K, Pairs>(w), w, in, x, w.stride, begin, end, y);
 }
 
 }  // namespace

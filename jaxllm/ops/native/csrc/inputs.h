@@ -29,9 +29,12 @@ constexpr Order order_by(const Column& column) {
 
 inline const Order* order_of(const Weight& w, bool pairs) {
   static constexpr Order kEvenOdd = order_by([](int i) { return even_odd(i); });
+  static constexpr Order kNarrowed =
+      order_by([](int i) { return i / kHalves * kHalves + i % 2 * kLanes + i % kHalves / 2; });
   static constexpr Order kNibbles = order_by([](int i) { return nibble_column(i); });
   static constexpr Order kNibblesEvenOdd = order_by([](int i) { return nibble_column(even_odd(i)); });
   constexpr bool kWidened = columns_of<NibbleValue>() == kHalves;
+  if (w.kind == Kind::kInt8) return pairs ? &kNarrowed : nullptr;
   if (w.kind == Kind::kInt4) return pairs || !kWidened ? &kNibbles : &kNibblesEvenOdd;
   return (w.kind == Kind::kBF16 || w.kind == Kind::kPacked) && !pairs ? &kEvenOdd : nullptr;
 }

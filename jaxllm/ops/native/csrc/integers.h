@@ -7,23 +7,25 @@
 namespace jaxllm {
 namespace {
 
-// Where scales lie, and how a unit's are spread over lanes; `columns` of a unit.
+// Where a row's scales lie, and how a unit's are spread over lanes.
 struct Groups {
   const Weight& w;
-  int64_t first;  // of the row
-  int shift;
+  int shift;  // log2 of a group's columns
   Spread spread;
 
-  JAXLLM_INLINE int64_t at(int64_t c) const { return first + (c >> shift); }
-  JAXLLM_INLINE Floats scale(int64_t c) const {
-    return w.half ? spread.halves(static_cast<const uint16_t*>(w.scale) + at(c))
-                  : spread.floats(static_cast<const float*>(w.scale) + at(c));
+  JAXLLM_INLINE Floats scale(int64_t first, int64_t c) const {
+    const int64_t at = first + (c >> shift);
+    return w.half ? spread.halves(static_cast<const uint16_t*>(w.scale) + at)
+                  : spread.floats(static_cast<const float*>(w.scale) + at);
   }
+  JAXLLM_INLINE Ints zero(int64_t first, int64_t c) const { return spread.bytes(w.zero + first + (c >> shift)); }
 };
 
-// Groups of a unit of so many columns; log2 of a group's size.
-inline int groups_in(const Weight& w, int columns) { return w.group < columns ? int(columns / w.group) : 1; }
-inline int shift_of(const Weight& w) { return w.groups == 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7)); }
+// Those of units of so many columns.
+inline Groups groups_of(const Weight& w, int columns) {
+  const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
+  return {w, shift, Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1)};
+}
 
 template <bool Pairs>
 struct FloatsOrHalves {
@@ -43,7 +45,7 @@ struct Int8 {
   struct Row {
     const Int8* of;
     const int8_t* at;
-    int64_t o;
+    int64_t first;  // of its scales
 
     JAXLLM_INLINE void fetch(int64_t c) const { ahead(reinterpret_cast<const uint8_t*>(at + c), of->distance); }
     template <int N>
@@ -57,17 +59,15 @@ struct Int8 {
           out[n] = from_int8(p);
       }
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return of->scale(o, c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(first, c); }
   };
   const Weight& w;
   int64_t distance;
-  int shift;
-  Spread spread;
-  explicit Int8(const Weight& w) : w(w), distance(distance_of(w.stride)), shift(shift_of(w)), spread(1) {}
+  Groups groups;
+  explicit Int8(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, Unit)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride), o}; }
-  JAXLLM_INLINE Floats scale(int64_t o, int64_t c) const {
-    return Groups{w, o * w.groups, shift, spread}.scale(c);
+  JAXLLM_INLINE Row row(int64_t o) const {
+    return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride), o * w.groups};
   }
 };
 
@@ -80,28 +80,24 @@ struct Int4 {
   struct Row {
     const Int4* of;
     const uint8_t* at;
-    int64_t o;
+    int64_t first;  // of its scales
 
     JAXLLM_INLINE void fetch(int64_t c) const { ahead(at + c / 2, of->distance); }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       Ints zero = {};
-      if (Zero) zero = of->spread.bytes(of->w.zero + Groups{of->w, o * of->w.groups, of->shift, of->spread}.at(c));
+      if (Zero) zero = of->groups.zero(first, c);
       of->nibbles.values(jaxllm::load<Bytes>(at + c / 2), zero, out);
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const {
-      return Groups{of->w, o * of->w.groups, of->shift, of->spread}.scale(c);
-    }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(first, c); }
   };
   const Weight& w;
   int64_t distance;
-  int shift;
-  Spread spread;
+  Groups groups;
   Nibbles<Zero> nibbles;
-  explicit Int4(const Weight& w)
-      : w(w), distance(distance_of(w.stride)), shift(shift_of(w)), spread(groups_in(w, kUnit)) {}
+  explicit Int4(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, kUnit)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, o}; }
+  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, o * w.groups}; }
 };
 
 template <bool Pairs>

@@ -46,7 +46,7 @@ struct Input {
 // Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S]: rows
 // may share values whose keys are turned for each, or see different ones of what they share.
 struct Part {
-  Kind kind;  // kF32, kBF16, kF16, kInt8
+  Kind kind;                        // kF32, kBF16, kF16, kInt8
   bool one_k, one_v, one_position;  // a row shared by all
   int64_t slots;
   const void *k, *v;
@@ -74,8 +74,7 @@ struct Kernels {
   // Input rows begin <= r < end.
   void (*prepare)(const Weight&, const Input&, int64_t begin, int64_t end, void* prepared);
   // y[r, o] for weight rows begin <= o < end and all input rows r; y is [rows of x, rows of w].
-  void (*multiply)(const Weight&, const Input&, const void* prepared, int64_t begin, int64_t end,
-                   float* y);
+  void (*multiply)(const Weight&, const Input&, const void* prepared, int64_t begin, int64_t end, float* y);
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
   // Attention of a strip of up to kStrip queries from `first` on, of row b and key head k. Spans of kSpan slots (of

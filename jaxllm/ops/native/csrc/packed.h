@@ -23,16 +23,14 @@ struct Packed {
   static constexpr Scales kScales = Scales::kNone;
   typedef Halves Value;
   struct Row {
-    const Exponents* exponents;
-    const Weight* w;
+    const Packed* of;
     const uint8_t *bytes, *nibbles;
     int32_t at, end, next;  // escapes, and the column of the first that is left
 
     JAXLLM_INLINE void fetch(int64_t c) const {
-      const int64_t distance = distance_of(w->stride);
-      ahead(bytes + c, distance);
-      ahead(bytes + c + 64, distance);
-      ahead(nibbles + c / 2, distance_of(w->nibble_stride));
+      ahead(bytes + c, of->distance);
+      ahead(bytes + c + 64, of->distance);
+      ahead(nibbles + c / 2, of->nibble_distance);
     }
 
     JAXLLM_INLINE void load(int64_t c, Halves (&out)[kValues]) {
@@ -41,30 +39,32 @@ struct Packed {
       for (int i = 0; i < kParts; i++) {
         const Bytes index = jaxllm::load<Bytes>(nibbles + c / 128 * 64 + i * kBytes);
         const Bytes mine = (c & 64 ? index >> 4 : index) & 15;
-        exponents->join(jaxllm::load<Bytes>(bytes + c + i * kBytes), mine, out[i], out[kParts + i]);
+        of->exponents.join(jaxllm::load<Bytes>(bytes + c + i * kBytes), mine, out[i], out[kParts + i]);
       }
       if (__builtin_expect(next < c + 64, 0)) patch(c, out);
     }
 
-    int32_t column() const { return at < end ? w->escape_column[at] : INT32_MAX; }
+    int32_t column() const { return at < end ? of->w.escape_column[at] : INT32_MAX; }
 
     // Puts the escapes of columns c to c + 63 in their places.
     __attribute__((noinline)) void patch(int64_t c, Halves (&out)[kValues]) {
       uint16_t plain[64];
       memcpy(plain, out, sizeof plain);
       for (; column() < c + 64; at++)
-        if (column() >= c) plain[column() - c] = w->escape_value[at];
+        if (column() >= c) plain[column() - c] = of->w.escape_value[at];
       memcpy(out, plain, sizeof plain);
       next = column();
     }
   };
   const Weight& w;
   Exponents exponents;
-  explicit Packed(const Weight& w) : w(w), exponents(w.base) {}
+  int64_t distance, nibble_distance;
+  explicit Packed(const Weight& w)
+      : w(w), exponents(w.base), distance(distance_of(w.stride)), nibble_distance(distance_of(w.nibble_stride)) {}
 
   JAXLLM_INLINE Row row(int64_t o) const {
     const Range range = escapes_of(w, o);
-    Row row = {&exponents, &w, w.data + o * w.stride, w.nibbles + o * w.nibble_stride, range.begin, range.end, 0};
+    Row row = {this, w.data + o * w.stride, w.nibbles + o * w.nibble_stride, range.begin, range.end, 0};
     row.next = row.column();
     return row;
   }

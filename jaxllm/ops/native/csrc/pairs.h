@@ -5,6 +5,8 @@
 
 #include "softmax.h"
 
+#ifdef JAXLLM_PAIRS
+
 namespace jaxllm {
 namespace {
 
@@ -14,8 +16,7 @@ void pairs_product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64
                    int64_t c_stride, bool add) {
   Floats sum[R][N];
   JAXLLM_UNROLL
-  for (int r = 0; r < R; r++)
-    JAXLLM_UNROLL
+  for (int r = 0; r < R; r++) JAXLLM_UNROLL
   for (int n = 0; n < N; n++) sum[r][n] = add ? load<Floats>(c + r * c_stride + kLanes * n) : Floats{};
   for (int64_t p = 0; p < pairs; p++, b += b_stride) {
     Halves right[N];
@@ -29,8 +30,7 @@ void pairs_product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64
     }
   }
   JAXLLM_UNROLL
-  for (int r = 0; r < R; r++)
-    JAXLLM_UNROLL
+  for (int r = 0; r < R; r++) JAXLLM_UNROLL
   for (int n = 0; n < N; n++) store(c + r * c_stride + kLanes * n, sum[r][n]);
 }
 
@@ -90,7 +90,8 @@ inline bool fold_pairs(const Rows& rows, const Part& part, int64_t begin, int64_
   uint32_t *k = reinterpret_cast<uint32_t*>(score + count * kBlock), *v = k + H / 2 * kBlock;
   uint16_t *q = reinterpret_cast<uint16_t*>(v + H / 2 * kBlock), *weight = q + count * H;
   for (int64_t i = 0; i < count; i++) memcpy(q + i * H, static_cast<const uint16_t*>(s.q) + rows.at(i), 2 * H);
-  const uint16_t* keys = static_cast<const uint16_t*>(part.k) + ((part.one_k ? 0 : rows.b * part.slots) * s.K + rows.head) * H;
+  const uint16_t* keys =
+      static_cast<const uint16_t*>(part.k) + ((part.one_k ? 0 : rows.b * part.slots) * s.K + rows.head) * H;
   const uint16_t* values =
       static_cast<const uint16_t*>(part.v) + ((part.one_v ? 0 : rows.b * part.slots) * s.K + rows.head) * H;
   Seen seen;
@@ -113,3 +114,4 @@ inline bool fold_pairs(const Rows& rows, const Part& part, int64_t begin, int64_
 
 }  // namespace
 }  // namespace jaxllm
+#endif

@@ -60,14 +60,14 @@ struct InputOf<true> {
 template <class S>
 using X = typename InputOf<S::kPairs>::Type;
 
-// Adds a unit's products to a tile's sums. P weight rows are taken at once: their sums are many enough not to wait
-// for each other, and few enough for the registers.
+// Adds a unit's products to a tile's sums. P weight rows are taken at once: of a lone input row, whose sums would
+// wait for each other.
 template <class S, int O, int R, class Row>
 JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const X<S>* x, int64_t x_stride) {
   typedef typename S::Value Value;
   constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
-  constexpr int P = O == 1 || kRegisters < 32 ? 1 : (R == 1 ? O : 2);
-  constexpr bool kParts = S::kScales != Scales::kNone;  // which need not wait for the sums before them
+  constexpr bool kParts = S::kScales == Scales::kUnit;
+  constexpr int P = R == 1 && kRegisters >= 32 ? O : 1;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     Value value[P][N];
@@ -76,24 +76,19 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
     JAXLLM_UNROLL
     for (int p = 0; p < P; p++) row[i + p].load(c, value[p]);
     JAXLLM_UNROLL
-    for (int n = 0; n < N; n++)
-      JAXLLM_UNROLL
+    for (int n = 0; n < N; n++) JAXLLM_UNROLL
     for (int p = 0; p < P; p++) {
       const auto w = factor<S::kPairs>(value[p][n]);
       JAXLLM_UNROLL
       for (int j = 0; j < R; j++) add(kParts ? part[p][j] : sum[i + p][j], w, x + j * x_stride + c + n * kColumns);
     }
     JAXLLM_UNROLL
-    for (int p = 0; p < P && kParts; p++) {
-      if constexpr (S::kScales == Scales::kUnit) {
+    for (int p = 0; p < P; p++)
+      if constexpr (kParts) {
         const Floats scale = row[i + p].scale(c);
         JAXLLM_UNROLL
         for (int j = 0; j < R; j++) sum[i + p][j] = fma(part[p][j], scale, sum[i + p][j]);
-      } else {
-        JAXLLM_UNROLL
-        for (int j = 0; j < R; j++) sum[i + p][j] += part[p][j];
       }
-    }
   }
 }
 
@@ -135,7 +130,7 @@ inline int64_t stride_of(const Input& in) { return up(in.columns, 128) + 32 * 5;
 template <class S>
 void multiply_source(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t row_bytes,
                      int64_t begin, int64_t end, float* y) {
-  constexpr int kMost = S::kScales == Scales::kNone && kRegisters == 32 ? 4 : 2;
+  constexpr int kMost = (S::kScales != Scales::kUnit || S::kMany) && kRegisters == 32 ? 4 : 2;
   blocks(begin, end, row_bytes, in.rows, [&](int64_t begin, int64_t end) {
     tiles<kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
       tile<S, O, R>(source, w, reinterpret_cast<const X<S>*>(x), stride_of(in), o, r, y);

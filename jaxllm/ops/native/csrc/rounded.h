@@ -70,8 +70,7 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
   constexpr int kRegistersOfChunk = (kFour ? 64 : 128) / kBytes, kColumns = kFour ? 2 * kBytes : kBytes;
   const int64_t blocks = (chunks + kChunks - 1) / kChunks;
   const Block* x = reinterpret_cast<const Block*>(prepared) + r * blocks;
-  const int shift = shift_of(w);
-  const Spread spread(kRow ? 1 : groups_in(w, kColumns));
+  const Groups groups = groups_of(w, kColumns);
   const int64_t distance = r ? 0 : distance_of(w.stride);
   Floats total[O][R];
   clear(total);
@@ -80,12 +79,10 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
     Floats part[O][R];
     clear(part);
     JAXLLM_UNROLL
-    for (int i = 0; i < O; i++)
-      JAXLLM_UNROLL
+    for (int i = 0; i < O; i++) JAXLLM_UNROLL
     for (int j = 0; j < R; j++) all[i][j] = kOffset ? -load<Ints>(x[j * blocks + b].whole) : Ints{};
     const int64_t some = chunks - b * kChunks < kChunks ? chunks - b * kChunks : kChunks;
-    for (int64_t c = 0; c < some; c++)
-      JAXLLM_UNROLL
+    for (int64_t c = 0; c < some; c++) JAXLLM_UNROLL
     for (int i = 0; i < O; i += P) {
       const uint8_t* line[P];
       JAXLLM_UNROLL
@@ -101,13 +98,12 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
         Ints zero[P];
         JAXLLM_UNROLL
         for (int p = 0; p < P; p++) {
-          const Groups groups = {w, (o + i + p) * w.groups, shift, spread};
-          const int64_t column = 128 * (b * kChunks + c) + v * kColumns;
+          const int64_t first_group = (o + i + p) * w.groups, column = 128 * (b * kChunks + c) + v * kColumns;
           const Bytes bytes = load<Bytes>(line[p] + v * kBytes);
           first[p] = kFour ? bytes & 15 : (kOffset ? bytes ^ uint8_t(kOffset) : bytes);
           if (kFour) second[p] = bytes >> 4;
-          if (!kRow) scale[p] = groups.scale(column);
-          if (W == Read::kInt4Zero) zero[p] = spread.bytes(w.zero + groups.at(column));
+          if (!kRow) scale[p] = groups.scale(first_group, column);
+          if (W == Read::kInt4Zero) zero[p] = groups.zero(first_group, column);
         }
         JAXLLM_UNROLL
         for (int j = 0; j < R; j++) {

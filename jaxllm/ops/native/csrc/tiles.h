@@ -29,16 +29,14 @@ inline int64_t distance_of(int64_t stride) { return stride ? up(8 << 10, 4 * str
 template <int O, int R>
 JAXLLM_INLINE void clear(Floats (&sum)[O][R]) {
   JAXLLM_UNROLL
-  for (int i = 0; i < O; i++)
-    JAXLLM_UNROLL
+  for (int i = 0; i < O; i++) JAXLLM_UNROLL
   for (int j = 0; j < R; j++) sum[i][j] = Floats{};
 }
 
 template <int O, int R>
 JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, int64_t o, int64_t r, bool scaled, float* y) {
   JAXLLM_UNROLL
-  for (int i = 0; i < O; i++)
-    JAXLLM_UNROLL
+  for (int i = 0; i < O; i++) JAXLLM_UNROLL
   for (int j = 0; j < R; j++) {
     const float whole = sum(of[i][j]);
     y[(r + j) * w.rows + o + i] = scaled && w.groups ? whole * scale_at(w, o + i) : whole;
@@ -51,8 +49,7 @@ template <int Most, bool Many, class Tile>
 void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   const auto down = [&](auto R, int64_t r) {
     constexpr int O = R == 1 ? 4 : Most;
-    for (int64_t o = begin; o < end && end - begin >= O; o += O)
-      tile(Int<O>(), R, o + O <= end ? o : end - O, r);
+    for (int64_t o = begin; o < end && end - begin >= O; o += O) tile(Int<O>(), R, o + O <= end ? o : end - O, r);
     for (int64_t o = begin; o < end && end - begin < O; o++)
       for (int j = 0; j < R; j++) tile(Int<1>(), Int<1>(), o, r + j);
   };

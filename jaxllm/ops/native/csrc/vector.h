@@ -27,7 +27,6 @@
 //                             32 columns of a register of nibbles), each over its share of the lanes.
 //    Where it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
 //      add_pairs(sum, a, b)   a b of two neighbours added to each lane;
-//      narrow(first, second)  bfloat16 of both, in order;
 //      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; 16-bit numbers in turn.
 //    What a feature of some processors adds is an #ifdef in the layer: it is compiled for each set.
 // 2. Give it a line in CMakeLists.txt, with the compiler's flags.
@@ -58,6 +57,9 @@ JAXLLM_INLINE Floats all_of(float value) { return value - Floats{}; }
 JAXLLM_INLINE Floats even(Halves v) { return Floats(Bits(v) << 16); }
 JAXLLM_INLINE Floats odd(Halves v) { return Floats(Bits(v) & 0xffff0000u); }
 
+// The bfloat16 numbers that floats are: first and second of each lane.
+JAXLLM_INLINE Halves narrow(Floats first, Floats second) { return Halves(Bits(first) >> 16 | Bits(second)); }
+
 // In order.
 JAXLLM_INLINE Floats from_bf16(const uint16_t* p) {
   return Floats(__builtin_convertvector(load<Words>(p), Bits) << 16);
@@ -84,12 +86,6 @@ constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) { sum = fma(odd(a), odd(b), fma(even(a), even(b), sum)); }
-JAXLLM_INLINE Halves narrow(Floats first, Floats second) {
-  uint16_t both[kHalves];
-  store_bf16(both, first);
-  store_bf16(both + kLanes, second);
-  return load<Halves>(both);
-}
 #endif
 
 // exp by 2^n times a polynomial of degree 6 (Cephes' expf); 0 below -87, as nothing is above 0. NaN: anything.

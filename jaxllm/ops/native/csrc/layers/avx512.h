@@ -40,7 +40,6 @@ JAXLLM_INLINE Floats from_int8(const int8_t* p) {
 JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 }
-JAXLLM_INLINE Halves narrow(Floats first, Floats second) { return Halves(_mm512_cvtne2ps_pbh(second, first)); }
 
 // Twice by pairs of rows, twice by quarters of registers.
 JAXLLM_INLINE void transpose(const Bits (&in)[kLanes], uint32_t* out, int64_t stride) {
@@ -51,8 +50,7 @@ JAXLLM_INLINE void transpose(const Bits (&in)[kLanes], uint32_t* out, int64_t st
     a[i + 1] = _mm512_unpackhi_epi32(__m512i(in[i]), __m512i(in[i + 1]));
   }
   JAXLLM_UNROLL
-  for (int i = 0; i < 16; i += 4)
-    JAXLLM_UNROLL
+  for (int i = 0; i < 16; i += 4) JAXLLM_UNROLL
   for (int k = 0; k < 2; k++) {  // b[i + m]: column 4 l + m of rows i to i + 3 in quarter l
     b[i + 2 * k] = _mm512_unpacklo_epi64(a[i + k], a[i + 2 + k]);
     b[i + 2 * k + 1] = _mm512_unpackhi_epi64(a[i + k], a[i + 2 + k]);
@@ -82,9 +80,7 @@ JAXLLM_INLINE void interleave(Halves a, Halves b, Halves& first, Halves& second)
 
 #ifdef __AVX512VNNI__
 constexpr int kOffset = 128;
-JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
-}
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
 #else
 constexpr int kOffset = 0;

@@ -21,9 +21,7 @@ JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
   vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
 }
 
-JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
-  return vcvt_f32_f16(vreinterpret_f16_u16(load<uint16x4_t>(p)));
-}
+JAXLLM_INLINE Floats from_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(load<uint16x4_t>(p))); }
 
 JAXLLM_INLINE Floats from_int8(const int8_t* p) {
   const int8x8_t four = vreinterpret_s8_s32(vdup_n_s32(load<int32_t>(p)));
@@ -36,9 +34,6 @@ JAXLLM_INLINE bfloat16x8_t as_bf16(Halves v) { return vreinterpretq_bf16_u16(uin
 // Not BFDOT, whose sums are not rounded to nearest.
 JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) {
   sum = vbfmlaltq_f32(vbfmlalbq_f32(sum, as_bf16(a), as_bf16(b)), as_bf16(a), as_bf16(b));
-}
-JAXLLM_INLINE Halves narrow(Floats first, Floats second) {
-  return Halves(vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(first), second)));
 }
 JAXLLM_INLINE void transpose(const Bits (&in)[kLanes], uint32_t* out, int64_t stride) {
   const uint32x4x2_t a = vzipq_u32(uint32x4_t(in[0]), uint32x4_t(in[2]));
