@@ -77,10 +77,9 @@ def measure(seconds: float) -> Iterator[Row]:
                 paths["widened"] = linear._widened
             for rows in ROWS:
                 some = weights if rows <= LARGEST else weights[:-1]
-                x = [
-                    jnp.asarray(rng.normal(0, 1, (rows, w.shape[1])), "bfloat16" if inputs == "bfloat16" else "float32")
-                    for w in some
-                ]  # fmt: skip
+                dtype = "bfloat16" if inputs == "bfloat16" else "float32"
+                shapes = [(rows, w.shape[1]) for w in some]
+                x = [jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes]
                 best = _times(paths, digits, x, some, each)
                 if best.get("kernel", 0) > HOPELESS * min(best.values()):
                     del paths["kernel"]
@@ -189,10 +188,10 @@ def main() -> int:
         print(name, json.dumps(table[name]))
     if asked.write:
         ordered = {name: table[name] for name in native.INSTRUCTION_SETS if name in table}
-        lines = [
-            f'  "{name}": {{\n' + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in rows.items()) + "\n  }"
-            for name, rows in ordered.items()
-        ]  # fmt: skip
+        lines = []
+        for name, rows_of in ordered.items():
+            each = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in rows_of.items())
+            lines.append(f'  "{name}": {{\n{each}\n  }}')
         TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     return 0
 

@@ -113,7 +113,7 @@ def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products
         return _plain
     inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
     path = native.path(leaf.matrix().kind, inputs)
-    if 0 < rows and (path.rows is None or rows <= path.rows):
+    if rows > 0 and (path.rows is None or rows <= path.rows):
         return _kernel
     return _widened if isinstance(weight, Leaf) and path.widened else _plain
 

@@ -106,7 +106,7 @@ void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64
     if (w.zero) return multiply_expanded(Int4<true, Pairs>(w), w, in, x, begin, end, y);
     return multiply_expanded(Int4<false, Pairs>(w), w, in, x, begin, end, y);
   }
-  if (w.groups <= 1) return multiply_expanded(Int8<Scales::kRow, 64, Pairs>(w), w, in, x, begin, end, y);
+  if (w.groups <= 1) return multiply_expanded(Int8<Scales::kRow, 4 * kLanes, Pairs>(w), w, in, x, begin, end, y);
   if (w.group > 32) return multiply_expanded(Int8<Scales::kUnit, 64, Pairs>(w), w, in, x, begin, end, y);
   return multiply_expanded(Int8<Scales::kUnit, 32, Pairs>(w), w, in, x, begin, end, y);
 }

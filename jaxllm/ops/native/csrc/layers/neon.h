@@ -55,8 +55,8 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {
 #ifdef __ARM_FEATURE_DOTPROD
   sum = Ints(vdotq_s32(int32x4_t(sum), a, b));
 #else  // two products of 7 bits and a sign fit 16 bits
-  const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b));
-  sum = Ints(vpadalq_s16(int32x4_t(sum), vmlal_s8(low, vget_high_s8(a), vget_high_s8(b))));
+  const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_s8(vget_high_s8(a), vget_high_s8(b));
+  sum = Ints(vpadalq_s16(int32x4_t(sum), vpaddq_s16(low, high)));
 #endif
 }
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }

@@ -23,17 +23,26 @@ JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
   for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
 }
 
+// Where a conversion of a few narrow numbers is not known to the processor, compilers take them one by one.
+typedef uint64_t Longs __attribute__((vector_size(16)));
+
+JAXLLM_INLINE Bits widened(Halves v, Halves below) {
+  return Bits(__builtin_shufflevector(below, v, 0, 8, 1, 9, 2, 10, 3, 11));
+}
+
 JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
-  const Bits bits = __builtin_convertvector(load<Words>(p), Bits), magnitude = bits & 0x7fff;
-  const Bits exponent = magnitude < 0x7c00 ? Bits{} + (112u << 23) : Bits{} + (224u << 23);  // infinity, NaN
+  const Ints bits = Ints(widened(Halves{}, Halves(Longs{load<uint64_t>(p), 0}))), magnitude = bits & 0x7fff;
+  const Ints exponent = magnitude < 0x7c00 ? Ints{} + (112 << 23) : Ints{} + (224 << 23);  // infinity, NaN
   // Below 2^-14 a plain number of steps; threads of XLA flush what a float cannot hold normally.
-  const Floats small = __builtin_convertvector(Ints(magnitude), Floats) * 0x1p-24f;
-  const Bits wide = magnitude < 0x400 ? Bits(small) : (magnitude << 13) + exponent;
-  return Floats(wide | (bits & 0x8000) << 16);
+  const Floats small = __builtin_convertvector(magnitude, Floats) * 0x1p-24f;
+  const Ints wide = magnitude < 0x400 ? Ints(small) : (magnitude << 13) + exponent;
+  return Floats(Bits(wide) | Bits(bits & 0x8000) << 16);
 }
 
 JAXLLM_INLINE Floats from_int8(const int8_t* p) {
-  return __builtin_convertvector(__builtin_convertvector(load<Signed>(p), Ints), Floats);
+  const Bytes byte = Bytes(Longs{load<uint32_t>(p), 0});
+  const Bytes high = __builtin_shufflevector(Bytes{}, byte, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  return __builtin_convertvector(Ints(widened(Halves(high), Halves{})) >> 24, Floats);
 }
 
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products of 7 bits and a sign fit 16 bits
