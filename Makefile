@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Packages count: an editable install remembers which there are.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/__init__.py jaxllm/*/__init__.py jaxllm/*/*/__init__.py) $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/*)
+CXX_SOURCES := $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* scripts/*.cc)
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
@@ -11,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test pytest test-full lint format clean fuzz sanitize mutate soak
+.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -39,6 +40,15 @@ fuzz: $(VENV)/.installed-test
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python scripts/sanitize.py --through-xla
 
+# The kernels for aarch64, cross-built and run under an emulator where both are there.
+test-arm: $(VENV)/.installed-test
+	$(BIN)/python scripts/run_arm.py
+
+# Seven minutes of an idle machine: kernels beside XLA, for each instruction set, format and number of rows. It writes
+# the table that decides between them.
+bench-paths: $(VENV)/.installed
+	$(BIN)/python scripts/bench_paths.py --write
+
 # Half an hour; what was found before and has not changed is not tried again.
 mutate: $(VENV)/.installed-test
 	$(BIN)/python scripts/mutate.py
@@ -50,11 +60,13 @@ soak: $(VENV)/.installed
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("jaxllm needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'

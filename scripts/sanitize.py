@@ -123,9 +123,9 @@ def main() -> int:
         except Missing as what:
             sys.exit(f"{what} is not there, which checking the kernels takes")
         rows = check(environment, asked.cases, asked.seed, asked.through_xla)
-    print(f"{'kernel':<20}{'set':<10}{'cases':>8}{'findings':>10}")
+    print(f"{'kernel':<20}{'set':<14}{'cases':>8}{'findings':>10}")
     for row in rows:
-        print(f"{row.kernel:<20}{row.isa:<10}{row.cases:>8}{len(row.findings):>10}")
+        print(f"{row.kernel:<20}{row.isa:<14}{row.cases:>8}{len(row.findings):>10}")
     for row in rows:
         for finding in row.findings:
             print(f"{row.kernel}, {row.isa}: {finding}")

@@ -39,6 +39,7 @@ def info(
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
         "tokenizer": has_tokenizer(opened.directory),
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
+        "instructions": native.INSTRUCTION_SETS.get(str(native.isa())),
     }
     if as_json:
         write(json.dumps(facts) + "\n")

@@ -1,8 +1,8 @@
 """Products with weights, whatever kinds of leaves they are: by the kernels or in plain JAX.
 
-Weights are `[out, in]`: a row is one dot product. Accumulation is float32. On a CPU a few rows go
-through the kernels of `ops.native`, which read the weights as they are stored; everywhere else XLA
-has the same product in plain JAX.
+Weights are `[out, in]`: a row is one dot product. Accumulation is float32. On a CPU as many rows as
+were measured to be faster so go through the kernels of `ops.native`, which read the weights as they
+are stored; everywhere else XLA has the same product in plain JAX.
 """
 
 import math
@@ -31,8 +31,8 @@ def linear(
 
     Where the formats of x and weight differ, both are widened to float32; only where there is no
     kernel, products of more than 16 rows of bfloat16 with quantized weights take the weights
-    rounded to bfloat16. With kernels, the bits of a row do not depend on how many rows, up to 16,
-    are multiplied with it.
+    rounded to bfloat16. With kernels, the bits of a row do not depend on how many rows are
+    multiplied with it, up to as many as the kernel takes (`native.path`).
 
     int8_inputs: round x to int8 in blocks of 512 columns where the weights are integers (dynamic
     quantization): less arithmetic, not exact.
@@ -102,13 +102,14 @@ def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Product
 
 def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
     """How a CPU multiplies these."""
-    packed = isinstance(weight, Leaf)
-    few = 0 < x_RI.shape[0] <= native.MAX_ROWS
-    half = x_RI.dtype == jnp.bfloat16 and (packed or weight.dtype == jnp.bfloat16)
-    every = x_RI.shape[0] > 0 and (half or digits == 1) and native.isa() in native.FAST_PRODUCTS
-    if not native.enabled() or not as_leaf(weight).has_kernels or not (few or every or packed):
+    leaf, rows = as_leaf(weight), x_RI.shape[0]
+    if not native.enabled() or not leaf.has_kernels:
         return _plain
-    return _kernel if few or every else _widened
+    inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
+    path = native.path(leaf.matrix().kind, inputs)
+    if rows > 0 and (path.rows is None or rows <= path.rows):
+        return _kernel
+    return _widened if isinstance(weight, Leaf) and path.widened else _plain
 
 
 def _kernel(digits: int, x_RI: jax.Array, weights: Weights) -> Products:

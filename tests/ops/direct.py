@@ -22,7 +22,7 @@ DTYPES = {
     Kind.INT8: np.dtype(np.int8),
 }  # fmt: skip
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-STRIP = 16  # tokens that a call of `attend` answers
+STRIP, SPAN = 16, 512  # tokens that are answered at once, and slots that are folded at once
 
 
 def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
@@ -48,14 +48,16 @@ Queries = structure(
 _W, _I, _Q, _P = (POINTER(s) for s in (Weight, Input, Queries, Part))
 Kernels = structure(
     "Kernels",
-    name=ctypes.c_char_p,
     prepared_bytes=ctypes.CFUNCTYPE(c_size_t, _W, _I),
     prepare=ctypes.CFUNCTYPE(None, _W, _I, c_int64, c_int64, c_void_p),
     multiply=ctypes.CFUNCTYPE(None, _W, _I, c_void_p, c_int64, c_int64, c_void_p),
     widen=ctypes.CFUNCTYPE(None, _W, c_int64, c_int64, c_bool, c_void_p),
-    attend=ctypes.CFUNCTYPE(
+    state_bytes=ctypes.CFUNCTYPE(c_size_t, _Q, c_int64),
+    fold=ctypes.CFUNCTYPE(
         None, _Q, _P, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p
     ),
+    merge=ctypes.CFUNCTYPE(None, _Q, c_int64, c_void_p, c_void_p),
+    put=ctypes.CFUNCTYPE(None, _Q, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),
 )  # fmt: skip
 
 
@@ -174,9 +176,16 @@ def attend(
         for p in parts
     ))  # fmt: skip
     out = placed(np.full(q.shape, 7, q.dtype))
-    for b, k, first in np.ndindex(B, K, -(-T // STRIP)):
-        tokens = min(STRIP, T - first * STRIP)
-        kernels(isa).attend(
-            byref(queries), each, len(parts), b, k, first * STRIP, tokens, address(out)
-        )
+    if not (spans := sum(-(-p.k.shape[1] // SPAN) for p in parts)):
+        out[...] = 0  # which is done outside the kernels
+    some = kernels(isa)
+    for b, k, strip in np.ndindex(B, K, -(-T // STRIP) if spans else 0):
+        first, tokens = strip * STRIP, min(STRIP, T - strip * STRIP)
+        size = some.state_bytes(byref(queries), tokens)
+        states = [placed(np.full(size // 4, 7, np.float32)) for _ in range(spans)]
+        for span in reversed(range(spans)):  # in any order
+            some.fold(byref(queries), each, b, k, first, tokens, span, address(states[span]))
+        for state in states[1:]:
+            some.merge(byref(queries), tokens, address(states[0]), address(state))
+        some.put(byref(queries), b, k, first, tokens, address(states[0]), address(out))
     return out

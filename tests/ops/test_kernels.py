@@ -174,6 +174,7 @@ def test_attention_equals_brute_force(isa: str, kind: Kind, dtype: np.dtype) -> 
     for B, T, N, K, H, S, window in (
         (1, 1, 4, 2, 20, 90, None), (3, 1, 4, 4, 32, 130, 7), (2, 19, 6, 2, 64, 70, None),
         (1, 1, 2, 1, 1, 3, None), (2, 3, 4, 2, 96, 0, None), (2, 0, 4, 2, 16, 5, None),
+        (1, 1, 4, 2, 32, 1100, None),
     ):  # fmt: skip
         # Shared by all rows; seen differently by each; every row's own.
         rows = [(1, 1, 1), (1, 1, B), (B, B, 1), (B, 1, B)]

@@ -5,16 +5,23 @@ in plain JAX that gives the same numbers. The kernels share their rows out over 
 
 JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA names the
 instruction set, one of `INSTRUCTION_SETS`; by default the best that the machine has.
+
+Within a set an output's bits depend on its own row and weights alone, and are the same in every
+run. Between sets they differ by the order of additions: each is within 1e-6 of the sum of its
+terms' magnitudes up to 2,048 columns, and beyond in proportion to the root of their number. Sets
+with products of bfloat16 pairs (avx512-bf16, neon-bf16) also round attention's weights to bfloat16
+where queries and cache are, as plain JAX does: a share of 2**-7 of the values' magnitudes.
 """
 
 import ctypes
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +33,14 @@ from jaxllm.errors import ConfigError
 INSTRUCTION_SETS = {
     "portable": "any processor",
     "avx2": "AVX2, FMA and F16C",
-    "avx512": "AVX-512 F, BW, VL and DQ, VNNI and BF16",
+    "avx2-vnni": "AVX2, FMA, F16C and AVX-VNNI",
+    "avx512": "AVX-512 F, BW, VL and DQ",
+    "avx512-vnni": "AVX-512 F, BW, VL, DQ and VNNI",
+    "avx512-bf16": "AVX-512 F, BW, VL, DQ, VNNI and BF16",
+    "neon": "aarch64",
+    "neon-dot": "aarch64 with dotprod",
+    "neon-bf16": "aarch64 with dotprod and bf16",
 }
-MAX_ROWS = 16  # up to so many, `linear` is faster than XLA's product
-FAST_PRODUCTS = ("avx512",)  # where it is for any number of bfloat16 or int8 rows
 
 
 class Kind(IntEnum):
@@ -41,6 +52,28 @@ class Kind(IntEnum):
     INT8 = 3
     INT4 = 4
     PACKED = 5
+
+
+class Path(NamedTuple):
+    """What multiplies: the kernel up to so many rows (None: any number), then XLA, by weights that
+    are widened natively or by itself."""
+
+    rows: int | None = 16
+    widened: bool = True
+
+
+def path(kind: Kind, inputs: str) -> Path:
+    """The path that was measured to be the fastest for weights of a kind on the instruction set in
+    use, as `scripts/bench_paths.py` wrote it; inputs: float32, bfloat16 or int8."""
+    row = _paths().get(str(isa()), {}).get(f"{kind.name.lower()} {inputs}")
+    return Path() if row is None else Path(row["rows"], row["widened"])
+
+
+@cache
+def _paths() -> dict[str, dict[str, Any]]:
+    with open(os.path.join(os.path.dirname(__file__), "paths.json"), encoding="utf-8") as file:
+        table: dict[str, dict[str, Any]] = json.load(file)
+    return table
 
 
 # Part of what a compiled function is compiled for, as a device or a precision is.

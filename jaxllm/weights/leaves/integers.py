@@ -20,6 +20,7 @@ CHUNK = 128  # columns of a row are stored in whole chunks; the kernels walk by 
 HALF = 16  # a byte holds columns i (low four bits) and i + 16 (high) of each 32
 GROUPS = (32, 64, 128)
 ROWS = 256  # rows quantized at a time
+FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16, in plain JAX
 
 
 class QTensor(Leaf, struct.PyTreeNode):
@@ -88,7 +89,7 @@ class QTensor(Leaf, struct.PyTreeNode):
     def product(self, x_RI: jax.Array) -> jax.Array:
         if x_RI.shape[0] == 1:
             return _summed(x_RI, self)
-        many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > native.MAX_ROWS
+        many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > FEW
         return product(x_RI, self.dense(jnp.bfloat16 if many else jnp.float32))
 
     def matrix(self) -> native.Matrix:

@@ -1,221 +1,202 @@
-// Attention over the parts of a cache, where they lie (as ops/attention.py says it): an online softmax over blocks of slots, float32 throughout, slots that nobody sees skipped.
-// Included into a namespace of each instruction set.
-constexpr int64_t kBlock = 64;
-constexpr int kLanes = 16;
+// Attention over the parts of a cache, where they lie (as ops/attention.py says it): an online softmax over blocks of
+// slots, float32 throughout, slots that nobody sees skipped. Slots are folded in spans of kSpan, whose states are
+// merged in their order: whoever computes them, and when, an answer's bits are the same.
+#pragma once
 
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));  // as many registers as it takes
+#include "pairs.h"
 
-static inline Lanes lanes_at(const float* p) {
-  Lanes v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
+namespace jaxllm {
+namespace {
 
-static inline void put_lanes(float* p, Lanes v) { memcpy(p, &v, sizeof v); }
+// So many queries are multiplied at once, with four keys or two registers of values.
+constexpr int kQueries = kRegisters == 32 ? 4 : 2;
 
-static inline float sum_of(Lanes v) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_ps(__m512(v));
-#else
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) v[l] += v[l + half];
-  return v[0];
-#endif
-}
-
-static inline bool sees(const Queries& s, int32_t q, int32_t k) {
-  return k >= 0 && k <= q && (s.window < 0 || q - k < s.window);
-}
-
-// The products of one query with four keys, `width` apart. Heads are padded with zeros to whole
-// lanes. Four sums over lanes at once cost little more than one.
-static inline void dot4(const float* q, const float* k, int64_t width, float* out) {
-  Lanes sum[4] = {};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const Lanes a = lanes_at(q + i);
-    for (int j = 0; j < 4; j++) sum[j] += a * lanes_at(k + j * width + i);
-  }
-#ifdef __AVX512F__
-  const __m512 a(sum[0]), b(sum[1]), c(sum[2]), d(sum[3]);
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-#else
-  for (int j = 0; j < 4; j++) out[j] = sum_of(sum[j]);
-#endif
-}
-
-static inline void widen_head(Kind kind, const void* data, int64_t at, int64_t n, const float* scale,
-                              int64_t scale_at, float* out) {
-  if (kind == Kind::kBF16) {
-    const uint16_t* x = static_cast<const uint16_t*>(data) + at;
-    for (int64_t i = 0; i < n; i++) out[i] = from_bf16(x[i]);
-  } else if (kind == Kind::kF16) {
-    const uint16_t* x = static_cast<const uint16_t*>(data) + at;
-    for (int64_t i = 0; i < n; i++) out[i] = from_f16(x[i]);
-  } else if (kind == Kind::kInt8) {
-    const int8_t* x = static_cast<const int8_t*>(data) + at;
-    const float by = scale[scale_at];
-    for (int64_t i = 0; i < n; i++) out[i] = x[i] * by;
-  } else {
-    memcpy(out, static_cast<const float*>(data) + at, 4 * n);
+// The products of R queries, `width` apart, with the keys of these slots.
+template <Kind K, int R>
+void products(const float* q, int64_t width, const void* keys, int64_t apart, const int64_t* slot, int64_t seen,
+              float* line) {
+  for (int64_t j = 0; j < seen; j += 4) {
+    int64_t at[4];
+    for (int i = 0; i < 4; i++) at[i] = slot[j + i < seen ? j + i : seen - 1] * apart;
+    Floats of[R][4] = {};
+    for (int64_t h = 0; h < width; h += kLanes) JAXLLM_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const Floats key = floats_at(K, keys, at[i] + h);
+      JAXLLM_UNROLL
+      for (int r = 0; r < R; r++) of[r][i] = fma(load<Floats>(q + r * width + h), key, of[r][i]);
+    }
+    JAXLLM_UNROLL
+    for (int r = 0; r < R; r++) sums(of[r], line + r * kBlock + j);
   }
 }
 
-// exp by 2^n times a polynomial of degree 6 (Cephes' expf); 0 below -87, as nothing is above 0.
-static inline float exp_of(float x) {
-  const float kept = x < -87.0f ? -87.0f : x;
-  const float n = (kept * 1.44269504f + 12582912.0f) - 12582912.0f;  // to nearest
-  const float r = (kept - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
-  float power;
-  memcpy(&power, &bits, 4);
-  return x < -87.0f ? 0.0f : p * power;
+// value += weight[j] v[j] of R queries, in two sums: of even and of odd j.
+template <Kind K, int R, int N>
+void add_values(const float* weight, const void* values, int64_t apart, const int64_t* slot, int64_t seen, int64_t h,
+                float* value, int64_t width) {
+  Floats of[2][R][N] = {};
+  for (int64_t j = 0; j < seen; j += 2) JAXLLM_UNROLL
+  for (int odd = 0; odd < 2; odd++) {
+    if (odd && j + 1 == seen) break;
+    JAXLLM_UNROLL
+    for (int n = 0; n < N; n++) {
+      const Floats v = floats_at(K, values, slot[j + odd] * apart + h + n * kLanes);
+      JAXLLM_UNROLL
+      for (int r = 0; r < R; r++) of[odd][r][n] = fma(all_of(weight[r * kBlock + j + odd]), v, of[odd][r][n]);
+    }
+  }
+  JAXLLM_UNROLL
+  for (int r = 0; r < R; r++) JAXLLM_UNROLL
+  for (int n = 0; n < N; n++) {
+    float* at = value + r * width + h + n * kLanes;
+    store(at, load<Floats>(at) + (of[0][r][n] + of[1][r][n]));
+  }
 }
 
-// A query's running softmax: largest score, sum of weights, weighted sum of values.
-struct Running {
-  float top, total;
-  float* value;
+template <Kind K, int R>
+void add_heads(const float* weight, const void* values, int64_t apart, const int64_t* slot, int64_t seen, float* value,
+               int64_t width) {
+  int64_t h = 0;
+  for (; h + 2 * kLanes <= width; h += 2 * kLanes)
+    add_values<K, R, 2>(weight, values, apart, slot, seen, h, value, width);
+  if (h < width) add_values<K, R, 1>(weight, values, apart, slot, seen, h, value, width);
+}
+
+// Where a block's keys or values are read: in place, or widened to `wide`, heads padded with zeros to whole lanes.
+struct Place {
+  Kind kind;
+  const void* data;
+  int64_t apart;
+  const int64_t* slot;
 };
 
-// Takes a block's scores in, and leaves their weights in their place. `line` has kBlock of them,
-// -infinity where nothing is seen.
-static void absorb(float* line, Running& row, int64_t width) {
-  float most[kLanes], bad = 0;
-  for (int l = 0; l < kLanes; l++) most[l] = row.top;
-  for (int64_t j = 0; j < kBlock; j += kLanes)
-    for (int l = 0; l < kLanes; l++) most[l] = line[j + l] > most[l] ? line[j + l] : most[l];
-  for (int l = 1; l < kLanes; l++) most[0] = most[l] > most[0] ? most[l] : most[0];
-  for (int64_t j = 0; j < kBlock; j++) bad += line[j] < INFINITY ? 0 : 1;  // NaN compares false
-  if (bad > 0 || row.top != row.top) {  // not a finite score: shows in the result, as it must
-    row.top = row.total = NAN;
-    memset(line, 0, 4 * kBlock);
+inline Place place_of(const Part& part, const void* data, int64_t row, int64_t head, int64_t K, int64_t H,
+                      const int64_t* slot, int64_t seen, int64_t rows, float* wide) {
+  static const struct Numbers {
+    int64_t of[kBlock];
+    Numbers() {
+      for (int i = 0; i < kBlock; i++) of[i] = i;
+    }
+  } numbers;
+  const int64_t size = part.kind == Kind::kF32 ? 4 : (part.kind == Kind::kInt8 ? 1 : 2), first = (row * K + head) * H;
+  if (H % kLanes == 0 && (part.kind == Kind::kF32 || rows <= kQueries))
+    return {part.kind, static_cast<const uint8_t*>(data) + first * size, K * H, slot};
+  const int64_t width = up(H, kLanes);
+  for (int64_t j = 0; j < seen; j++) {
+    to_floats(part.kind, data, first + slot[j] * K * H, H, wide + j * width);
+    for (int64_t h = H; h < width; h++) wide[j * width + h] = 0;
+  }
+  return {Kind::kF32, wide, width, numbers.of};
+}
+
+template <Kind K>
+struct Of {
+  static constexpr Kind kind() { return K; }
+};
+
+template <class Work>
+JAXLLM_INLINE void by_kind(Kind kind, const Work& work) {
+  switch (kind) {
+    case Kind::kBF16: return work(Of<Kind::kBF16>());
+    case Kind::kF16: return work(Of<Kind::kF16>());
+    case Kind::kInt8: return work(Of<Kind::kInt8>());
+    default: return work(Of<Kind::kF32>());
+  }
+}
+
+inline bool finite_values(const Place& at, int64_t seen, int64_t width) {
+  Floats wild = {};
+  for (int64_t j = 0; j < seen; j++)
+    for (int64_t h = 0; h < width; h += kLanes) wild += floats_at(at.kind, at.data, at.slot[j] * at.apart + h) * 0.0f;
+  return sum(wild) == 0;
+}
+
+// Folds a block's slots into rows of queries.
+inline void fold_block(const Rows& rows, const Part& part, const Seen& seen, const float* q, float* wide, float* score,
+                       Running* running) {
+  const Queries& s = rows.s;
+  const int64_t width = up(s.H, kLanes), count = rows.count();
+  const int64_t k_row = part.one_k ? 0 : rows.b * part.slots, v_row = part.one_v ? 0 : rows.b * part.slots;
+  const Place k = place_of(part, part.k, k_row, rows.head, s.K, s.H, seen.slot, seen.count, count, wide);
+  by_kind(k.kind, [&](auto of) {
+    constexpr Kind K = of.kind();
+    int64_t i = 0;
+    for (; i + kQueries <= count; i += kQueries)
+      products<K, kQueries>(q + i * width, width, k.data, k.apart, k.slot, seen.count, score + i * kBlock);
+    for (; i < count; i++)
+      products<K, 1>(q + i * width, width, k.data, k.apart, k.slot, seen.count, score + i * kBlock);
+  });
+  alignas(64) float k_scale[kBlock], v_scale[kBlock];
+  for (int64_t j = 0; j < kBlock && part.k_scale; j++) {
+    const int64_t slot = seen.slot[j < seen.count ? j : 0];
+    k_scale[j] = s.scale * part.k_scale[(k_row + slot) * s.K + rows.head];
+    v_scale[j] = part.v_scale[(v_row + slot) * s.K + rows.head];
+  }
+  for (int64_t i = 0; i < count; i++) {
+    absorb(score + i * kBlock, s.scale, part.k_scale ? k_scale : nullptr, seen.mask(i / rows.G()), running[i], width);
+    for (int64_t j = 0; j < kBlock && part.v_scale; j++) score[i * kBlock + j] *= v_scale[j];
+  }
+  const Place v = place_of(part, part.v, v_row, rows.head, s.K, s.H, seen.slot, seen.count, count, wide);
+  // 0 times NaN is NaN: where some do not see a value that is none, each row takes its own alone.
+  if (rows.tokens > 1 && !finite_values(v, seen.count, width)) {
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t j = 0; j < seen.count; j++)
+        if (seen.mask(i / rows.G())[j])
+          by_kind(v.kind, [&](auto K) {
+            add_heads<K.kind(), 1>(score + i * kBlock + j, v.data, v.apart, v.slot + j, 1, running[i].value, width);
+          });
     return;
   }
-  const float shift = most[0] == -INFINITY ? 0 : most[0];
-  const float shrink = exp_of(row.top - shift);
-  for (int64_t j = 0; j < kBlock; j++) line[j] = exp_of(line[j] - shift);
-  Lanes sum = lanes_at(line);
-  for (int64_t j = kLanes; j < kBlock; j += kLanes) sum += lanes_at(line + j);
-  row.total = row.total * shrink + sum_of(sum);
-  row.top = most[0];
-  for (int64_t h = 0; h < width; h++) row.value[h] *= shrink;
+  by_kind(v.kind, [&](auto of) {
+    constexpr Kind K = of.kind();
+    int64_t i = 0;
+    for (; i + kQueries <= count; i += kQueries)
+      add_heads<K, kQueries>(score + i * kBlock, v.data, v.apart, v.slot, seen.count, running[i].value, width);
+    for (; i < count; i++)
+      add_heads<K, 1>(score + i * kBlock, v.data, v.apart, v.slot, seen.count, running[i].value, width);
+  });
 }
 
-// value += sum_j weight[j] * v[j], over the slots that `used` says.
-static void add_values(const float* weight, const float* v, int64_t slots, const bool* used,
-                       int64_t width, float* value) {
-  for (int64_t h = 0; h < width; h += kLanes) {
-    Lanes sum = lanes_at(value + h), other = {};
-    int64_t j = 0;
-    if (!used)
-      for (; j + 2 <= slots; j += 2) {
-        sum += weight[j] * lanes_at(v + j * width + h);
-        other += weight[j + 1] * lanes_at(v + (j + 1) * width + h);
-      }
-    for (; j < slots; j++)
-      if (!used || used[j]) sum += weight[j] * lanes_at(v + j * width + h);  // 0 times NaN is NaN
-    put_lanes(value + h, sum + other);
+inline void fold_floats(const Rows& rows, const Part& part, int64_t begin, int64_t end, Running* running) {
+  const Queries& s = rows.s;
+  const int64_t count = rows.count(), width = up(s.H, kLanes);
+  struct Use {};
+  float* q = reinterpret_cast<float*>(space<Use>(4 * (count * width + kBlock * width + count * kBlock)));
+  float *wide = q + count * width, *score = wide + kBlock * width;
+  memset(q, 0, 4 * count * width);
+  for (int64_t i = 0; i < count; i++) to_floats(s.bf16 ? Kind::kBF16 : Kind::kF32, s.q, rows.at(i), s.H, q + i * width);
+  Seen seen;
+  for (int64_t at = begin; at < end; at += kBlock)
+    if (seen.look(rows, part, at, end)) fold_block(rows, part, seen, q, wide, score, running);
+}
+
+inline void fold(const Queries& s, const Part* parts, int64_t b, int64_t head, int64_t first, int64_t tokens,
+                 int64_t span, float* state) {
+  const Rows rows = {s, b, head, first, tokens};
+  const Part* part = parts;
+  while (span >= spans_of(*part)) span -= spans_of(*part++);
+  const int64_t begin = span * kSpan, end = part->slots - begin < kSpan ? part->slots : begin + kSpan;
+  const int64_t width = up(s.H, kLanes), count = rows.count();
+  struct Use {};
+  Running* running = reinterpret_cast<Running*>(space<Use>(count * sizeof(Running)));
+  const auto start = [&] {
+    memset(state, 0, 4 * count * (width + 2));
+    for (int64_t i = 0; i < count; i++) running[i] = {-INFINITY, 0, state + 2 * count + i * width};
+  };
+  start();
+#ifdef JAXLLM_PAIRS
+  if (!in_pairs(s, *part) || !fold_pairs(rows, *part, begin, end, running)) {
+    start();
+    fold_floats(rows, *part, begin, end, running);
   }
-}
-
-// Which of `n` slots from `begin` on any of some queries sees, and at seen_by[t * kBlock + j] whether
-// query t sees the j-th of those.
-static int64_t seen_slots(const Queries& s, const int32_t* asks, int64_t tokens, const int32_t* position,
-                          int64_t begin, int64_t n, int64_t* slot, bool* seen_by) {
-  int64_t seen = 0;
-  for (int64_t j = 0; j < n; j++) {
-    bool any = false;
-    for (int64_t t = 0; t < tokens; t++)
-      any |= seen_by[t * kBlock + seen] = sees(s, asks[t], position[begin + j]);
-    if (any) slot[seen++] = begin + j;
-  }
-  return seen;
-}
-
-// Products to scores: -infinity where nothing is seen.
-static void mask_scores(float* line, float scale, int64_t seen, const bool* visible) {
-  for (int64_t j = 0; j < kBlock; j++) line[j] = j < seen && visible[j] ? scale * line[j] : -INFINITY;
-}
-
-// The rows of queries that one call of `attend` answers: G heads of each token.
-struct Rows {
-  const Queries& s;
-  int64_t b, head, first, G;
-
-  int64_t at(int64_t i) const {  // of row i in q and in the result
-    return ((b * s.T + first + i / G) * s.N + head * G + i % G) * s.H;
-  }
-};
-
-static void put_rows(const Rows& rows, int64_t count, const Running* running, void* out) {
+#else
+  fold_floats(rows, *part, begin, end, running);
+#endif
   for (int64_t i = 0; i < count; i++) {
-    const float by = running[i].total == 0 ? 0 : 1 / running[i].total;
-    const int64_t at = rows.at(i);
-    for (int64_t h = 0; h < rows.s.H; h++) {
-      const float value = running[i].value[h] * by;
-      if (rows.s.bf16)
-        static_cast<uint16_t*>(out)[at + h] = to_bf16(value);
-      else
-        static_cast<float*>(out)[at + h] = value;
-    }
+    state[2 * i] = running[i].top;
+    state[2 * i + 1] = running[i].total;
   }
 }
 
-static void attend(const Queries& s, const Part* parts, int64_t count, int64_t b, int64_t head,
-                   int64_t first, int64_t tokens, void* out) {
-  const int64_t G = s.N / s.K, H = s.H, rows = tokens * G, width = (H + kLanes - 1) / kLanes * kLanes;
-  const Rows asked = {s, b, head, first, G};
-  std::vector<float> space((2 * rows + kBlock) * width + rows * kBlock);
-  float *q = space.data(), *value = q + rows * width, *wide = value + rows * width;
-  float* score = wide + kBlock * width;
-  std::vector<Running> running(rows);
-  for (int64_t i = 0; i < rows; i++) {
-    running[i] = {-INFINITY, 0, value + i * width};
-    widen_head(s.bf16 ? Kind::kBF16 : Kind::kF32, s.q, asked.at(i), H, nullptr, 0, q + i * width);
-  }
-  const int32_t* asks = s.position + b * s.T + first;
-  std::vector<uint8_t> flags(tokens * kBlock + 1);
-  bool* seen_by = reinterpret_cast<bool*>(flags.data());
-  for (int64_t p = 0; p < count; p++) {
-    const Part& part = parts[p];
-    const int64_t k_row = part.one_k ? 0 : b * part.slots, v_row = part.one_v ? 0 : b * part.slots;
-    const int32_t* position = part.position + (part.one_position ? 0 : b * part.slots);
-    for (int64_t begin = 0; begin < part.slots; begin += kBlock) {
-      const int64_t n = part.slots - begin < kBlock ? part.slots - begin : kBlock;
-      int64_t slot[kBlock];
-      const int64_t seen = seen_slots(s, asks, tokens, position, begin, n, slot, seen_by);
-      if (!seen) continue;
-      for (int64_t j = 0; j < seen; j++) {
-        const int64_t at = (k_row + slot[j]) * s.K + head;
-        widen_head(part.kind, part.k, at * H, H, part.k_scale, at, wide + j * width);
-      }
-      for (int64_t i = 0; i < rows; i++) {
-        float* line = score + i * kBlock;
-        for (int64_t j = 0; j < seen; j += 4) dot4(q + i * width, wide + j * width, width, line + j);
-        mask_scores(line, s.scale, seen, seen_by + i / G * kBlock);
-        absorb(line, running[i], width);
-      }
-      for (int64_t j = 0; j < seen; j++) {
-        const int64_t at = (v_row + slot[j]) * s.K + head;
-        widen_head(part.kind, part.v, at * H, H, part.v_scale, at, wide + j * width);
-      }
-      for (int64_t i = 0; i < rows; i++)
-        add_values(score + i * kBlock, wide, seen, tokens > 1 ? seen_by + i / G * kBlock : nullptr,
-                   width, running[i].value);
-    }
-  }
-  put_rows(asked, rows, running.data(), out);
-}
+}  // namespace
+}  // namespace jaxllm

@@ -12,26 +12,19 @@
 #endif
 
 #include "pieces.h"
+#include "sets.h"
 
 namespace jaxllm {
 namespace {
 
-std::vector<const Kernels*> available() {
-  std::vector<const Kernels*> all = {portable_kernels()};
-#ifdef JAXLLM_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  if (avx2) all.push_back(avx2_kernels());
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
-    all.push_back(avx512_kernels());
-#endif
+const std::vector<Set>& sets() {
+  static const std::vector<Set> all = available_sets();
   return all;
 }
 
-std::atomic<const Kernels*> chosen{available().back()};
+std::atomic<const Set*> chosen{&sets().back()};
+
+const Kernels* kernels_in_use() { return chosen.load()->kernels(); }
 
 // `work(begin, end)` over all of `count` in blocks, by the caller and by as many of XLA's threads
 // as come in time. The caller takes blocks like the others, so it waits for nothing but blocks that
@@ -96,15 +89,15 @@ bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.grou
 
 // x times each of the weights: `counts` pieces of `kinds`, in groups of `groups` columns. `digits`: 1
 // rounds x where weights are integers.
-ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
-                  ffi::RemainingRets ys, ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups,
-                  ffi::Span<const int32_t> counts, int64_t columns, int32_t digits) {
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets ys,
+                  ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups, ffi::Span<const int32_t> counts,
+                  int64_t columns, int32_t digits) {
   if (!is(x, Type::F32, {kAny, columns}) && !is(x, Type::BF16, {kAny, columns}))
     return wrong("x is of float32 or bfloat16, [rows, columns of the weights]");
   if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
     return wrong("each weight has a kind, a group, pieces and a result");
   const Input in = {x.untyped_data(), x.element_type() == Type::BF16, x.dimensions()[0], columns, digits == 1};
-  const Kernels* kernels = chosen.load();
+  const Kernels* kernels = kernels_in_use();
   std::vector<Product> products;
   int64_t rows = 0, streamed = 0;
   size_t piece = 0, bytes = 0;
@@ -146,8 +139,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
-ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
-                 int32_t kind, int64_t group, int64_t columns) {
+ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out, int32_t kind,
+                 int64_t group, int64_t columns) {
   const auto pieces = pieces_of(args, 0, args.size());
   if (!pieces.has_value()) return pieces.error();
   const auto weight = weight_of(pieces.value(), kind, group, columns);
@@ -156,7 +149,7 @@ ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi:
   const bool bf16 = is(*out, Type::BF16, {w.rows, columns});
   if (!bf16 && !is(*out, Type::F32, {w.rows, columns}))
     return wrong("a weight is widened to float32 or bfloat16 [rows, columns]");
-  const Kernels* kernels = chosen.load();
+  const Kernels* kernels = kernels_in_use();
   share(pool, w.rows, block_of(w.rows, w.rows * w.stride, pool.num_threads()),
         [&](int64_t begin, int64_t end) { kernels->widen(w, begin, end, bf16, out->untyped_data()); });
   return ffi::Error::Success();
@@ -219,8 +212,8 @@ ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs args, ffi::R
     if (!result.has_value()) return result.error();
     const auto shape = old.dimensions(), some = fresh.dimensions(), full = (*result)->dimensions();
     bool fits = shape.size() >= 2 && some.size() == shape.size() && full.size() == shape.size() &&
-                fresh.element_type() == old.element_type() &&
-                (*result)->element_type() == old.element_type() && element_bytes(old);
+                fresh.element_type() == old.element_type() && (*result)->element_type() == old.element_type() &&
+                element_bytes(old);
     int64_t size = element_bytes(old);  // of a slot
     for (size_t axis = 0; fits && axis < shape.size(); axis++) {
       fits = full[axis] == shape[axis] && (axis == 1 || some[axis] == shape[axis]);
@@ -244,28 +237,60 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
   const auto size = q.dimensions();
   const bool bf16 = q.element_type() == Type::BF16;
   if (size.size() != 4 || (!bf16 && q.element_type() != Type::F32) ||
-      !is(*out, q.element_type(), {size[0], size[1], size[2], size[3]}) ||
-      !is(position, Type::S32, {size[0], size[1]}))
+      !is(*out, q.element_type(), {size[0], size[1], size[2], size[3]}) || !is(position, Type::S32, {size[0], size[1]}))
     return wrong("queries are [B, T, N, H] in float32 or bfloat16, their positions [B, T]");
   Queries queries = {q.untyped_data(), bf16, data_of<int32_t>(position), size[0], size[1], size[2], 0, size[3],
-                     window, scale};
+                     window,           scale};
   const auto pieces = pieces_of(args, 0, args.size());
   if (!pieces.has_value()) return pieces.error();
   const auto found = parts_of(pieces.value(), queries);
   if (!found.has_value()) return found.error();
   const std::vector<Part>& parts = found.value();
   if (!out->element_count()) return ffi::Error::Success();
-  const Kernels* kernels = chosen.load();
-  const int64_t some = 16, strips = (queries.T + some - 1) / some, heads = queries.B * queries.K;
-  const auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t head = i / strips, first = i % strips * some;
-      const int64_t tokens = queries.T - first < some ? queries.T - first : some;
-      kernels->attend(queries, parts.data(), int64_t(parts.size()), head / queries.K,
-                      head % queries.K, first, tokens, out->untyped_data());
-    }
+  const Kernels* kernels = kernels_in_use();
+  const int64_t strips = (queries.T + kStrip - 1) / kStrip, tasks = queries.B * queries.K * strips;
+  int64_t spans = 0;
+  for (const Part& part : parts) spans += spans_of(part);
+  if (!spans) {  // nobody sees anything
+    std::memset(out->untyped_data(), 0, out->element_count() * element_bytes(q));
+    return ffi::Error::Success();
+  }
+  const int64_t tokens = queries.T < kStrip ? queries.T : kStrip;  // of a strip, at most
+  const int64_t bytes = (kernels->state_bytes(queries, tokens) + 63) / 64 * 64;
+  // A strip's folds in their order, or many strips' folds at once and then their merging: the same numbers.
+  const bool at_once = tasks < 4 * pool.num_threads() && spans > 1;
+  uint8_t* states = at_once ? scratch(bytes * tasks * spans) : nullptr;
+  if (at_once && !states) return wrong("no memory for attention");
+  const auto strip = [&](int64_t i, const auto& work) {
+    const int64_t head = i / strips, first = i % strips * kStrip;
+    work(head / queries.K, head % queries.K, first, queries.T - first < kStrip ? queries.T - first : kStrip);
   };
-  share(pool, heads * strips, 1, work);
+  const auto state = [&](int64_t i) { return reinterpret_cast<float*>(states + bytes * i); };
+  if (at_once)
+    share(pool, tasks * spans, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        strip(i / spans, [&](int64_t b, int64_t k, int64_t first, int64_t count) {
+          kernels->fold(queries, parts.data(), b, k, first, count, i % spans, state(i));
+        });
+    });
+  share(pool, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      strip(i, [&](int64_t b, int64_t k, int64_t first, int64_t count) {
+        float *all, *next = nullptr;
+        if (at_once) {
+          all = state(i * spans);
+        } else {
+          all = reinterpret_cast<float*>(scratch(2 * bytes));
+          next = all + bytes / 4;
+          kernels->fold(queries, parts.data(), b, k, first, count, 0, all);
+        }
+        for (int64_t span = 1; span < spans; span++) {
+          if (!at_once) kernels->fold(queries, parts.data(), b, k, first, count, span, next);
+          kernels->merge(queries, count, all, at_once ? state(i * spans + span) : next);
+        }
+        kernels->put(queries, b, k, first, count, all, out->untyped_data());
+      });
+  });
   return ffi::Error::Success();
 }
 
@@ -292,21 +317,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                                   .Attr<int32_t>("kind")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("columns"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_take, jaxllm::take,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxllm_take, jaxllm::take,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::BufferR1<ffi::S32>>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_read, jaxllm::read,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::BufferR0<ffi::U32>>());
+                              ffi::Ffi::Bind().Arg<ffi::BufferR0<ffi::S32>>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxllm_read, jaxllm::read,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::U32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -319,15 +337,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
 
 // An instruction set's `Kernels`; null where this machine, or this build, has it not.
 extern "C" const jaxllm::Kernels* jaxllm_kernels(const char* name) {
-  for (const jaxllm::Kernels* kernels : jaxllm::available())
-    if (!std::strcmp(kernels->name, name)) return kernels;
+  for (const jaxllm::Set& set : jaxllm::sets())
+    if (!std::strcmp(set.name, name)) return set.kernels();
   return nullptr;
 }
 
 // The instruction set in use; with a name, takes that one (null where there is none).
 extern "C" const char* jaxllm_isa(const char* name) {
   if (name) {
-    const jaxllm::Kernels* found = jaxllm_kernels(name);
+    const jaxllm::Set* found = nullptr;
+    for (const jaxllm::Set& set : jaxllm::sets())
+      if (!std::strcmp(set.name, name)) found = &set;
     if (!found) return nullptr;
     jaxllm::chosen = found;
   }

@@ -46,7 +46,7 @@ struct Input {
 // Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S]: rows
 // may share values whose keys are turned for each, or see different ones of what they share.
 struct Part {
-  Kind kind;  // kF32, kBF16, kF16, kInt8
+  Kind kind;                        // kF32, kBF16, kF16, kInt8
   bool one_k, one_v, one_position;  // a row shared by all
   int64_t slots;
   const void *k, *v;
@@ -63,27 +63,28 @@ struct Queries {
   float scale;
 };
 
+constexpr int64_t kStrip = 16, kSpan = 512;
+
+// Spans of a part.
+inline int64_t spans_of(const Part& part) { return (part.slots + kSpan - 1) / kSpan; }
+
 struct Kernels {
-  const char* name;
   // Bytes that `prepare` writes for all rows: the input as `multiply` wants it.
   size_t (*prepared_bytes)(const Weight&, const Input&);
   // Input rows begin <= r < end.
   void (*prepare)(const Weight&, const Input&, int64_t begin, int64_t end, void* prepared);
   // y[r, o] for weight rows begin <= o < end and all input rows r; y is [rows of x, rows of w].
-  void (*multiply)(const Weight&, const Input&, const void* prepared, int64_t begin, int64_t end,
-                   float* y);
+  void (*multiply)(const Weight&, const Input&, const void* prepared, int64_t begin, int64_t end, float* y);
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
-  // The softmax-weighted values [tokens, N / K, H] of row b and key head k, for queries from
-  // `first` on, written into out [B, T, N, H], which is of the queries' type.
-  void (*attend)(const Queries&, const Part*, int64_t parts, int64_t b, int64_t k, int64_t first,
-                 int64_t tokens, void* out);
+  // Attention of a strip of up to kStrip queries from `first` on, of row b and key head k. Spans of kSpan slots (of
+  // all parts, in turn) are folded into a state each, of state_bytes; the states merged in the spans' order, into
+  // the first; and the softmax-weighted values [tokens, N / K, H] put into out [B, T, N, H], of the queries' type.
+  size_t (*state_bytes)(const Queries&, int64_t tokens);
+  void (*fold)(const Queries&, const Part*, int64_t b, int64_t k, int64_t first, int64_t tokens, int64_t span,
+               float* state);
+  void (*merge)(const Queries&, int64_t tokens, float* state, const float* next);
+  void (*put)(const Queries&, int64_t b, int64_t k, int64_t first, int64_t tokens, float* state, void* out);
 };
-
-const Kernels* portable_kernels();
-#ifdef JAXLLM_X86
-const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();
-#endif
 
 }  // namespace jaxllm

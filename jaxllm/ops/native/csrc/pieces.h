@@ -32,7 +32,12 @@ inline bool is(const ffi::AnyBuffer& buffer, Type type, std::initializer_list<in
 // Bytes of an element; 0 for those of less than a byte, which XLA may pack.
 inline int64_t element_bytes(const ffi::AnyBuffer& buffer) {
   switch (buffer.element_type()) {
-    case Type::S1: case Type::S2: case Type::S4: case Type::U1: case Type::U2: case Type::U4:
+    case Type::S1:
+    case Type::S2:
+    case Type::S4:
+    case Type::U1:
+    case Type::U2:
+    case Type::U4:
     case Type::F4E2M1FN: return 0;
     default: return int64_t(ffi::ByteWidth(buffer.element_type()));
   }
@@ -93,8 +98,8 @@ inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, 
       w.group = group ? group : width;
       w.groups = group ? width / group : 1;
       const bool grouped = group == 32 || group == 64 || group == 128;
-      const bool scaled = piece.size() >= 2 && (is(piece[1], Type::F32, {w.rows, w.groups}) ||
-                                                is(piece[1], Type::F16, {w.rows, w.groups}));
+      const bool scaled = piece.size() >= 2 &&
+                          (is(piece[1], Type::F32, {w.rows, w.groups}) || is(piece[1], Type::F16, {w.rows, w.groups}));
       if (!grouped && (four || group)) return ffi::Unexpected(wrong("a group is of 32, 64 or 128 columns"));
       if (!is(piece[0], four ? Type::U8 : Type::S8, {w.rows, four ? width / 2 : width}) || !scaled)
         return ffi::Unexpected(wrong("integers [rows, whole 128 columns] and scales [rows, groups] do not fit"));

@@ -1,0 +1,61 @@
+// Float weights, 32 columns at a time.
+#pragma once
+
+#include "product.h"
+
+namespace jaxllm {
+namespace {
+
+template <Kind K, bool Pairs>
+struct Plain {
+  static constexpr int kSize = K == Kind::kF32 ? 4 : 2;
+  static constexpr bool kPairs = Pairs, kTail = true, kEnds = false, kMany = false;
+  static constexpr int kUnit = 32, kChunk = 32;
+  static constexpr Scales kScales = Scales::kNone;
+  struct Choose {
+    static auto value() {
+      if constexpr (K == Kind::kBF16)
+        return Halves{};
+      else
+        return Floats{};
+    }
+  };
+  typedef decltype(Choose::value()) Value;
+  struct Row {
+    const uint8_t* at;
+    int64_t distance;
+
+    JAXLLM_INLINE void fetch(int64_t c) const {
+      for (int line = 0; line < kChunk * kSize; line += 64) ahead(at + c * kSize + line, distance);
+    }
+    template <int N>
+    JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
+      JAXLLM_UNROLL
+      for (int n = 0; n < N; n++) {
+        const uint8_t* p = at + (c + n * columns_of<Value>()) * kSize;
+        if constexpr (K == Kind::kF16)
+          out[n] = from_f16(reinterpret_cast<const uint16_t*>(p));
+        else
+          out[n] = jaxllm::load<Value>(p);
+      }
+    }
+    // From here on the columns from c on are `count` and zeros, in a place of theirs.
+    void end(int64_t c, int64_t count, uint8_t* place) {
+      memcpy(place, at + c * kSize, count * kSize);
+      at = place - c * kSize;
+    }
+  };
+  const Weight& w;
+  int64_t distance;
+  explicit Plain(const Weight& w) : w(w), distance(distance_of(w.stride)) {}
+
+  JAXLLM_INLINE Row row(int64_t o) const { return {w.data + o * w.stride, distance}; }
+};
+
+template <Kind K, bool Pairs>
+void multiply_floats(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  multiply_source(Plain<K, Pairs>(w), w, in, x, w.stride, begin, end, y);
+}
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,77 @@
+// Inputs as the products want them: which numbers in which order.
+#pragma once
+
+#include "floats.h"
+#include "rounded.h"
+
+namespace jaxllm {
+namespace {
+
+// Whether they stay bfloat16; otherwise they become floats.
+inline bool pairs(const Weight& w, const Input& in) {
+  return kPairs && in.bf16 && w.kind != Kind::kF32 && w.kind != Kind::kF16;
+}
+
+// Of 128 columns, which one the i-th number is of.
+struct Order {
+  uint8_t column[128];
+};
+
+// Of registers of halves that are widened: the first of each lane's two, then the second.
+constexpr int even_odd(int i) { return i / kHalves * kHalves + i % kLanes * 2 + i / kLanes % 2; }
+
+template <class Column>
+constexpr Order order_by(const Column& column) {
+  Order order = {};
+  for (int i = 0; i < 128; i++) order.column[i] = uint8_t(column(i));
+  return order;
+}
+
+inline const Order* order_of(const Weight& w, bool pairs) {
+  static constexpr Order kEvenOdd = order_by([](int i) { return even_odd(i); });
+  static constexpr Order kNarrowed =
+      order_by([](int i) { return i / kHalves * kHalves + i % 2 * kLanes + i % kHalves / 2; });
+  static constexpr Order kNibbles = order_by([](int i) { return nibble_column(i); });
+  static constexpr Order kNibblesEvenOdd = order_by([](int i) { return nibble_column(even_odd(i)); });
+  constexpr bool kWidened = columns_of<NibbleValue>() == kHalves;
+  if (w.kind == Kind::kInt8) return pairs ? &kNarrowed : nullptr;
+  if (w.kind == Kind::kInt4) return pairs || !kWidened ? &kNibbles : &kNibblesEvenOdd;
+  return (w.kind == Kind::kBF16 || w.kind == Kind::kPacked) && !pairs ? &kEvenOdd : nullptr;
+}
+
+inline size_t prepared_bytes(const Weight& w, const Input& in) {
+  return in.rows * (rounded(w, in) ? blocks_of(in) * sizeof(Block) : stride_of(in) * (pairs(w, in) ? 2 : 4));
+}
+
+template <class T>
+void put_in_order(const Order* order, const T* from, int64_t count, T* to) {
+  for (int64_t c = 0; c < count; c += 128) {
+    T chunk[128] = {};
+    memcpy(chunk, from + c, sizeof(T) * (count - c < 128 ? count - c : 128));
+    if (!order) memcpy(to + c, chunk, sizeof chunk);
+    for (int i = 0; i < 128 && order; i++) to[c + i] = chunk[order->column[i]];
+  }
+}
+
+inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
+  const int64_t columns = in.columns, count = blocks_of(in), whole = count * kRounded, stride = stride_of(in);
+  const Order* order = order_of(w, pairs(w, in));
+  float* x = reinterpret_cast<float*>(space<Order>(4 * whole));
+  for (int64_t r = begin; r < end; r++) {
+    if (pairs(w, in) && !rounded(w, in)) {
+      put_in_order(order, static_cast<const uint16_t*>(in.x) + r * columns, columns,
+                   static_cast<uint16_t*>(prepared) + r * stride);
+      continue;
+    }
+    to_floats(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, r * columns, columns, x);
+    for (int64_t i = columns; i < whole; i++) x[i] = 0;
+    if (!rounded(w, in)) {
+      put_in_order(order, x, columns, static_cast<float*>(prepared) + r * stride);
+      continue;
+    }
+    for (int64_t b = 0; b < count; b++) write_block(w, x + kRounded * b, static_cast<Block*>(prepared)[r * count + b]);
+  }
+}
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,138 @@
+// Integers times inputs that keep all their bits: each integer (less its zero point) is exact as a float32 and as a
+// bfloat16; a group's products are added up before they are scaled.
+#pragma once
+
+#include "rows.h"
+
+namespace jaxllm {
+namespace {
+
+// Where a row's scales lie, and how a unit's are spread over lanes.
+struct Groups {
+  const Weight& w;
+  int shift;  // log2 of a group's columns
+  Spread spread;
+
+  JAXLLM_INLINE Floats scale(int64_t first, int64_t c) const {
+    const int64_t at = first + (c >> shift);
+    return w.half ? spread.halves(static_cast<const uint16_t*>(w.scale) + at)
+                  : spread.floats(static_cast<const float*>(w.scale) + at);
+  }
+  JAXLLM_INLINE Ints zero(int64_t first, int64_t c) const { return spread.bytes(w.zero + first + (c >> shift)); }
+};
+
+// Those of units of so many columns.
+inline Groups groups_of(const Weight& w, int columns) {
+  const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
+  return {w, shift, Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1)};
+}
+
+template <bool Pairs>
+struct FloatsOrHalves {
+  typedef Floats Type;
+};
+template <>
+struct FloatsOrHalves<true> {
+  typedef Halves Type;
+};
+
+template <Scales S, int Unit, bool Pairs>
+struct Int8 {
+  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false, kMany = false;
+  static constexpr int kUnit = Unit, kChunk = 64;
+  static constexpr Scales kScales = S;
+  typedef typename FloatsOrHalves<Pairs>::Type Value;
+  struct Row {
+    const Int8* of;
+    const int8_t* at;
+    int64_t first;  // of its scales
+
+    JAXLLM_INLINE void fetch(int64_t c) const { ahead(reinterpret_cast<const uint8_t*>(at + c), of->distance); }
+    template <int N>
+    JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
+      JAXLLM_UNROLL
+      for (int n = 0; n < N; n++) {
+        const int8_t* p = at + c + n * columns_of<Value>();
+        if constexpr (Pairs)
+          out[n] = narrow(from_int8(p), from_int8(p + kLanes));
+        else
+          out[n] = from_int8(p);
+      }
+    }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(first, c); }
+  };
+  const Weight& w;
+  int64_t distance;
+  Groups groups;
+  explicit Int8(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, Unit)) {}
+
+  JAXLLM_INLINE Row row(int64_t o) const {
+    return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride), o * w.groups};
+  }
+};
+
+template <bool Zero, bool Pairs>
+struct Int4 {
+  static constexpr bool kPairs = Pairs, kTail = false, kEnds = false, kMany = false;
+  static constexpr int kUnit = 2 * kBytes, kChunk = 128;
+  static constexpr Scales kScales = Scales::kUnit;
+  typedef NibbleValue Value;
+  struct Row {
+    const Int4* of;
+    const uint8_t* at;
+    int64_t first;  // of its scales
+
+    JAXLLM_INLINE void fetch(int64_t c) const { ahead(at + c / 2, of->distance); }
+    template <int N>
+    JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
+      Ints zero = {};
+      if (Zero) zero = of->groups.zero(first, c);
+      of->nibbles.values(jaxllm::load<Bytes>(at + c / 2), zero, out);
+    }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(first, c); }
+  };
+  const Weight& w;
+  int64_t distance;
+  Groups groups;
+  Nibbles<Zero> nibbles;
+  explicit Int4(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, kUnit)) {}
+
+  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, o * w.groups}; }
+};
+
+template <bool Pairs>
+void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  if (w.kind == Kind::kInt4) {
+    if (w.zero) return multiply_expanded(Int4<true, Pairs>(w), w, in, x, begin, end, y);
+    return multiply_expanded(Int4<false, Pairs>(w), w, in, x, begin, end, y);
+  }
+  if (w.groups <= 1) return multiply_expanded(Int8<Scales::kRow, 4 * kLanes, Pairs>(w), w, in, x, begin, end, y);
+  if (w.group > 32) return multiply_expanded(Int8<Scales::kUnit, 64, Pairs>(w), w, in, x, begin, end, y);
+  return multiply_expanded(Int8<Scales::kUnit, 32, Pairs>(w), w, in, x, begin, end, y);
+}
+
+// One output by itself: slowly, from the weights' own numbers.
+inline float product(const Weight& w, const Input& in, int64_t o, int64_t r) {
+  double sum = 0;
+  for (int64_t from = 0; from < in.columns; from += kPart) {
+    const int64_t count = in.columns - from < kPart ? in.columns - from : kPart;
+    float part[kPart];
+    row_part(w, o, from, count, part);
+    for (int64_t i = 0; i < count; i++)
+      sum += double(part[i]) * element(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, r * in.columns + from + i);
+  }
+  return float(sum);
+}
+
+// Sums that are scaled after they were added up overflow where inputs are huge: an output that is not
+// finite is computed once more, from weights that are scaled before.
+template <bool Pairs>
+void multiply_exact(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  multiply_integers<Pairs>(w, in, x, begin, end, y);
+  for (int64_t r = 0; r < in.rows; r++)
+    for (int64_t o = begin; o < end; o++)
+      if (float& out = y[r * w.rows + o]; !__builtin_isfinite(out)) out = product(w, in, o, r);
+}
+
+}  // namespace
+}  // namespace jaxllm

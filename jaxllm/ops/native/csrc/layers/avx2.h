@@ -1,0 +1,149 @@
+// AVX2, FMA and F16C; with AVX-VNNI where the compiler is told so.
+#pragma once
+
+#include <immintrin.h>
+
+#include "lanes.h"
+
+namespace jaxllm {
+namespace {
+
+JAXLLM_LANES(8);
+constexpr int kRegisters = 16;
+
+JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+JAXLLM_INLINE Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+
+JAXLLM_INLINE float sum(Floats v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+JAXLLM_INLINE float largest(Floats v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+
+JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+JAXLLM_INLINE Floats from_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+#ifdef __AVXVNNI__
+constexpr int kOffset = 128;
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // as an intrinsic GCC 12 copies the sums
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+}
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+#else
+constexpr int kOffset = 0;
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) {
+  const __m256i pairs = _mm256_maddubs_epi16(__m256i(w), __m256i(x));
+  sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
+  add_nibbles(sum, Bytes(_mm256_abs_epi8(__m256i(w))), Bytes(_mm256_sign_epi8(__m256i(x), __m256i(w))));
+}
+#endif
+
+JAXLLM_INLINE __m256i twice(const uint8_t (&table)[16]) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+}
+
+struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
+  __m256i high, low;
+
+  explicit Exponents(int base) {
+    uint8_t up[16], down[16];
+    for (int i = 0; i < 16; i++) {
+      up[i] = uint8_t((base + i) >> 1);
+      down[i] = uint8_t((base + i) << 7);
+    }
+    high = twice(up);
+    low = twice(down);
+  }
+
+  JAXLLM_INLINE void join(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
+    const __m256i byte = __m256i(bytes), top = _mm256_set1_epi8(char(128)), at = __m256i(index);
+    const __m256i h = _mm256_or_si256(_mm256_and_si256(byte, top), _mm256_shuffle_epi8(high, at));
+    const __m256i l = _mm256_or_si256(_mm256_andnot_si256(top, byte), _mm256_shuffle_epi8(low, at));
+    first = Halves(_mm256_unpacklo_epi8(l, h));
+    second = Halves(_mm256_unpackhi_epi8(l, h));
+  }
+};
+
+// The two bytes of a bfloat16 number for each nibble, put together: values 0 and 1 are of the low
+// nibbles of bytes 0 to 7 and 8 to 15 of each half of the register, 2 and 3 of the high ones.
+typedef Halves NibbleValue;
+constexpr int nibble_column(int i) { return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i / 16 % 2 * 8 + i % 8; }
+
+template <bool Zero>
+struct Nibbles {  // with a zero point: of 0 to 15, whose sign comes after
+  __m256i high, low;
+
+  Nibbles() {
+    uint8_t up[16], down[16];
+    for (int i = 0; i < 16; i++) {
+      const float value = float(Zero ? i : i - 8);
+      uint32_t bits;
+      memcpy(&bits, &value, 4);
+      up[i] = uint8_t(bits >> 24);
+      down[i] = uint8_t(bits >> 16);
+    }
+    high = twice(up);
+    low = twice(down);
+  }
+
+  JAXLLM_INLINE void values(Bytes q, Ints zero, Halves (&out)[4]) const {
+    const __m256i bits = _mm256_set1_epi8(15), byte = __m256i(q);
+    const Ints pair = zero << 8 | zero, zeros = pair << 16 | pair;
+    JAXLLM_UNROLL
+    for (int n = 0; n < 2; n++) {
+      __m256i at = _mm256_and_si256(n ? _mm256_srli_epi16(byte, 4) : byte, bits), sign = _mm256_setzero_si256();
+      if (Zero) {
+        const __m256i less = _mm256_sub_epi8(at, __m256i(zeros));
+        sign = _mm256_and_si256(less, _mm256_set1_epi8(char(128)));
+        at = _mm256_abs_epi8(less);
+      }
+      const __m256i l = _mm256_shuffle_epi8(low, at);
+      __m256i h = _mm256_shuffle_epi8(high, at);
+      if (Zero) h = _mm256_or_si256(h, sign);
+      out[2 * n] = Halves(_mm256_unpacklo_epi8(l, h));
+      out[2 * n + 1] = Halves(_mm256_unpackhi_epi8(l, h));
+    }
+  }
+};
+
+struct Spread {
+  bool two;
+  __m256i index;
+
+  explicit Spread(int count) : two(count > 1), index(_mm256_setr_epi32(0, 0, 0, 0, two, two, two, two)) {}
+
+  JAXLLM_INLINE Floats floats(const float* p) const {
+    if (!two) return _mm256_broadcast_ss(p);
+    const __m128 some = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(some), index);
+  }
+  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
+    const __m128i bits = two ? _mm_insert_epi16(_mm_cvtsi32_si128(p[0]), p[1], 1) : _mm_cvtsi32_si128(p[0]);
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(bits)), index);
+  }
+  JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
+    const int first = p[0], second = two ? p[1] : first;
+    return Ints(_mm256_setr_epi32(first, first, first, first, second, second, second, second));
+  }
+};
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,174 @@
+// AVX-512 F, BW, VL and DQ; with VNNI and with BF16 where the compiler is told so.
+#pragma once
+
+#include <immintrin.h>
+
+#include "lanes.h"
+
+namespace jaxllm {
+namespace {
+
+JAXLLM_LANES(16);
+constexpr int kRegisters = 32;
+
+JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+JAXLLM_INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+JAXLLM_INLINE float largest(Floats v) { return _mm512_reduce_max_ps(v); }
+JAXLLM_INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+
+JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
+JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+JAXLLM_INLINE Floats from_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// The products are said in assembly where GCC 12 would copy the sums from register to register.
+#ifdef __AVX512BF16__
+#define JAXLLM_PAIRS
+JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+}
+
+// Twice by pairs of rows, twice by quarters of registers.
+JAXLLM_INLINE void transpose(const Bits (&in)[kLanes], uint32_t* out, int64_t stride) {
+  __m512i a[16], b[16];
+  JAXLLM_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(__m512i(in[i]), __m512i(in[i + 1]));
+    a[i + 1] = _mm512_unpackhi_epi32(__m512i(in[i]), __m512i(in[i + 1]));
+  }
+  JAXLLM_UNROLL
+  for (int i = 0; i < 16; i += 4) JAXLLM_UNROLL
+  for (int k = 0; k < 2; k++) {  // b[i + m]: column 4 l + m of rows i to i + 3 in quarter l
+    b[i + 2 * k] = _mm512_unpacklo_epi64(a[i + k], a[i + 2 + k]);
+    b[i + 2 * k + 1] = _mm512_unpackhi_epi64(a[i + k], a[i + 2 + k]);
+  }
+  JAXLLM_UNROLL
+  for (int m = 0; m < 4; m++) {
+    const __m512i even = _mm512_shuffle_i32x4(b[m], b[4 + m], 0x88), odd = _mm512_shuffle_i32x4(b[m], b[4 + m], 0xdd);
+    const __m512i even_2 = _mm512_shuffle_i32x4(b[8 + m], b[12 + m], 0x88);
+    const __m512i odd_2 = _mm512_shuffle_i32x4(b[8 + m], b[12 + m], 0xdd);
+    _mm512_storeu_si512(out + m * stride, _mm512_shuffle_i32x4(even, even_2, 0x88));
+    _mm512_storeu_si512(out + (4 + m) * stride, _mm512_shuffle_i32x4(odd, odd_2, 0x88));
+    _mm512_storeu_si512(out + (8 + m) * stride, _mm512_shuffle_i32x4(even, even_2, 0xdd));
+    _mm512_storeu_si512(out + (12 + m) * stride, _mm512_shuffle_i32x4(odd, odd_2, 0xdd));
+  }
+}
+
+JAXLLM_INLINE void interleave(Halves a, Halves b, Halves& first, Halves& second) {
+  alignas(64) uint16_t at[2][32];
+  for (int i = 0; i < 32; i++) {
+    at[0][i] = uint16_t(i / 2 + i % 2 * 32);
+    at[1][i] = uint16_t(at[0][i] + 16);
+  }
+  first = Halves(_mm512_permutex2var_epi16(__m512i(a), _mm512_load_si512(at[0]), __m512i(b)));
+  second = Halves(_mm512_permutex2var_epi16(__m512i(a), _mm512_load_si512(at[1]), __m512i(b)));
+}
+#endif
+
+#ifdef __AVX512VNNI__
+constexpr int kOffset = 128;
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+#else
+constexpr int kOffset = 0;
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) {
+  const __m512i pairs = _mm512_maddubs_epi16(__m512i(w), __m512i(x));
+  sum += Ints(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
+  const __m512i turned =
+      _mm512_mask_sub_epi8(__m512i(x), _mm512_movepi8_mask(__m512i(w)), _mm512_setzero_si512(), __m512i(x));
+  add_nibbles(sum, Bytes(_mm512_abs_epi8(__m512i(w))), Bytes(turned));
+}
+#endif
+
+struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
+  __m512i high, low;
+
+  explicit Exponents(int base) {
+    alignas(16) uint8_t up[16], down[16];
+    for (int i = 0; i < 16; i++) {
+      up[i] = uint8_t((base + i) >> 1);
+      down[i] = uint8_t((base + i) << 7);
+    }
+    high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(up)));
+    low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(down)));
+  }
+
+  JAXLLM_INLINE void join(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
+    const __m512i byte = __m512i(bytes), top = _mm512_set1_epi8(char(128));
+    // (byte & 128) | high bits of the exponent; its low bit | (byte & 127)
+    const __m512i h = _mm512_ternarylogic_epi32(byte, top, _mm512_shuffle_epi8(high, __m512i(index)), 0xea);
+    const __m512i l = _mm512_ternarylogic_epi32(byte, top, _mm512_shuffle_epi8(low, __m512i(index)), 0xba);
+    first = Halves(_mm512_unpacklo_epi8(l, h));
+    second = Halves(_mm512_unpackhi_epi8(l, h));
+  }
+};
+
+// Value n takes bits 4 n to 4 n + 3 of each word of 16.
+typedef Halves NibbleValue;
+constexpr int nibble_column(int i) { return i % 32 / 8 * 32 + i / 32 % 2 * 16 + i % 8 * 2 + i / 64; }
+
+template <bool Zero>
+struct Nibbles {
+  __m512i table;  // by the lowest five bits of a word: q - 8, or the word less 15
+
+  Nibbles() {
+    alignas(64) uint16_t values[32];
+    for (int i = 0; i < 32; i++) {
+      const float value = float(Zero ? i - 15 : i % 16 - 8);
+      uint32_t bits;
+      memcpy(&bits, &value, 4);
+      values[i] = uint16_t(bits >> 16);
+    }
+    table = _mm512_load_si512(values);
+  }
+
+  JAXLLM_INLINE void values(Bytes q, Ints zero, Halves (&out)[4]) const {
+    __m512i word = __m512i(q), shift;
+    if (Zero) shift = __m512i((15 - zero) << 16 | (15 - zero));
+    JAXLLM_UNROLL
+    for (int n = 0; n < 4; n++) {
+      const __m512i mine = n ? _mm512_srli_epi16(word, 4 * n) : word;
+      __m512i index = mine;  // whose bits above the fourth are of no account
+      if (Zero) index = _mm512_add_epi16(_mm512_and_si512(mine, _mm512_set1_epi16(15)), shift);
+      out[n] = Halves(_mm512_permutexvar_epi16(index, table));
+    }
+  }
+};
+
+struct Spread {
+  __m512i index;
+  __mmask8 mask;
+
+  explicit Spread(int count) : mask(__mmask8((1u << count) - 1)) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    index = _mm512_srl_epi32(lane, _mm_cvtsi32_si128(4 - (count > 1) - (count > 2)));
+  }
+
+  JAXLLM_INLINE Floats floats(const float* p) const {
+    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_maskz_loadu_ps(mask, p)));
+  }
+  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
+    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_maskz_loadu_epi16(mask, p))));
+  }
+  JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
+    return Ints(_mm512_permutexvar_epi32(index, _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, p))));
+  }
+};
+
+}  // namespace
+}  // namespace jaxllm

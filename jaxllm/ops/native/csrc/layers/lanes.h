@@ -1,0 +1,43 @@
+// What every layer has alike: the vectors of N lanes, as the compiler knows them (GCC's vector extensions, which
+// clang has too), with the arithmetic of C++ on them, lane by lane, and what is written in terms of that.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define JAXLLM_INLINE inline __attribute__((always_inline))
+#ifdef __clang__
+#define JAXLLM_UNROLL _Pragma("unroll")
+#else
+#define JAXLLM_UNROLL _Pragma("GCC unroll 32")
+#endif
+
+// Floats, Ints, Bits: N lanes of 32 bits; Halves: 2 N bfloat16 numbers as bits; Bytes: 4 N bytes.
+#define JAXLLM_LANES(N)                                        \
+  constexpr int kLanes = N;                                    \
+  typedef float Floats __attribute__((vector_size(4 * N)));    \
+  typedef int32_t Ints __attribute__((vector_size(4 * N)));    \
+  typedef uint32_t Bits __attribute__((vector_size(4 * N)));   \
+  typedef uint16_t Halves __attribute__((vector_size(4 * N))); \
+  typedef int16_t Shorts __attribute__((vector_size(4 * N)));  \
+  typedef uint8_t Bytes __attribute__((vector_size(4 * N)));   \
+  typedef uint16_t Words __attribute__((vector_size(2 * N)));  \
+  typedef int8_t Signed __attribute__((vector_size(N)))
+
+namespace jaxllm {
+namespace {
+
+template <class V>
+JAXLLM_INLINE V load(const void* from) {  // from any address
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class V>
+JAXLLM_INLINE void store(void* to, const V& v) {
+  memcpy(to, &v, sizeof v);
+}
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,133 @@
+// NEON, which every aarch64 has; with the products of dotprod and of bf16 where the compiler is told so.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "lanes.h"
+
+namespace jaxllm {
+namespace {
+
+JAXLLM_LANES(4);
+constexpr int kRegisters = 32;
+constexpr int kOffset = 0;
+
+JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+JAXLLM_INLINE Floats larger(Floats a, Floats b) { return vmaxq_f32(a, b); }
+JAXLLM_INLINE float sum(Floats v) { return vaddvq_f32(v); }
+JAXLLM_INLINE float largest(Floats v) { return vmaxvq_f32(v); }
+
+JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
+}
+
+JAXLLM_INLINE Floats from_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(load<uint16x4_t>(p))); }
+
+JAXLLM_INLINE Floats from_int8(const int8_t* p) {
+  const int8x8_t four = vreinterpret_s8_s32(vdup_n_s32(load<int32_t>(p)));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(four))));
+}
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define JAXLLM_PAIRS
+JAXLLM_INLINE bfloat16x8_t as_bf16(Halves v) { return vreinterpretq_bf16_u16(uint16x8_t(v)); }
+// Not BFDOT, whose sums are not rounded to nearest.
+JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) {
+  sum = vbfmlaltq_f32(vbfmlalbq_f32(sum, as_bf16(a), as_bf16(b)), as_bf16(a), as_bf16(b));
+}
+JAXLLM_INLINE void transpose(const Bits (&in)[kLanes], uint32_t* out, int64_t stride) {
+  const uint32x4x2_t a = vzipq_u32(uint32x4_t(in[0]), uint32x4_t(in[2]));
+  const uint32x4x2_t b = vzipq_u32(uint32x4_t(in[1]), uint32x4_t(in[3]));
+  const uint32x4x2_t low = vzipq_u32(a.val[0], b.val[0]), high = vzipq_u32(a.val[1], b.val[1]);
+  vst1q_u32(out, low.val[0]);
+  vst1q_u32(out + stride, low.val[1]);
+  vst1q_u32(out + 2 * stride, high.val[0]);
+  vst1q_u32(out + 3 * stride, high.val[1]);
+}
+JAXLLM_INLINE void interleave(Halves a, Halves b, Halves& first, Halves& second) {
+  first = Halves(vzip1q_u16(uint16x8_t(a), uint16x8_t(b)));
+  second = Halves(vzip2q_u16(uint16x8_t(a), uint16x8_t(b)));
+}
+#endif
+
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {
+  const int8x16_t a = vreinterpretq_s8_u8(uint8x16_t(w)), b = vreinterpretq_s8_u8(uint8x16_t(x));
+#ifdef __ARM_FEATURE_DOTPROD
+  sum = Ints(vdotq_s32(int32x4_t(sum), a, b));
+#else  // two products of 7 bits and a sign fit 16 bits
+  const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_s8(vget_high_s8(a), vget_high_s8(b));
+  sum = Ints(vpadalq_s16(int32x4_t(sum), vpaddq_s16(low, high)));
+#endif
+}
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+
+struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
+  uint8x16_t high, low;
+
+  explicit Exponents(int base) {
+    uint8_t up[16], down[16];
+    for (int i = 0; i < 16; i++) {
+      up[i] = uint8_t((base + i) >> 1);
+      down[i] = uint8_t((base + i) << 7);
+    }
+    high = vld1q_u8(up);
+    low = vld1q_u8(down);
+  }
+
+  JAXLLM_INLINE void join(Bytes bytes, Bytes index, Halves& first, Halves& second) const {
+    const uint8x16_t top = vdupq_n_u8(128), byte = uint8x16_t(bytes), at = uint8x16_t(index);
+    const uint8x16_t h = vbslq_u8(top, byte, vqtbl1q_u8(high, at)), l = vbslq_u8(top, vqtbl1q_u8(low, at), byte);
+    first = Halves(vreinterpretq_u16_u8(vzip1q_u8(l, h)));
+    second = Halves(vreinterpretq_u16_u8(vzip2q_u8(l, h)));
+  }
+};
+
+// The two bytes of a bfloat16 number for each nibble, put together in order.
+typedef Halves NibbleValue;
+constexpr int nibble_column(int i) { return i; }
+
+template <bool Zero>
+struct Nibbles {  // by the nibble: q - 8; with a zero point by 15 more than what it is less that
+  uint8x16x2_t high, low;
+
+  Nibbles() {
+    uint8_t up[32], down[32];
+    for (int i = 0; i < 32; i++) {
+      const float value = float(Zero ? i - 15 : i % 16 - 8);
+      uint32_t bits;
+      memcpy(&bits, &value, 4);
+      up[i] = uint8_t(bits >> 24);
+      down[i] = uint8_t(bits >> 16);
+    }
+    for (int i = 0; i < 2; i++) {
+      high.val[i] = vld1q_u8(up + 16 * i);
+      low.val[i] = vld1q_u8(down + 16 * i);
+    }
+  }
+
+  JAXLLM_INLINE static uint8x16_t look_up(const uint8x16x2_t& table, uint8x16_t at) {
+    return Zero ? vqtbl2q_u8(table, at) : vqtbl1q_u8(table.val[0], at);
+  }
+
+  JAXLLM_INLINE void values(Bytes q, Ints zero, Halves (&out)[4]) const {
+    const uint8x16_t byte = uint8x16_t(q);
+    JAXLLM_UNROLL
+    for (int n = 0; n < 2; n++) {
+      uint8x16_t at = n ? vshrq_n_u8(byte, 4) : vandq_u8(byte, vdupq_n_u8(15));
+      if (Zero) at = vaddq_u8(at, vdupq_n_u8(uint8_t(15 - zero[0])));
+      const uint8x16_t l = look_up(low, at), h = look_up(high, at);
+      out[2 * n] = Halves(vreinterpretq_u16_u8(vzip1q_u8(l, h)));
+      out[2 * n + 1] = Halves(vreinterpretq_u16_u8(vzip2q_u8(l, h)));
+    }
+  }
+};
+
+struct Spread {  // a register is never of more than one group
+  explicit Spread(int) {}
+  JAXLLM_INLINE Floats floats(const float* p) const { return vdupq_n_f32(load<float>(p)); }
+  JAXLLM_INLINE Floats halves(const uint16_t* p) const { return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(*p))); }
+  JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints(vdupq_n_s32(*p)); }
+};
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,93 @@
+// Any processor: the compiler's own vectors of 16 bytes (SSE2, VSX, RVV, or scalars), and no instruction by name.
+#pragma once
+
+#include "lanes.h"
+
+namespace jaxllm {
+namespace {
+
+JAXLLM_LANES(4);
+constexpr int kRegisters = 16;
+constexpr int kOffset = 0;
+
+JAXLLM_INLINE Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
+JAXLLM_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+JAXLLM_INLINE float sum(Floats v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+JAXLLM_INLINE float largest(Floats v) {
+  const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
+
+JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
+  for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+}
+
+// Where a conversion of a few narrow numbers is not known to the processor, compilers take them one by one.
+typedef uint64_t Longs __attribute__((vector_size(16)));
+
+JAXLLM_INLINE Bits widened(Halves v, Halves below) {
+  return Bits(__builtin_shufflevector(below, v, 0, 8, 1, 9, 2, 10, 3, 11));
+}
+
+JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
+  const Ints bits = Ints(widened(Halves{}, Halves(Longs{load<uint64_t>(p), 0}))), magnitude = bits & 0x7fff;
+  const Ints exponent = magnitude < 0x7c00 ? Ints{} + (112 << 23) : Ints{} + (224 << 23);  // infinity, NaN
+  // Below 2^-14 a plain number of steps; threads of XLA flush what a float cannot hold normally.
+  const Floats small = __builtin_convertvector(magnitude, Floats) * 0x1p-24f;
+  const Ints wide = magnitude < 0x400 ? Ints(small) : (magnitude << 13) + exponent;
+  return Floats(Bits(wide) | Bits(bits & 0x8000) << 16);
+}
+
+JAXLLM_INLINE Floats from_int8(const int8_t* p) {
+  const Bytes byte = Bytes(Longs{load<uint32_t>(p), 0});
+  const Bytes high = __builtin_shufflevector(Bytes{}, byte, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  return __builtin_convertvector(Ints(widened(Halves(high), Halves{})) >> 24, Floats);
+}
+
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products of 7 bits and a sign fit 16 bits
+  const Shorts even = (Shorts(Halves(w) << 8) >> 8) * (Shorts(Halves(x) << 8) >> 8);
+  const Shorts pair = even + (Shorts(w) >> 8) * (Shorts(x) >> 8);
+  sum += (Ints(Bits(pair) << 16) >> 16) + (Ints(pair) >> 16);
+}
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+
+struct Exponents {
+  Bytes base;
+
+  explicit Exponents(int base) : base(Bytes{} + uint8_t(base)) {}
+
+  JAXLLM_INLINE void join(Bytes byte, Bytes index, Halves& first, Halves& second) const {
+    const Bytes e = base + index, h = (byte & 128) | (e >> 1), l = (byte & 127) | (e << 7);
+    first = Halves(__builtin_shufflevector(l, h, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    second = Halves(__builtin_shufflevector(l, h, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+  }
+};
+
+// Value n takes bits 4 n to 4 n + 3 of each word of 32.
+typedef Floats NibbleValue;
+constexpr int nibble_column(int i) { return i / 32 * 32 + i / 4 % 2 * 16 + i % 4 * 4 + i % 32 / 8; }
+
+template <bool Zero>
+struct Nibbles {
+  JAXLLM_INLINE void values(Bytes q, Ints zero, Floats (&out)[8]) const {
+    JAXLLM_UNROLL
+    for (int n = 0; n < 8; n++) {
+      const Ints one = Ints(Bits(q) >> (4 * n) & 15);
+      out[n] = __builtin_convertvector(Zero ? one - zero : one - 8, Floats);
+    }
+  }
+};
+
+struct Spread {  // a register is never of more than one group
+  explicit Spread(int) {}
+  JAXLLM_INLINE Floats floats(const float* p) const { return load<float>(p) - Floats{}; }
+  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
+    const Words all = Words{} + *p;
+    return from_f16(reinterpret_cast<const uint16_t*>(&all));
+  }
+  JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints{} + int32_t(*p); }
+};
+
+}  // namespace
+}  // namespace jaxllm

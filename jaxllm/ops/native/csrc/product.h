@@ -1,0 +1,194 @@
+// The product of weights and inputs, whatever the weights are: a tile over a source of weight values.
+//
+// A source says, for a kind of weight:
+//   Value          what a register of weights is: Floats of kLanes columns, or Halves, of twice as many bfloat16.
+//   kPairs         whether Halves meet bfloat16 inputs, two by two; else they are widened, and meet floats.
+//   kUnit          columns that are taken at once, and share their scales; kChunk: of which memory is asked for.
+//   kScales        none, one a row (applied last), or one for each lane of a unit.
+//   kMany          whether there are more input rows than a tile has.
+//   kTail          whether rows may end within a chunk: in memory, not in zeros.
+//   Row            row(o): where a row lies. fetch(c) asks for a later row's chunk, load(c, values) reads a unit's
+//                  columns from c on, scale(c) its scales.
+// The order of columns within a unit is the source's own; the input is put in the same (inputs.h).
+#pragma once
+
+#include "tiles.h"
+
+namespace jaxllm {
+namespace {
+
+enum class Scales { kNone, kRow, kUnit };
+
+template <class V>
+constexpr int columns_of() {
+  return sizeof(V) / sizeof(V{}[0]);
+}
+
+struct Two {
+  Floats first, second;
+};
+
+// A register of weights as it is multiplied; and that, added to a sum.
+template <bool Pairs>
+JAXLLM_INLINE Floats factor(Floats w) {
+  return w;
+}
+
+template <bool Pairs>
+JAXLLM_INLINE auto factor(Halves w) {
+  if constexpr (Pairs)
+    return w;
+  else
+    return Two{even(w), odd(w)};
+}
+
+JAXLLM_INLINE void add(Floats& sum, Floats w, const float* x) { sum = fma(w, load<Floats>(x), sum); }
+JAXLLM_INLINE void add(Floats& sum, Halves w, const uint16_t* x) { add_pairs(sum, w, load<Halves>(x)); }
+JAXLLM_INLINE void add(Floats& sum, const Two& w, const float* x) {
+  sum = fma(w.first, load<Floats>(x), sum);
+  sum = fma(w.second, load<Floats>(x + kLanes), sum);
+}
+
+template <bool Pairs>
+struct InputOf {
+  typedef float Type;
+};
+template <>
+struct InputOf<true> {
+  typedef uint16_t Type;
+};
+template <class S>
+using X = typename InputOf<S::kPairs>::Type;
+
+// Adds a unit's products to a tile's sums. P weight rows are taken at once: of a lone input row, whose sums would
+// wait for each other.
+template <class S, int O, int R, class Row>
+JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const X<S>* x, int64_t x_stride) {
+  typedef typename S::Value Value;
+  constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
+  constexpr bool kParts = S::kScales == Scales::kUnit;
+  constexpr int P = R == 1 && kRegisters >= 32 ? O : 1;
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i += P) {
+    Value value[P][N];
+    Floats part[P][R];
+    clear(part);
+    JAXLLM_UNROLL
+    for (int p = 0; p < P; p++) row[i + p].load(c, value[p]);
+    JAXLLM_UNROLL
+    for (int n = 0; n < N; n++) JAXLLM_UNROLL
+    for (int p = 0; p < P; p++) {
+      const auto w = factor<S::kPairs>(value[p][n]);
+      JAXLLM_UNROLL
+      for (int j = 0; j < R; j++) add(kParts ? part[p][j] : sum[i + p][j], w, x + j * x_stride + c + n * kColumns);
+    }
+    JAXLLM_UNROLL
+    for (int p = 0; p < P; p++)
+      if constexpr (kParts) {
+        const Floats scale = row[i + p].scale(c);
+        JAXLLM_UNROLL
+        for (int j = 0; j < R; j++) sum[i + p][j] = fma(part[p][j], scale, sum[i + p][j]);
+      }
+  }
+}
+
+template <class S, int O, int R>
+void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, int64_t o, int64_t r, float* y) {
+  typedef typename S::Row Row;
+  Row row[O];
+  Floats sum[O][R];
+  clear(sum);
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i++) row[i] = source.row(o + i);
+  x += r * x_stride;
+  const int64_t whole = S::kTail ? w.columns / S::kChunk * S::kChunk : w.columns;
+  for (int64_t c = 0; c < whole; c += S::kChunk) {
+    JAXLLM_UNROLL
+    for (int i = 0; i < O; i++)
+      if (!r) row[i].fetch(c);
+    JAXLLM_UNROLL
+    for (int u = 0; u < S::kChunk; u += S::kUnit) {
+      if (S::kEnds && c + u >= whole) break;
+      add_unit<S, O, R>(sum, row, c + u, x, x_stride);
+    }
+  }
+  if constexpr (S::kTail) {
+    if (whole < w.columns) {
+      alignas(64) uint8_t ends[O][S::kChunk * 4] = {};
+      for (int i = 0; i < O; i++) row[i].end(whole, w.columns - whole, ends[i]);
+      static_assert(S::kChunk == S::kUnit, "");
+      add_unit<S, O, R>(sum, row, whole, x, x_stride);
+    }
+  }
+  put(sum, w, o, r, S::kScales == Scales::kRow, y);
+}
+
+// Numbers between rows of a prepared input: not a power of two, or all rows of both factors would fall on the same
+// few lines of the first cache.
+inline int64_t stride_of(const Input& in) { return up(in.columns, 128) + 32 * 5; }
+
+template <class S>
+void multiply_source(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t row_bytes,
+                     int64_t begin, int64_t end, float* y) {
+  constexpr int kMost = (S::kScales != Scales::kUnit || S::kMany) && kRegisters == 32 ? 4 : 2;
+  blocks(begin, end, row_bytes, in.rows, [&](int64_t begin, int64_t end) {
+    tiles<kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+      tile<S, O, R>(source, w, reinterpret_cast<const X<S>*>(x), stride_of(in), o, r, y);
+    });
+  });
+}
+
+// The values of a source's rows from `first` on, written out.
+template <class S>
+struct Expanded {
+  typedef typename S::Value Value;
+  static constexpr bool kPairs = S::kPairs, kTail = false, kEnds = S::kEnds, kMany = true;
+  static constexpr int kUnit = S::kUnit, kChunk = S::kUnit;
+  static constexpr Scales kScales = S::kScales;
+  static constexpr int kSize = sizeof(Value) / columns_of<Value>();
+  struct Row {
+    const uint8_t* at;
+    typename S::Row own;
+    template <int N>
+    JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
+      JAXLLM_UNROLL
+      for (int n = 0; n < N; n++) out[n] = jaxllm::load<Value>(at + c * kSize + n * sizeof(Value));
+    }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return own.scale(c); }
+    void fetch(int64_t) const {}
+  };
+  const S& source;
+  const uint8_t* data;
+  int64_t stride, first;
+
+  JAXLLM_INLINE Row row(int64_t o) const { return {data + (o - first) * stride, source.row(o)}; }
+};
+
+// The same for more rows than a tile has, for which values that take work are written out once.
+template <class S>
+void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
+                       float* y) {
+  if (in.rows <= 4) return multiply_source(source, w, in, x, w.stride, begin, end, y);
+  typedef typename S::Value Value;
+  const int64_t stride = (up(in.columns, 128) + 32 * 3) * Expanded<S>::kSize, most = rows_in_cache(stride);
+  uint8_t* values = space<S>(size_t(most) * stride);
+  for (int64_t b = begin; b < end; b += most) {
+    const int64_t stop = b + most < end ? b + most : end;
+    for (int64_t o = b; o < stop; o++) {
+      typename S::Row row = source.row(o);
+      uint8_t* to = values + (o - b) * stride;
+      for (int64_t c = 0; c < w.columns; c += S::kChunk) {
+        row.fetch(c);
+        for (int u = 0; u < S::kChunk && !(S::kEnds && c + u >= w.columns); u += S::kUnit) {
+          Value some[S::kUnit / columns_of<Value>()];
+          row.load(c + u, some);
+          memcpy(to + (c + u) * Expanded<S>::kSize, some, sizeof some);
+        }
+      }
+    }
+    multiply_source(Expanded<S>{source, values, stride, b}, w, in, x, 0, b, stop, y);
+  }
+}
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,166 @@
+// Integers times inputs rounded to int8. The sums of a group are whole numbers, and exact.
+#pragma once
+
+#include "integers.h"
+
+namespace jaxllm {
+namespace {
+
+// As many columns of an input row as share a step. Byte 64 h + j of a chunk of 128 stands for that column (8-bit
+// weights) or for 32 (j / 16) + 16 h + j % 16 (4-bit ones, whose low and high bits lie so). `bias`: what the
+// weights' offset adds, for each lane of four bytes (of low and high bits together), to be subtracted; of 4-bit
+// weights with a zero point, what each of it adds. `whole`: of all, over lanes.
+constexpr int64_t kChunks = kRounded / 128;
+
+struct alignas(64) Block {
+  int8_t digit[kChunks][128];
+  int32_t bias[kChunks][32];
+  int32_t whole[kLanes];
+  float step;
+};
+
+inline bool rounded(const Weight& w, const Input& in) { return integers(w) && in.rounded; }
+inline int64_t blocks_of(const Input& in) { return up(in.columns, kRounded) / kRounded; }
+
+// What one step stands for: in this one order of operations, as round_to_int8 of weights/linear.py has
+// it, for a quotient that is one bit off falls on the other side of a half; and 0 where XLA's threads,
+// which flush what a float cannot hold normally, have 0.
+inline float step_of(float largest) {
+  const float step = largest * (1.0f / 127);
+  return step < 0x1p-126f ? 0 : step;
+}
+
+inline void write_block(const Weight& w, const float* x, Block& out) {
+  const bool four = w.kind == Kind::kInt4;
+  Floats most = {}, wild = {};  // infinities and NaN make the latter NaN
+  for (int64_t i = 0; i < kRounded; i += kLanes) {
+    const Floats v = load<Floats>(x + i);
+    most = larger(most, magnitude(v));
+    wild += v * 0.0f;
+  }
+  memset(&out, 0, sizeof out);
+  const bool finite = sum(wild) == 0;
+  out.step = finite ? step_of(largest(most)) : NAN;
+  if (!finite || out.step == 0) return;
+  const int32_t offset = four ? (w.zero ? 1 : 8) : kOffset;
+  for (int64_t c = 0; c < kChunks; c++) {
+    int8_t digit[128];
+    for (int64_t i = 0; i < 128; i += kLanes) {
+      const Ints whole = to_ints(nearest(load<Floats>(x + 128 * c + i) / out.step));
+      store(digit + i, __builtin_convertvector(whole, Signed));
+    }
+    for (int b = 0; b < 8; b++)  // 16 at a time
+      memcpy(&out.digit[c][four ? b % 2 * 64 + b / 2 * 16 : b * 16], digit + 16 * b, 16);
+    for (int lane = 0; lane < 32; lane++) {
+      const int8_t* of = &out.digit[c][4 * lane];
+      const int32_t bias = offset * (of[0] + of[1] + of[2] + of[3]);
+      out.bias[c][four ? lane % 16 : lane] += bias;
+      out.whole[lane % kLanes] += bias;
+    }
+  }
+}
+
+// How a register of a weight row is read.
+enum class Read { kInt8Row, kInt8, kInt4, kInt4Zero };
+
+template <int O, int R, Read W>
+void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r, float* y) {
+  constexpr bool kFour = W == Read::kInt4 || W == Read::kInt4Zero, kRow = W == Read::kInt8Row;
+  constexpr int P = O == 1 || kRegisters < 32 ? 1 : 2;  // weight rows that share what is loaded of x
+  constexpr int kRegistersOfChunk = (kFour ? 64 : 128) / kBytes, kColumns = kFour ? 2 * kBytes : kBytes;
+  const int64_t blocks = (chunks + kChunks - 1) / kChunks;
+  const Block* x = reinterpret_cast<const Block*>(prepared) + r * blocks;
+  const Groups groups = groups_of(w, kColumns);
+  const int64_t distance = r ? 0 : distance_of(w.stride);
+  Floats total[O][R];
+  clear(total);
+  for (int64_t b = 0; b < blocks; b++) {
+    Ints all[O][R];  // exact, where the row has one scale
+    Floats part[O][R];
+    clear(part);
+    JAXLLM_UNROLL
+    for (int i = 0; i < O; i++) JAXLLM_UNROLL
+    for (int j = 0; j < R; j++) all[i][j] = kOffset ? -load<Ints>(x[j * blocks + b].whole) : Ints{};
+    const int64_t some = chunks - b * kChunks < kChunks ? chunks - b * kChunks : kChunks;
+    for (int64_t c = 0; c < some; c++) JAXLLM_UNROLL
+    for (int i = 0; i < O; i += P) {
+      const uint8_t* line[P];
+      JAXLLM_UNROLL
+      for (int p = 0; p < P; p++) {
+        line[p] = w.data + (o + i + p) * w.stride + (kFour ? 64 : 128) * (b * kChunks + c);
+        ahead(line[p], distance);
+        if (!kFour) ahead(line[p] + 64, distance);
+      }
+      JAXLLM_UNROLL
+      for (int v = 0; v < kRegistersOfChunk; v++) {
+        Bytes first[P], second[P];
+        Floats scale[P];
+        Ints zero[P];
+        JAXLLM_UNROLL
+        for (int p = 0; p < P; p++) {
+          const int64_t first_group = (o + i + p) * w.groups, column = 128 * (b * kChunks + c) + v * kColumns;
+          const Bytes bytes = load<Bytes>(line[p] + v * kBytes);
+          first[p] = kFour ? bytes & 15 : (kOffset ? bytes ^ uint8_t(kOffset) : bytes);
+          if (kFour) second[p] = bytes >> 4;
+          if (!kRow) scale[p] = groups.scale(first_group, column);
+          if (W == Read::kInt4Zero) zero[p] = groups.zero(first_group, column);
+        }
+        JAXLLM_UNROLL
+        for (int j = 0; j < R; j++) {
+          const Block& in = x[j * blocks + b];
+          const Bytes here = load<Bytes>(&in.digit[c][v * kBytes]);
+          Bytes there;
+          if (kFour) there = load<Bytes>(&in.digit[c][64 + v * kBytes]);
+          Ints bias = {};
+          if (kFour || (kOffset && !kRow)) bias = load<Ints>(&in.bias[c][v * kLanes]);
+          JAXLLM_UNROLL
+          for (int p = 0; p < P; p++) {
+            if (kRow) {
+              add_bytes(all[i + p][j], first[p], here);
+              continue;
+            }
+            Ints t = W == Read::kInt4Zero ? -(bias * zero[p]) : -bias;
+            if (kFour) {
+              add_nibbles(t, first[p], here);
+              add_nibbles(t, second[p], there);
+            } else {
+              add_bytes(t, first[p], here);
+            }
+            part[i + p][j] = fma(to_floats(t), scale[p], part[i + p][j]);
+          }
+        }
+      }
+    }
+    JAXLLM_UNROLL
+    for (int i = 0; i < O; i++) {
+      const Floats scale = all_of(kRow ? scale_at(w, o + i) : 1);
+      JAXLLM_UNROLL
+      for (int j = 0; j < R; j++) {  // scaled first: steps may be so large that nothing else fits
+        const Floats block = kRow ? to_floats(all[i][j]) * scale : part[i][j];
+        total[i][j] = fma(block, all_of(x[j * blocks + b].step), total[i][j]);
+      }
+    }
+  }
+  put(total, w, o, r, false, y);
+}
+
+template <Read W>
+void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  const int64_t chunks = up(in.columns, 128) / 128;
+  blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
+    tiles<kRegisters == 32 ? 4 : 2, false>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+      rounded_tile<O, R, W>(w, x, chunks, o, r, y);
+    });
+  });
+}
+
+inline void multiply_rounded(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  if (w.kind == Kind::kInt4)
+    return w.zero ? multiply_read<Read::kInt4Zero>(w, in, x, begin, end, y)
+                  : multiply_read<Read::kInt4>(w, in, x, begin, end, y);
+  return w.groups > 1 ? multiply_read<Read::kInt8>(w, in, x, begin, end, y)
+                      : multiply_read<Read::kInt8Row>(w, in, x, begin, end, y);
+}
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,60 @@
+// Rows of weights as the numbers that they stand for.
+#pragma once
+
+#include "packed.h"
+
+namespace jaxllm {
+namespace {
+
+constexpr int64_t kPart = 128;
+
+// `count` columns of row o from `from` on (a multiple of kPart; count at most kPart), as floats.
+inline void row_part(const Weight& w, int64_t o, int64_t from, int64_t count, float* out) {
+  const uint8_t* row = w.data + o * w.stride;
+  if (w.kind == Kind::kPacked) {
+    const Packed<false> source(w);
+    Packed<false>::Row packed = source.row(o);
+    for (int64_t c = from; c < from + count; c += 64) {
+      Halves some[Packed<false>::kValues];
+      packed.load(c, some);
+      uint16_t plain[64];
+      memcpy(plain, some, sizeof plain);
+      to_floats(Kind::kBF16, plain, 0, from + count - c < 64 ? from + count - c : 64, out + (c - from));
+    }
+    return;
+  }
+  if (!integers(w)) return to_floats(w.kind, row, from, count, out);
+  float whole[kPart];
+  if (w.kind == Kind::kInt8) {
+    to_floats(Kind::kInt8, row, from, kPart, whole);
+  } else {
+    int8_t q[kPart];
+    for (int64_t b = 0; b < kPart / 32; b++) {
+      const uint8_t* byte = row + from / 2 + 16 * b;
+      for (int j = 0; j < 16; j++) q[32 * b + j] = int8_t(byte[j] & 15);
+      for (int j = 0; j < 16; j++) q[32 * b + 16 + j] = int8_t(byte[j] >> 4);
+    }
+    to_floats(Kind::kInt8, q, 0, kPart, whole);
+  }
+  const int64_t step = w.group < kPart ? w.group : kPart;
+  for (int64_t i = 0; i < kPart; i += step) {
+    const int64_t g = o * w.groups + (from + i) / w.group;
+    const float scale = scale_at(w, g);
+    const float zero = w.zero ? w.zero[g] : (w.kind == Kind::kInt4 ? 8.0f : 0.0f);
+    for (int64_t j = i; j < i + step; j += kLanes) store(whole + j, (load<Floats>(whole + j) - zero) * scale);
+  }
+  if (count) memcpy(out, whole, 4 * count);
+}
+
+inline void widen(const Weight& w, int64_t begin, int64_t end, bool bf16, void* out) {
+  for (int64_t o = begin; o < end; o++)
+    for (int64_t from = 0; from < w.columns; from += kPart) {
+      const int64_t count = w.columns - from < kPart ? w.columns - from : kPart;
+      float part[kPart];
+      row_part(w, o, from, count, part);
+      put_floats(part, count, bf16, out, o * w.columns + from);
+    }
+}
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,40 @@
+// The kernels of one instruction set: compiled once for each, with its flags, its layer and its name.
+#include "attention.h"
+#include "inputs.h"
+
+#ifndef JAXLLM_SET
+#define JAXLLM_SET portable
+#endif
+#define JAXLLM_JOIN(a, b) a##b
+#define JAXLLM_NAMED(a, b) JAXLLM_JOIN(a, b)
+
+namespace jaxllm {
+namespace {
+
+void multiply(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end, float* y) {
+  const uint8_t* x = static_cast<const uint8_t*>(prepared);
+  const auto either = [&](auto by_pairs, auto by_floats) {
+    if constexpr (kPairs) {
+      if (pairs(w, in)) return by_pairs(w, in, x, begin, end, y);
+    }
+    by_floats(w, in, x, begin, end, y);
+  };
+  switch (w.kind) {
+    case Kind::kF32: return multiply_floats<Kind::kF32, false>(w, in, x, begin, end, y);
+    case Kind::kF16: return multiply_floats<Kind::kF16, false>(w, in, x, begin, end, y);
+    case Kind::kBF16: return either(multiply_floats<Kind::kBF16, kPairs>, multiply_floats<Kind::kBF16, false>);
+    case Kind::kPacked: return either(multiply_packed<kPairs>, multiply_packed<false>);
+    default:
+      if (in.rounded) return multiply_rounded(w, in, x, begin, end, y);
+      return either(multiply_exact<kPairs>, multiply_exact<false>);
+  }
+}
+
+}  // namespace
+
+const Kernels* JAXLLM_NAMED(JAXLLM_SET, _kernels)() {
+  static constexpr Kernels kernels = {prepared_bytes, prepare, multiply, widen, state_bytes, fold, merge, put};
+  return &kernels;
+}
+
+}  // namespace jaxllm

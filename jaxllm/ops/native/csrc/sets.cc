@@ -1,0 +1,93 @@
+// The table of instruction sets. Each feature of a processor is asked for by itself.
+#include "sets.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace jaxllm {
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx2_vnni_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx512_vnni_kernels();
+const Kernels* avx512_bf16_kernels();
+const Kernels* neon_kernels();
+const Kernels* neon_dot_kernels();
+const Kernels* neon_bf16_kernels();
+
+namespace {
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#elif defined(__aarch64__)
+// `bit`: of the first (0) or second (1) word of Linux; `name`: as macOS has it.
+bool has_arm([[maybe_unused]] int word, [[maybe_unused]] int bit, [[maybe_unused]] const char* name) {
+#if defined(__linux__)
+  return getauxval(word ? AT_HWCAP2 : AT_HWCAP) >> bit & 1;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  return !sysctlbyname(name, &found, &size, nullptr, 0) && found;
+#else
+  return false;
+#endif
+}
+
+bool has_dot() { return has_arm(0, 20, "hw.optional.arm.FEAT_DotProd"); }
+#endif
+
+const Set kSets[] = {
+    {"portable", portable_kernels, always},
+#ifdef JAXLLM_AVX2
+    {"avx2", avx2_kernels, has_avx2},
+#endif
+#ifdef JAXLLM_AVX2_VNNI
+    {"avx2-vnni", avx2_vnni_kernels, [] { return has_avx2() && __builtin_cpu_supports("avxvnni"); }},
+#endif
+#ifdef JAXLLM_AVX512
+    {"avx512", avx512_kernels, has_avx512},
+#endif
+#ifdef JAXLLM_AVX512_VNNI
+    {"avx512-vnni", avx512_vnni_kernels, [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }},
+#endif
+#ifdef JAXLLM_AVX512_BF16
+    {"avx512-bf16", avx512_bf16_kernels,
+     [] { return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"); }},
+#endif
+#ifdef JAXLLM_NEON
+    {"neon", neon_kernels, always},
+#endif
+#ifdef JAXLLM_NEON_DOT
+    {"neon-dot", neon_dot_kernels, has_dot},
+#endif
+#ifdef JAXLLM_NEON_BF16
+    {"neon-bf16", neon_bf16_kernels, [] { return has_dot() && has_arm(1, 14, "hw.optional.arm.FEAT_BF16"); }},
+#endif
+};
+
+}  // namespace
+
+std::vector<Set> available_sets() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  std::vector<Set> found;
+  for (const Set& set : kSets)
+    if (set.there()) found.push_back(set);
+  return found;
+}
+
+}  // namespace jaxllm

@@ -1,0 +1,78 @@
+// Tiles of O weight rows times R input rows: how a range is cut into them, what they sum into, and how memory is
+// asked for ahead. Each output has one accumulator that walks the columns in order, so its bits depend on nothing
+// but its own two rows.
+#pragma once
+
+#include "numbers.h"
+
+namespace jaxllm {
+namespace {
+
+template <int N>
+struct Int {
+  constexpr operator int() const { return N; }
+};
+
+// Rows are short and several are walked at once, so the processor's own prefetchers see little but
+// beginnings. Each line that is read asks for the one that a later tile will read in its place;
+// into the second cache, which keeps more requests in flight than the first.
+JAXLLM_INLINE void ahead(const uint8_t* line, int64_t distance) {
+  if (distance) __builtin_prefetch(line + distance, 0, 2);
+}
+
+// From a tile to that later one, in whole tiles of four rows: at least 8 kB, which are read about as
+// fast as memory answers.
+inline int64_t distance_of(int64_t stride) { return stride ? up(8 << 10, 4 * stride) : 0; }
+
+// A tile's sums, one for each of its outputs: kept in registers where all loops over them are
+// unrolled.
+template <int O, int R>
+JAXLLM_INLINE void clear(Floats (&sum)[O][R]) {
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i++) JAXLLM_UNROLL
+  for (int j = 0; j < R; j++) sum[i][j] = Floats{};
+}
+
+template <int O, int R>
+JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, int64_t o, int64_t r, bool scaled, float* y) {
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i++) JAXLLM_UNROLL
+  for (int j = 0; j < R; j++) {
+    const float whole = sum(of[i][j]);
+    y[(r + j) * w.rows + o + i] = scaled && w.groups ? whole * scale_at(w, o + i) : whole;
+  }
+}
+
+// Calls tile(Int<O>, Int<R>, o, r) over begin <= o < end and all rows: four by four (or `Most` by four). What is left
+// over is computed with some that have been before, or one by one: an output's bits are the same in any tile.
+template <int Most, bool Many, class Tile>
+void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
+  const auto down = [&](auto R, int64_t r) {
+    constexpr int O = R == 1 ? 4 : Most;
+    for (int64_t o = begin; o < end && end - begin >= O; o += O) tile(Int<O>(), R, o + O <= end ? o : end - O, r);
+    for (int64_t o = begin; o < end && end - begin < O; o++)
+      for (int j = 0; j < R; j++) tile(Int<1>(), Int<1>(), o, r + j);
+  };
+  for (int64_t r = 0; r < rows && rows >= 4; r += 4) down(Int<4>(), r + 4 <= rows ? r : rows - 4);
+  if constexpr (!Many) {
+    if (rows == 3) down(Int<3>(), 0);
+    if (rows == 2) down(Int<2>(), 0);
+    if (rows == 1) down(Int<1>(), 0);
+  }
+}
+
+// As many weight rows as the second cache holds beside the input, in whole tiles; never none.
+inline int64_t rows_in_cache(int64_t row_bytes) {
+  const int64_t most = (256 << 10) / (row_bytes > 0 ? row_bytes : 1);
+  return up(most > 0 ? most : 1, 4);
+}
+
+// some(begin, end) by as many at once as that, where they are needed again for the next four input rows.
+template <class Some>
+void blocks(int64_t begin, int64_t end, int64_t row_bytes, int64_t rows, const Some& some) {
+  const int64_t most = rows <= 4 ? end - begin : rows_in_cache(row_bytes);
+  for (int64_t b = begin; b < end; b += most) some(b, b + most < end ? b + most : end);
+}
+
+}  // namespace
+}  // namespace jaxllm

@@ -1,0 +1,110 @@
+// The vector layer: what the kernels are written over, some thirty operations on vectors. Each kernel is
+// written once, and compiled for each instruction set over that set's layer.
+//
+// To add an instruction set
+//
+// 1. Write layers/NAME.h. It says
+//      JAXLLM_LANES(N)        how many 32-bit lanes a register has, which makes the types Floats, Ints, Bits
+//                             (N lanes), Halves (2 N bfloat16 numbers, as bits) and Bytes (4 N);
+//      kRegisters             how many of them there are: how large tiles may be;
+//    and what C++'s own arithmetic on vectors (lanes.h) does not:
+//      fma(a, b, c)           a b + c, rounded once where the set can;
+//      larger(a, b), largest(v), sum(v)   a fixed order of additions; sums(v[4], out) is four at once;
+//      from_f16(p), from_int8(p)          N numbers, in order, as Floats;
+//      kOffset                what is added to signed weights before add_bytes: 128 where it takes them
+//                             unsigned (VNNI), else 0;
+//      add_bytes(sum, w, x)   products of 8-bit numbers, w with that offset and x signed (-127 to 127), those of
+//                             four neighbours added to their lane;
+//      add_nibbles(sum, w, x) the same for w from 0 to 15;
+//      Exponents(base).join(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
+//                             exponent base + index; put together from the lower and the upper eight bytes of
+//                             each 16;
+//      Nibbles<Zero>().values(q, zero, out)   the 8 N numbers q - 8, or q - zero, of 4 N bytes: NibbleValue[4] of
+//                             Halves or [8] of Floats, in the order nibble_column(i), the column (of 128) of the
+//                             i-th number; any order in which lane l of each register is of columns of the same
+//                             32 as byte 4 l;
+//      Spread(count)          .floats(p), .halves(p), .bytes(p): `count` neighbours (1, 2 or 4; no more than the
+//                             32 columns of a register of nibbles), each over its share of the lanes.
+//    Where it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
+//      add_pairs(sum, a, b)   a b of two neighbours added to each lane;
+//      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; 16-bit numbers in turn.
+//    What a feature of some processors adds is an #ifdef in the layer: it is compiled for each set.
+// 2. Give it a line in CMakeLists.txt, with the compiler's flags.
+// 3. Give it a line in sets.cc, with how a processor is asked whether it has it, and one in
+//    INSTRUCTION_SETS of jaxllm/ops/native/__init__.py.
+//
+// A set may round in an order of its own: an output's last bits differ between sets (see
+// jaxllm/ops/native/__init__.py for how much), but within one they depend on nothing but the output's own rows.
+// Functions of the standard library's templates are not called here: the linker keeps one copy of each for all
+// sets, which may be of instructions that the processor has not.
+#pragma once
+
+#ifndef JAXLLM_LAYER
+#define JAXLLM_LAYER "layers/portable.h"
+#endif
+#include JAXLLM_LAYER
+
+#include <cmath>
+
+namespace jaxllm {
+namespace {
+
+constexpr int kHalves = 2 * kLanes, kBytes = 4 * kLanes;  // of a register
+
+JAXLLM_INLINE Floats all_of(float value) { return value - Floats{}; }
+
+// Two bfloat16 numbers to a lane: the first and the second of each.
+JAXLLM_INLINE Floats even(Halves v) { return Floats(Bits(v) << 16); }
+JAXLLM_INLINE Floats odd(Halves v) { return Floats(Bits(v) & 0xffff0000u); }
+
+// The bfloat16 numbers that floats are: first and second of each lane.
+JAXLLM_INLINE Halves narrow(Floats first, Floats second) { return Halves(Bits(first) >> 16 | Bits(second)); }
+
+// In order.
+JAXLLM_INLINE Floats from_bf16(const uint16_t* p) {
+  return Floats(__builtin_convertvector(load<Words>(p), Bits) << 16);
+}
+
+// To nearest, ties to even; NaN stays NaN.
+JAXLLM_INLINE void store_bf16(uint16_t* to, Floats v) {
+  const Bits wide = Bits(v), rounded = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+  const Bits bits = (wide & 0x7fffffff) > 0x7f800000u ? (wide >> 16 | 64) : rounded;
+  store(to, __builtin_convertvector(bits, Words));
+}
+
+// To nearest, ties to even, where |v| < 2^22.
+JAXLLM_INLINE Floats nearest(Floats v) { return (v + 12582912.0f) - 12582912.0f; }
+
+JAXLLM_INLINE Ints to_ints(Floats v) { return __builtin_convertvector(v, Ints); }
+JAXLLM_INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
+// Whether any lane is all ones; the others are zeros.
+JAXLLM_INLINE bool any_of(Bits v) { return largest(Floats(v & 0x3f800000u)) > 0; }
+JAXLLM_INLINE Floats magnitude(Floats v) { return Floats(Bits(v) & 0x7fffffffu); }
+
+#ifdef JAXLLM_PAIRS
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) { sum = fma(odd(a), odd(b), fma(even(a), even(b), sum)); }
+#endif
+
+// exp by 2^n times a polynomial of degree 6 (Cephes' expf); 0 below -87, as nothing is above 0. NaN: anything.
+JAXLLM_INLINE Floats exp_of(Floats x) {
+  const Ints kept = x >= -87.0f;
+  x = Floats(Ints(x) & kept);
+  const Floats n = nearest(x * 1.44269504f);
+  Floats r = fma(n, all_of(-0.693359375f), x);
+  r = fma(n, all_of(2.12194440e-4f), r);
+  Floats p = all_of(1.9875691500e-4f);
+  p = fma(p, r, all_of(1.3981999507e-3f));
+  p = fma(p, r, all_of(8.3334519073e-3f));
+  p = fma(p, r, all_of(4.1665795894e-2f));
+  p = fma(p, r, all_of(1.6666665459e-1f));
+  p = fma(p, r, all_of(5.0000001201e-1f));
+  p = fma(p * r, r, r) + 1.0f;
+  const Floats power = Floats(Bits(to_ints(n) + 127) << 23);
+  return Floats(Ints(p * power) & kept);
+}
+
+}  // namespace
+}  // namespace jaxllm

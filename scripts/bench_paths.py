@@ -1,0 +1,200 @@
+"""Which path multiplies fastest: the kernels, or XLA, for each instruction set, format and rows.
+
+    python scripts/bench_paths.py [--sets avx2,avx512] [--seconds 480] [--write]
+
+Each set that this machine has runs in a process of its own, with XLA held to instructions of the
+same age. For each kind of weight and of inputs, and for 1 to 512 rows, the products of a few shapes
+are timed on three paths: the native kernel; weights widened natively for XLA's product; and plain
+JAX, as with JAXLLM_NATIVE=0. With --write, the table that `native.path` reads is written: up to how
+many rows the kernel is at least as fast as the others, and which of them is taken beyond.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "jaxllm" / "ops" / "native" / "paths.json"
+FORMATS = {
+    "float32": ("float32",), "bfloat16": ("bfloat16", "float32"), "float16": ("float32",),
+    "bf16-packed": ("bfloat16", "float32"), "int8": ("float32", "bfloat16", "int8"),
+    "int4-g64-f16": ("float32", "bfloat16", "int8"),
+}  # fmt: skip
+ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
+SHAPES = [(2048, 2048), (5632, 2048), (2048, 5632), (32000, 2048)]  # [out, in]
+LARGEST = 64  # rows for which the last shape is timed too
+XLA = {"portable": "SSE4_2", "avx2": "AVX2", "avx2-vnni": "AVX2"}  # others: all there is
+LEVEL = 1.03  # so much slower passes for as fast
+HOPELESS = 3.0  # a kernel that is so much slower is not tried with more rows
+
+
+class Row(NamedTuple):
+    """Milliseconds of all shapes' products; None where a path was not tried, or is none."""
+
+    kind: str
+    inputs: str
+    rows: int
+    kernel: float | None
+    widened: float | None
+    plain: float | None
+
+
+def measure(seconds: float) -> Iterator[Row]:
+    """The rows of the instruction set in use, in about so many seconds."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxllm.ops import native
+    from jaxllm.weights import linear
+    from jaxllm.weights.formats import as_format, as_leaf
+    from jaxllm.weights.leaves.leaf import Leaf
+
+    assert native.enabled() and jax.default_backend() == "cpu"
+    each = seconds / (len(ROWS) * sum(map(len, FORMATS.values())))
+    rng = np.random.default_rng(0)
+    for name, kinds in FORMATS.items():
+        dtype = jnp.bfloat16 if name.startswith("bf") else jnp.float32
+        weights = [
+            as_format(jnp.asarray(rng.normal(0, 0.02, s).astype(np.float32)).astype(dtype), name)
+            for s in SHAPES
+        ]
+        kind = as_leaf(weights[0]).matrix().kind.name.lower()
+        for inputs in kinds:
+            digits = 1 if inputs == "int8" else 3
+            paths: dict[str, Callable[..., Any]] = {
+                "kernel": linear._kernel,
+                "plain": linear._plain,
+            }
+            if isinstance(weights[0], Leaf):
+                paths["widened"] = linear._widened
+            for rows in ROWS:
+                some = weights if rows <= LARGEST else weights[:-1]
+                dtype = "bfloat16" if inputs == "bfloat16" else "float32"
+                shapes = [(rows, w.shape[1]) for w in some]
+                x = [jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes]
+                best = _times(paths, digits, x, some, each)
+                if best.get("kernel", 0) > HOPELESS * min(best.values()):
+                    del paths["kernel"]
+                yield Row(
+                    kind, inputs, rows, *(best.get(p) for p in ("kernel", "widened", "plain"))
+                )
+
+
+def _times(
+    paths: dict[str, Callable[..., Any]], digits: int, x: Any, weights: Any, seconds: float
+) -> dict[str, float]:
+    """Milliseconds of each path, the best of several in turns."""
+    import jax
+
+    from jaxllm.ops import native
+
+    def run(call: Callable[..., Any], x: Any, weights: Any) -> Any:
+        return [call(digits, x_RI, (w,))[0] for x_RI, w in zip(x, weights, strict=True)]
+
+    compiled, best = {}, dict.fromkeys(paths, float("inf"))
+    start, turns = time.perf_counter(), 0
+    for name, call in paths.items():
+        function = jax.jit(partial(run, call))
+        if name == "plain":
+            with native.disabled():
+                compiled[name] = function.lower(x, weights).compile()
+        else:
+            compiled[name] = function.lower(x, weights).compile()
+    while True:
+        for name, function in compiled.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(function(x, weights))
+            if turns:  # the first is for the caches
+                best[name] = min(best[name], 1e3 * (time.perf_counter() - begin))
+        turns += 1
+        took = time.perf_counter() - start
+        if (turns > 3 and took > seconds) or (turns > 1 and took > 4 * seconds):
+            return best
+
+
+def chosen(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """What `native.path` reads, of one set."""
+    table: dict[str, dict[str, Any]] = {}
+    for kind, inputs in dict.fromkeys((row.kind, row.inputs) for row in rows):
+        mine = [row for row in rows if (row.kind, row.inputs) == (kind, inputs)]
+        limit: int | None = 0
+        for row in mine:
+            others = [ms for ms in (row.widened, row.plain) if ms is not None]
+            if row.kernel is None or (others and row.kernel > LEVEL * min(others)):
+                break
+            limit = row.rows
+        limit = None if limit == ROWS[-1] else limit
+        beyond = [row for row in mine if limit is not None and row.rows > limit] or mine[-1:]
+        # More rows say more, being more work.
+        widened = sum((row.widened or 1e9) < (row.plain or 1e9) for row in beyond) * 2 >= len(
+            beyond
+        )
+        table[f"{kind} {inputs}"] = {"rows": limit, "widened": widened}
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sets", default="", help="of those that there are; all by default")
+    parser.add_argument("--seconds", type=float, default=420, help="for all of them, about")
+    parser.add_argument("--write", action="store_true", help="write the table that is read")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.measure:
+        for row in measure(asked.seconds):
+            print(json.dumps(row), flush=True)
+        return 0
+    from jaxllm.ops import native
+
+    sets = asked.sets.split(",") if asked.sets else native.available()
+    table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
+    print(
+        f"{'set':<13}{'weights':<10}{'inputs':<10}{'rows':>5}{'kernel':>10}{'widened':>10}{'plain':>10}"
+    )
+    for name in sets:
+        flags = f"--xla_cpu_max_isa={XLA[name]}" if name in XLA else ""
+        environment = {**os.environ, "JAXLLM_ISA": name, "XLA_FLAGS": flags}
+        command = [
+            sys.executable,
+            __file__,
+            "--measure",
+            "--seconds",
+            str(asked.seconds / len(sets)),
+        ]
+        rows = []
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                rows.append(row := Row(*json.loads(line)))
+                shown = (f"{ms:>10.2f}" if ms is not None else f"{'-':>10}" for ms in row[3:])
+                print(
+                    f"{name:<13}{row.kind:<10}{row.inputs:<10}{row.rows:>5}{''.join(shown)}",
+                    flush=True,
+                )
+        if process.returncode:
+            return process.returncode
+        table[name] = chosen(rows)
+    for name in sets:
+        print(name, json.dumps(table[name]))
+    if asked.write:
+        ordered = {name: table[name] for name in native.INSTRUCTION_SETS if name in table}
+        lines = []
+        for name, rows_of in ordered.items():
+            each = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in rows_of.items())
+            lines.append(f'  "{name}": {{\n{each}\n  }}')
+        TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The C++ sources: each header stands by itself, and each set is known on both sides."""
+
+import json
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxllm.ops import native
+from tests.conftest import ROOT
+
+SOURCES = ROOT / "jaxllm" / "ops" / "native" / "csrc"
+HEADERS = sorted(SOURCES.rglob("*.h"))
+NEEDS = {"avx2.h": "-mavx2 -mfma -mf16c", "avx512.h": "-mavx512f -mavx512bw -mavx512vl -mavx512dq"}
+
+
+def test_each_header_is_complete_by_itself(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not there")
+    here = subprocess.run(["g++", "-dumpmachine"], capture_output=True, text=True).stdout
+
+    def wrong(header: Path) -> str:
+        if (header.name in NEEDS and "x86_64" not in here) or (
+            header.name == "neon.h" and "aarch64" not in here
+        ):
+            return ""
+        flags = [*NEEDS.get(header.name, "").split(), "-x", "c++", "-std=gnu++17", "-fsyntax-only"]
+        where = [f"-I{SOURCES}", "-isystem", jax.ffi.include_dir()]
+        command = ["g++", *flags, "-w", *where, str(header)]
+        return subprocess.run(command, capture_output=True, text=True).stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not "".join(pool.map(wrong, HEADERS))
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = [path.name for path in SOURCES.rglob("*") if path.is_file()]
+    assert len(names) == len(set(names))
+
+
+def test_every_set_is_built_asked_for_and_described() -> None:
+    built = re.findall(r"^add_set\((\S+)", (ROOT / "CMakeLists.txt").read_text(), re.M)
+    asked = re.findall(r'\{"([a-z0-9-]+)",', (SOURCES / "sets.cc").read_text())
+    assert built == asked == list(native.INSTRUCTION_SETS)
+
+
+def test_the_measured_paths_are_of_sets_and_kinds_that_there_are() -> None:
+    table = json.loads((SOURCES.parent / "paths.json").read_text(encoding="utf-8"))
+    assert set(table) <= set(native.INSTRUCTION_SETS)
+    kinds = {kind.name.lower() for kind in native.Kind}
+    for rows in table.values():
+        for name, path in rows.items():
+            kind, inputs = name.split()
+            assert kind in kinds and inputs in ("float32", "bfloat16", "int8")
+            assert path["rows"] is None or path["rows"] >= 0
