@@ -164,11 +164,12 @@ struct Expanded {
   JAXLLM_INLINE Row row(int64_t o) const { return {data + (o - first) * stride, source.row(o)}; }
 };
 
-// The same for more rows than a tile has, for which values that take work are written out once.
+// The same where reading values is work, which is done once for many rows: more than two or four tiles of them.
 template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y) {
-  if (in.rows <= 4) return multiply_source(source, w, in, x, w.stride, begin, end, y);
+  if (in.rows <= (S::kScales == Scales::kNone ? 8 : 16))
+    return multiply_source(source, w, in, x, w.stride, begin, end, y);
   typedef typename S::Value Value;
   const int64_t stride = (up(in.columns, 128) + 32 * 3) * Expanded<S>::kSize, most = rows_in_cache(stride);
   uint8_t* values = space<S>(size_t(most) * stride);
