@@ -6,11 +6,12 @@ Each set that this machine has runs in a process of its own, with XLA held to in
 same age. For each kind of weight and of inputs, and for 1 to 512 rows, the products of a few shapes
 are timed on three paths: the native kernel; weights widened natively for XLA's product; and plain
 JAX, as with JAXLLM_NATIVE=0. With --write, the table that `native.path` reads is written: up to how
-many rows the kernel is at least as fast as the others, and which of them is taken beyond.
+many rows the kernel is taken, and which of the others beyond, so that least is lost in all.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -31,7 +32,6 @@ ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
 SHAPES = [(2048, 2048), (5632, 2048), (2048, 5632), (32000, 2048)]  # [out, in]
 LARGEST = 1  # rows for which the last shape is timed too
 XLA = {"portable": "SSE4_2", "avx2": "AVX2", "avx2-vnni": "AVX2"}  # others: all there is
-LEVEL = 1.03  # so much slower passes for as fast
 HOPELESS = 3.0  # a kernel that is so much slower is not tried with more rows
 
 
@@ -129,20 +129,21 @@ def chosen(rows: list[Row]) -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = {}
     for kind, inputs in dict.fromkeys((row.kind, row.inputs) for row in rows):
         mine = [row for row in rows if (row.kind, row.inputs) == (kind, inputs)]
-        limit: int | None = 0
-        for row in mine:
-            others = [ms for ms in (row.widened, row.plain) if ms is not None]
-            if row.kernel is None or (others and row.kernel > LEVEL * min(others)):
-                break
-            limit = row.rows
-        limit = None if limit == ROWS[-1] else limit
-        beyond = [row for row in mine if limit is not None and row.rows > limit] or mine[-1:]
-        # More rows say more, being more work.
-        widened = sum((row.widened or 1e9) < (row.plain or 1e9) for row in beyond) * 2 >= len(
-            beyond
-        )
-        table[f"{kind} {inputs}"] = {"rows": limit, "widened": widened}
+        choices = [(limit, widened) for limit in (0, *ROWS) for widened in (False, True)]
+        limit, widened = min(choices, key=lambda path: (_lost(mine, *path), -path[0]))
+        path = {"rows": None if limit == ROWS[-1] else limit, "widened": widened}
+        table[f"{kind} {inputs}"] = path
     return table
+
+
+def _lost(rows: list[Row], limit: int, widened: bool) -> float:
+    """How much slower than the fastest path this choice is: the sum of logarithms over rows."""
+    lost = 0.0
+    for row in rows:
+        taken = row.kernel if row.rows <= limit else row.widened if widened else row.plain
+        best = min(ms for ms in (row.kernel, row.widened, row.plain) if ms is not None)
+        lost += math.log(taken / best) if taken is not None else 100.0  # never what was not tried
+    return lost
 
 
 def main() -> int:
