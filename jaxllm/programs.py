@@ -2,7 +2,8 @@
 
 A `Program` is `jax.jit`, until `keep` names a folder. It then looks there for what an earlier
 process compiled of the same code, for the same configuration, formats and shapes, with the same
-versions, kernels and settings, and leaves there what it compiles. Programs are machine code: the
+versions, kernels and settings (of JAX as they are at the first call), and leaves there what it
+compiles. Programs are machine code: the
 folder belongs to one kind of processor and one user (`jaxllm.cli.compiled`).
 """
 
@@ -146,9 +147,9 @@ def _settings() -> Hashable:
 def _versions() -> str:
     """The code that a program is compiled from: ours by its files, JAX by its versions, and how."""
     root = Path(__file__).parent
-    ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(root.rglob("*.py"))]
-    if library := native.library():
-        ours.append((library, os.stat(library).st_mtime_ns, os.stat(library).st_size))
+    files = [*sorted(root.rglob("*.py")), Path(native.PATHS)]
+    files += [Path(library)] if (library := native.library()) else []
+    ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
     told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
     versions = jax.__version__, jax.lib.__version__, flax.__version__
     return repr((ours, versions, told, os.environ.get("XLA_FLAGS", "")))

@@ -5,7 +5,6 @@ import os
 import platform
 from pathlib import Path
 
-MOST_BYTES = 512 << 20  # of what is kept; the oldest go first
 VARIABLE = "JAXLLM_COMPILE_CACHE"
 
 
@@ -18,7 +17,7 @@ def keep_compiled() -> None:
     """
     import jax
 
-    from jaxllm.programs import keep
+    from jaxllm.programs import MOST_BYTES, keep
 
     named = os.environ.get(VARIABLE, "")
     if named == "0" or jax.config.values["jax_compilation_cache_dir"]:

@@ -43,6 +43,9 @@ INSTRUCTION_SETS = {
 }
 
 
+PATHS = os.path.join(os.path.dirname(__file__), "paths.json")
+
+
 class Kind(IntEnum):
     """What a weight or a cache is made of, as csrc/kernels.h numbers it."""
 
@@ -63,15 +66,15 @@ class Path(NamedTuple):
 
 
 def path(kind: Kind, inputs: str) -> Path:
-    """The path that was measured to be the fastest for weights of a kind on the instruction set in
-    use, as `scripts/bench_paths.py` wrote it; inputs: float32, bfloat16 or int8."""
+    """The path for weights of a kind on the instruction set in use, as paths.json has it, which
+    `scripts/bench_paths.py` writes from measurements; inputs: float32, bfloat16 or int8."""
     row = _paths().get(str(isa()), {}).get(f"{kind.name.lower()} {inputs}")
     return Path() if row is None else Path(row["rows"], row["widened"])
 
 
 @cache
 def _paths() -> dict[str, dict[str, Any]]:
-    with open(os.path.join(os.path.dirname(__file__), "paths.json"), encoding="utf-8") as file:
+    with open(PATHS, encoding="utf-8") as file:
         table: dict[str, dict[str, Any]] = json.load(file)
     return table
 
