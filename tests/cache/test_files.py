@@ -125,8 +125,7 @@ def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
     def interrupted() -> np.ndarray:
         raise KeyboardInterrupt
 
-    unreadable = lambda array: LazyTensor(array.dtype, array.shape, interrupted)  # noqa: E731
-    monkeypatch.setattr(LazyTensor, "of", unreadable)
+    monkeypatch.setattr(LazyTensor, "of", lambda x: LazyTensor(x.dtype, x.shape, interrupted))
     with pytest.raises(KeyboardInterrupt):
         save_cache(file, filled(lm, tokens(1, 5)), model, params)
     assert file.read_bytes() == whole
