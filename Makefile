@@ -44,8 +44,8 @@ sanitize: $(VENV)/.installed-test
 test-arm: $(VENV)/.installed-test
 	$(BIN)/python scripts/run_arm.py
 
-# Seven minutes of an idle machine: kernels beside XLA, for each instruction set, format and number of rows. It writes
-# the table that decides between them.
+# Two minutes of an idle machine: kernels beside XLA, for each format and number of rows, on the best instruction set
+# there is. It writes the table that decides between them.
 bench-paths: $(VENV)/.installed
 	$(BIN)/python scripts/bench_paths.py --write
 

@@ -76,12 +76,12 @@ int wrong_ones(const std::vector<float>& y, const double* exact, const double* b
 
 std::vector<float> multiply(const Kernels* k, const jaxllm::Weight& w, const jaxllm::Input& in) {
   std::vector<float> y(in.rows * w.rows, 7);
-  const size_t size = (k->prepared_bytes(w, in) + 64) / 64 * 64;
+  const size_t size = (k->products.prepared_bytes(w, in) + 64) / 64 * 64;
   void* prepared = std::aligned_alloc(64, size);
-  k->prepare(w, in, 0, in.rows, prepared);
+  k->products.prepare(w, in, 0, in.rows, prepared);
   const int64_t half = w.rows / 8 * 4;
-  k->multiply(w, in, prepared, 0, half, y.data());
-  k->multiply(w, in, prepared, half, w.rows, y.data());
+  k->products.multiply(w, in, prepared, 0, half, y.data());
+  k->products.multiply(w, in, prepared, half, w.rows, y.data());
   std::free(prepared);
   return y;
 }

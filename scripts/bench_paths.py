@@ -1,12 +1,16 @@
-"""Which path multiplies fastest: the kernels, or XLA, for each instruction set, format and rows.
+"""Which path multiplies fastest: the kernels, or XLA, for an instruction set, each format and rows.
 
-    python scripts/bench_paths.py [--sets avx2,avx512] [--seconds 480] [--write]
+    python scripts/bench_paths.py [--sets avx2,avx512] [--seconds 120] [--write]
 
-Each set that this machine has runs in a process of its own, with XLA held to instructions of the
-same age. For each kind of weight and of inputs, and for 1 to 512 rows, the products of a few shapes
-are timed on three paths: the native kernel; weights widened natively for XLA's product; and plain
-JAX, as with JAXLLM_NATIVE=0. With --write, the table that `native.path` reads is written: up to how
-many rows the kernel is taken, and which of the others beyond, so that least is lost in all.
+One decision: a machine speaks for its best set alone. XLA's matrix products (YNNPACK) ask the
+processor itself what it has, whatever XLA is told, so that beside an older set they would be of
+another machine. Others are timed if they are named, and never written.
+
+Each set runs in a process of its own. For each kind of weight and of inputs, and for 1 to 512 rows,
+the products of a few shapes are timed on all paths: the native kernel; that for many rows, where
+there is one; weights widened natively for XLA's product; and plain JAX, as with JAXLLM_NATIVE=0.
+With --write, the table that `native.path` reads is written: up to how many rows the kernel is
+taken, and which of the others beyond, so that least is lost in all.
 """
 
 import argparse
@@ -31,7 +35,6 @@ FORMATS = {
 ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
 SHAPES = [(2048, 2048), (5632, 2048), (2048, 5632), (32000, 2048)]  # [out, in]
 LARGEST = 1  # rows for which the last shape is timed too
-XLA = {"portable": "SSE4_2", "avx2": "AVX2", "avx2-vnni": "AVX2"}  # others: all there is
 HOPELESS = 3.0  # a kernel that is so much slower is not tried with more rows
 
 
@@ -42,13 +45,17 @@ class Row(NamedTuple):
     inputs: str
     rows: int
     kernel: float | None
+    many: float | None
     widened: float | None
     plain: float | None
 
+    @property
+    def times(self) -> tuple[float | None, ...]:
+        return self[3:]
 
-def measure(seconds: float, known: dict[str, float]) -> Iterator[Row]:
-    """The rows of the instruction set in use, in about so many seconds; `known`: plain JAX's
-    milliseconds by what is multiplied, where another set's process has measured them."""
+
+def measure(seconds: float) -> Iterator[Row]:
+    """The rows of the instruction set in use, in about so many seconds."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -74,6 +81,8 @@ def measure(seconds: float, known: dict[str, float]) -> Iterator[Row]:
                 "kernel": linear._kernel,
                 "plain": linear._plain,
             }
+            if native.has_many() and (inputs == "int8" or inputs == "bfloat16"):
+                paths["many"] = linear._many
             if isinstance(weights[0], Leaf):
                 paths["widened"] = linear._widened
             for rows in ROWS:
@@ -81,15 +90,10 @@ def measure(seconds: float, known: dict[str, float]) -> Iterator[Row]:
                 dtype = "bfloat16" if inputs == "bfloat16" else "float32"
                 shapes = [(rows, w.shape[1]) for w in some]
                 x = [jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes]
-                plain = known.get(f"{kind} {inputs} {rows}")
-                tried = {n: call for n, call in paths.items() if n != "plain" or plain is None}
-                best = _times(tried, digits, x, some, each) if tried else {}
-                best.update({} if plain is None else {"plain": plain})
+                best = _times(paths, digits, x, some, each)
                 if best.get("kernel", 0) > HOPELESS * min(best.values()):
                     del paths["kernel"]
-                yield Row(
-                    kind, inputs, rows, *(best.get(p) for p in ("kernel", "widened", "plain"))
-                )
+                yield Row(kind, inputs, rows, *(best.get(path) for path in Row._fields[3:]))
 
 
 def _times(
@@ -129,78 +133,62 @@ def chosen(rows: list[Row]) -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = {}
     for kind, inputs in dict.fromkeys((row.kind, row.inputs) for row in rows):
         mine = [row for row in rows if (row.kind, row.inputs) == (kind, inputs)]
-        choices = [(limit, widened) for limit in (0, *ROWS) for widened in (False, True)]
-        limit, widened = min(choices, key=lambda path: (_lost(mine, *path), -path[0]))
-        path = {"rows": None if limit == ROWS[-1] else limit, "widened": widened}
+        choices = [(limit, beyond) for limit in (0, *ROWS) for beyond in Row._fields[4:]]
+        limit, beyond = min(choices, key=lambda path: (_lost(mine, *path), -path[0]))
+        path = {"rows": None if limit == ROWS[-1] else limit, "beyond": beyond}
         table[f"{kind} {inputs}"] = path
     return table
 
 
-def _lost(rows: list[Row], limit: int, widened: bool) -> float:
+def _lost(rows: list[Row], limit: int, beyond: str) -> float:
     """How much slower than the fastest path this choice is: the sum of logarithms over rows."""
     lost = 0.0
     for row in rows:
-        taken = row.kernel if row.rows <= limit else row.widened if widened else row.plain
-        best = min(ms for ms in (row.kernel, row.widened, row.plain) if ms is not None)
+        taken = row.kernel if row.rows <= limit else getattr(row, beyond)
+        best = min(ms for ms in row.times if ms is not None)
         lost += math.log(taken / best) if taken is not None else 100.0  # never what was not tried
     return lost
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sets", default="", help="of those that there are; all by default")
-    parser.add_argument("--seconds", type=float, default=420, help="for all of them, about")
-    parser.add_argument("--write", action="store_true", help="write the table that is read")
+    parser.add_argument("--sets", default="", help="of those that there are; the best by default")
+    parser.add_argument("--seconds", type=float, default=120, help="for each of them, about")
+    parser.add_argument("--write", action="store_true", help="write what the best set's rows say")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
-        for row in measure(asked.seconds, json.loads(sys.stdin.read())):
+        for row in measure(asked.seconds):
             print(json.dumps(row), flush=True)
         return 0
     from jaxllm.ops import native
 
-    sets = asked.sets.split(",") if asked.sets else native.available()
+    best = native.available()[-1]
+    sets = asked.sets.split(",") if asked.sets else [best]
     table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
-    known: dict[str, dict[str, float]] = {}  # by XLA's instructions, all that plain JAX has
     print(
-        f"{'set':<13}{'weights':<10}{'inputs':<10}{'rows':>5}{'kernel':>10}{'widened':>10}{'plain':>10}"
+        f"{'set':<13}{'weights':<10}{'inputs':<10}{'rows':>5}"
+        + "".join(f"{path:>10}" for path in Row._fields[3:])
     )
     for name in sets:
-        flags = f"--xla_cpu_max_isa={XLA[name]}" if name in XLA else ""
-        environment = {**os.environ, "JAXLLM_ISA": name, "XLA_FLAGS": flags}
-        command = [
-            sys.executable,
-            __file__,
-            "--measure",
-            "--seconds",
-            str(asked.seconds / len(sets)),
-        ]
-        rows = []
+        command = [sys.executable, __file__, "--measure", "--seconds", str(asked.seconds)]
+        environment, rows = {**os.environ, "JAXLLM_ISA": name}, []
         with subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=ROOT,
+            command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         ) as process:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(known.setdefault(flags, {})))
-            process.stdin.close()
+            assert process.stdout is not None
             for line in process.stdout:
                 rows.append(row := Row(*json.loads(line)))
-                if row.plain is not None:
-                    known[flags][f"{row.kind} {row.inputs} {row.rows}"] = row.plain
-                shown = (f"{ms:>10.2f}" if ms is not None else f"{'-':>10}" for ms in row[3:])
+                shown = (f"{ms:>10.2f}" if ms is not None else f"{'-':>10}" for ms in row.times)
                 print(
                     f"{name:<13}{row.kind:<10}{row.inputs:<10}{row.rows:>5}{''.join(shown)}",
                     flush=True,
                 )
         if process.returncode:
             return process.returncode
-        table[name] = chosen(rows)
-    for name in sets:
-        print(name, json.dumps(table[name]))
+        mine = chosen(rows)
+        print(name, json.dumps(mine))
+        table |= {name: mine} if name == best else {}
     if asked.write:
         ordered = {name: table[name] for name in native.INSTRUCTION_SETS if name in table}
         lines = []

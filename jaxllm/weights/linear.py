@@ -32,7 +32,8 @@ def linear(
     Where the formats of x and weight differ, both are widened to float32; only where there is no
     kernel, products of more than 16 rows of bfloat16 with quantized weights take the weights
     rounded to bfloat16. With kernels, the bits of a row do not depend on how many rows are
-    multiplied with it, up to as many as the kernel takes (`native.path`).
+    multiplied with it, up to as many as the kernel takes (`native.path`); nor, beyond that, where
+    a matrix unit takes over.
 
     int8_inputs: round x to int8 in blocks of 512 columns where the weights are integers (dynamic
     quantization): less arithmetic, not exact.
@@ -109,10 +110,12 @@ def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products
     path = native.path(leaf.matrix().kind, inputs)
     if rows > 0 and (path.rows is None or rows <= path.rows):
         return _kernel
-    return _widened if isinstance(weight, Leaf) and path.widened else _plain
+    if path.beyond == "many":
+        return _many
+    return _widened if isinstance(weight, Leaf) and path.beyond == "widened" else _plain
 
 
-def _kernel(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
+def _kernel(digits: int, x_RI: jax.Array, weights: Weights, *, many: bool = False) -> Products:
     """Rows by the native kernel; batched over x alone, they are more rows of the same product."""
 
     @jax.custom_batching.custom_vmap
@@ -120,7 +123,7 @@ def _kernel(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
         x_RI = x_RI if x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
         matrices = [as_leaf(weight).matrix() for weight in weights]
         columns = weights[0].shape[1]
-        return tuple(native.linear(x_RI, matrices, columns=columns, digits=digits))
+        return tuple(native.linear(x_RI, matrices, columns=columns, digits=digits, many=many))
 
     @call.def_vmap
     def _(size: int, batched: Any, x: jax.Array, weights: Weights) -> tuple[Products, Any]:
@@ -134,6 +137,11 @@ def _kernel(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
 
     y: Products = call(x_RI, weights)
     return y
+
+
+def _many(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
+    """Rows by the native kernel for many of them."""
+    return _kernel(digits, x_RI, weights, many=True)
 
 
 def _widened(digits: int, x_RI: jax.Array, weights: Sequence[Leaf]) -> Products:

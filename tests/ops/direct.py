@@ -46,11 +46,16 @@ Queries = structure(
 )  # fmt: skip
 
 _W, _I, _Q, _P = (POINTER(s) for s in (Weight, Input, Queries, Part))
-Kernels = structure(
-    "Kernels",
+Products = structure(
+    "Products",
+    takes=ctypes.CFUNCTYPE(ctypes.c_bool, _W, _I),
     prepared_bytes=ctypes.CFUNCTYPE(c_size_t, _W, _I),
     prepare=ctypes.CFUNCTYPE(None, _W, _I, c_int64, c_int64, c_void_p),
     multiply=ctypes.CFUNCTYPE(None, _W, _I, c_void_p, c_int64, c_int64, c_void_p),
+)
+Kernels = structure(
+    "Kernels",
+    products=Products,
     widen=ctypes.CFUNCTYPE(None, _W, c_int64, c_int64, c_bool, c_void_p),
     state_bytes=ctypes.CFUNCTYPE(c_size_t, _Q, c_int64),
     fold=ctypes.CFUNCTYPE(
@@ -58,6 +63,7 @@ Kernels = structure(
     ),
     merge=ctypes.CFUNCTYPE(None, _Q, c_int64, c_void_p, c_void_p),
     put=ctypes.CFUNCTYPE(None, _Q, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),
+    many=Products,
 )  # fmt: skip
 
 
@@ -118,20 +124,24 @@ _LIBC = ctypes.CDLL(None)
 def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -> np.ndarray:
     """`x @ matrix.T` as a kernel has it, float32 `[R, O]`; x: float32 or bfloat16 `[R, I]`.
 
-    The work is cut in two, as threads would.
+    By the set's matrix unit, where it has one that takes these. The work is cut in two, as threads
+    would.
     """
     k, w, (rows, columns), outputs = kernels(isa), matrix.native, x.shape, len(matrix.numbers)
     given = Input(address(x), x.dtype == bfloat16, rows, columns, rounded)
     y = placed(np.full((rows, outputs), 7, np.float32))
     room = c_void_p()
-    size = k.prepared_bytes(byref(w), byref(given))
+    unit = bool(k.many.takes) and k.many.takes(byref(w), byref(given))
+    by = k.many if unit else k.products
+    size = by.prepared_bytes(byref(w), byref(given))
     assert _LIBC.posix_memalign(byref(room), c_size_t(64), c_size_t(size)) == 0
     try:
-        for begin, end in ((0, rows // 2), (rows // 2, rows)):
-            k.prepare(byref(w), byref(given), begin, end, room)
+        middle = rows // 2 // 16 * 16  # where kernels.h lets it begin
+        for begin, end in ((0, middle), (middle, rows)):
+            by.prepare(byref(w), byref(given), begin, end, room)
         half = outputs // 8 * 4
         for begin, end in ((0, half), (half, outputs)):
-            k.multiply(byref(w), byref(given), room, begin, end, address(y))
+            by.multiply(byref(w), byref(given), room, begin, end, address(y))
     finally:
         _LIBC.free(room)
     return y

@@ -7,7 +7,8 @@ JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA
 instruction set, one of `INSTRUCTION_SETS`; by default the best that the machine has.
 
 Within a set an output's bits depend on its own row and weights alone, and are the same in every
-run. Between sets they differ by the order of additions: each is within 1e-6 of the sum of its
+run, whether it is one of a few rows or, with a matrix unit (avx512-amx), one of many: those two
+differ as sets do. Between sets they differ by the order of additions: each is within 1e-6 of the sum of its
 terms' magnitudes up to 2,048 columns, and beyond in proportion to the root of their number. Sets
 with products of bfloat16 pairs (avx512-bf16, neon-bf16) also round attention's weights to bfloat16
 where queries and cache are, as plain JAX does: a share of 2**-7 of the values' magnitudes.
@@ -37,6 +38,7 @@ INSTRUCTION_SETS = {
     "avx512": "AVX-512 F, BW, VL and DQ",
     "avx512-vnni": "AVX-512 F, BW, VL, DQ and VNNI",
     "avx512-bf16": "AVX-512 F, BW, VL, DQ, VNNI and BF16",
+    "avx512-amx": "AVX-512 F, BW, VL, DQ, VNNI, BF16, and AMX TILE, BF16 and INT8",
     "neon": "aarch64",
     "neon-dot": "aarch64 with dotprod",
     "neon-bf16": "aarch64 with dotprod and bf16",
@@ -58,18 +60,18 @@ class Kind(IntEnum):
 
 
 class Path(NamedTuple):
-    """What multiplies: the kernel up to so many rows (None: any number), then XLA, by weights that
-    are widened natively or by itself."""
+    """What multiplies: the kernel up to so many rows (None: any number), then `beyond`: "many", the
+    kernel for many rows, or XLA, by weights that are "widened" natively or by itself ("plain")."""
 
     rows: int | None = 16
-    widened: bool = True
+    beyond: str = "widened"
 
 
 def path(kind: Kind, inputs: str) -> Path:
     """The path for weights of a kind on the instruction set in use, as paths.json has it, which
     `scripts/bench_paths.py` writes from measurements; inputs: float32, bfloat16 or int8."""
     row = _paths().get(str(isa()), {}).get(f"{kind.name.lower()} {inputs}")
-    return Path() if row is None else Path(row["rows"], row["widened"])
+    return Path() if row is None else Path(row["rows"], row["beyond"])
 
 
 @cache
@@ -102,6 +104,11 @@ def isa(name: str | None = None) -> str | None:
     """
     loaded = kernels()
     return None if loaded is None else _take(loaded, name)
+
+
+def has_many() -> bool:
+    """Whether the instruction set in use has kernels for many rows: a matrix unit."""
+    return isa() == "avx512-amx"
 
 
 def available() -> list[str]:
@@ -161,12 +168,18 @@ class Matrix(NamedTuple):
 
 
 def linear(
-    x_RI: jax.Array, weights: Sequence[Matrix], *, columns: int, digits: int = 3
+    x_RI: jax.Array,
+    weights: Sequence[Matrix],
+    *,
+    columns: int,
+    digits: int = 3,
+    many: bool = False,
 ) -> list[jax.Array]:
     """`x @ weight.T` of each: float32 `[R, O]`, each row in the same order of additions whatever R.
 
     x_RI: float32 or bfloat16. columns: I of all weights. digits: of x to base 256 where weights are
-    integers: 1 rounds it to int8 in blocks of 512 columns, 3 keeps all of it.
+    integers: 1 rounds it to int8 in blocks of 512 columns, 3 keeps all of it. many: by the matrix
+    unit, in another order of additions, where there is one that takes these numbers.
     """
     rows = x_RI.shape[0]
     out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]
@@ -177,6 +190,7 @@ def linear(
         "counts": np.array([len(w.pieces) for w in weights], np.int32),
         "columns": np.int64(columns),
         "digits": np.int32(digits),
+        "many": np.bool_(many),
     }
     return list(call(x_RI, *(piece for w in weights for piece in w.pieces), **attributes))
 

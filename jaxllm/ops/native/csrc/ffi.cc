@@ -59,8 +59,8 @@ int64_t block_of(int64_t count, int64_t bytes, int64_t threads) {
   int64_t block = count / (threads > 0 ? threads * 8 : 8);
   const int64_t least = (64 << 10) * count / (bytes ? bytes : 1);
   if (block < least) block = least;
-  block = (block + 3) / 4 * 4;
-  return block < 4 ? 4 : block;
+  const int64_t whole = 32;  // tiles, of any set
+  return block < whole ? whole : (block + whole - 1) / whole * whole;
 }
 
 // Scratch memory of a thread, kept between calls; null where there is none to be had.
@@ -80,6 +80,7 @@ uint8_t* scratch(size_t bytes) {
 // One product of several that share their input.
 struct Product {
   Weight weight;
+  const Products* by;
   size_t prepared;  // where its input begins
   float* y;
 };
@@ -88,10 +89,10 @@ struct Product {
 bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.group == b.group; }
 
 // x times each of the weights: `counts` pieces of `kinds`, in groups of `groups` columns. `digits`: 1
-// rounds x where weights are integers.
+// rounds x where weights are integers. `many`: by the matrix unit, where there is one that takes them.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets ys,
                   ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups, ffi::Span<const int32_t> counts,
-                  int64_t columns, int32_t digits) {
+                  int64_t columns, int32_t digits, bool many) {
   if (!is(x, Type::F32, {kAny, columns}) && !is(x, Type::BF16, {kAny, columns}))
     return wrong("x is of float32 or bfloat16, [rows, columns of the weights]");
   if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
@@ -111,9 +112,11 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
     auto y = ys.get<ffi::AnyBuffer>(i);
     if (!y.has_value()) return y.error();
     if (!is(**y, Type::F32, {in.rows, w.rows})) return wrong("a product is float32 [rows of x, rows of its weight]");
+    const bool unit = many && kernels->many.takes && kernels->many.takes(w, in);
+    const Products* by = unit ? &kernels->many : &kernels->products;
     const bool again = i && alike(products[i - 1].weight, w);
-    products.push_back({w, again ? products[i - 1].prepared : bytes, static_cast<float*>((*y)->untyped_data())});
-    if (!again) bytes += (kernels->prepared_bytes(w, in) + 63) / 64 * 64;
+    products.push_back({w, by, again ? products[i - 1].prepared : bytes, static_cast<float*>((*y)->untyped_data())});
+    if (!again) bytes += (by->prepared_bytes(w, in) + 63) / 64 * 64;
     rows += w.rows;
     streamed += w.rows * w.stride;
   }
@@ -124,14 +127,13 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   const auto prepare = [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < products.size(); i++)
       if (!i || products[i].prepared != products[i - 1].prepared)
-        kernels->prepare(products[i].weight, in, begin, end, prepared + products[i].prepared);
+        products[i].by->prepare(products[i].weight, in, begin, end, prepared + products[i].prepared);
   };
-  const int64_t least = 16;  // rows that are worth another thread
-  in.rows > least ? share(pool, in.rows, least, prepare) : prepare(0, in.rows);
+  in.rows > kStrip ? share(pool, in.rows, kStrip, prepare) : prepare(0, in.rows);
   share(pool, rows, block_of(rows, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
     for (const Product& p : products) {  // the rows of all weights are numbered in turn
       const int64_t from = begin > 0 ? begin : 0, to = end < p.weight.rows ? end : p.weight.rows;
-      if (from < to) kernels->multiply(p.weight, in, prepared + p.prepared, from, to, p.y);
+      if (from < to) p.by->multiply(p.weight, in, prepared + p.prepared, from, to, p.y);
       begin -= p.weight.rows;
       end -= p.weight.rows;
     }
@@ -308,7 +310,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, jaxllm::linear,
                                   .Attr<ffi::Span<const int64_t>>("groups")
                                   .Attr<ffi::Span<const int32_t>>("counts")
                                   .Attr<int64_t>("columns")
-                                  .Attr<int32_t>("digits"));
+                                  .Attr<int32_t>("digits")
+                                  .Attr<bool>("many"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

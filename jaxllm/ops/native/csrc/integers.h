@@ -126,12 +126,16 @@ inline float product(const Weight& w, const Input& in, int64_t o, int64_t r) {
 
 // Sums that are scaled after they were added up overflow where inputs are huge: an output that is not
 // finite is computed once more, from weights that are scaled before.
-template <bool Pairs>
-void multiply_exact(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  multiply_integers<Pairs>(w, in, x, begin, end, y);
+inline void mend(const Weight& w, const Input& in, int64_t begin, int64_t end, float* y) {
   for (int64_t r = 0; r < in.rows; r++)
     for (int64_t o = begin; o < end; o++)
       if (float& out = y[r * w.rows + o]; !__builtin_isfinite(out)) out = product(w, in, o, r);
+}
+
+template <bool Pairs>
+void multiply_exact(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  multiply_integers<Pairs>(w, in, x, begin, end, y);
+  mend(w, in, begin, end, y);
 }
 
 }  // namespace

@@ -68,13 +68,18 @@ constexpr int64_t kStrip = 16, kSpan = 512;
 // Spans of a part.
 inline int64_t spans_of(const Part& part) { return (part.slots + kSpan - 1) / kSpan; }
 
-struct Kernels {
+struct Products {
+  bool (*takes)(const Weight&, const Input&);
   // Bytes that `prepare` writes for all rows: the input as `multiply` wants it.
   size_t (*prepared_bytes)(const Weight&, const Input&);
-  // Input rows begin <= r < end.
+  // Input rows begin <= r < end, where begin is a multiple of kStrip.
   void (*prepare)(const Weight&, const Input&, int64_t begin, int64_t end, void* prepared);
   // y[r, o] for weight rows begin <= o < end and all input rows r; y is [rows of x, rows of w].
   void (*multiply)(const Weight&, const Input&, const void* prepared, int64_t begin, int64_t end, float* y);
+};
+
+struct Kernels {
+  Products products;
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
   // Attention of a strip of up to kStrip queries from `first` on, of row b and key head k. Spans of kSpan slots (of
@@ -85,6 +90,8 @@ struct Kernels {
                float* state);
   void (*merge)(const Queries&, int64_t tokens, float* state, const float* next);
   void (*put)(const Queries&, int64_t b, int64_t k, int64_t first, int64_t tokens, float* state, void* out);
+  // The same products by a matrix unit, in an order of additions of its own; null where there is none.
+  Products many;
 };
 
 }  // namespace jaxllm

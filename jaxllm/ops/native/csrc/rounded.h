@@ -30,27 +30,32 @@ inline float step_of(float largest) {
   return step < 0x1p-126f ? 0 : step;
 }
 
-inline void write_block(const Weight& w, const float* x, Block& out) {
-  const bool four = w.kind == Kind::kInt4;
+// Rounds kRounded numbers; returns their step: 0, with zeros, or NaN where one is not finite.
+inline float write_digits(const float* x, int8_t* digit) {
   Floats most = {}, wild = {};  // infinities and NaN make the latter NaN
   for (int64_t i = 0; i < kRounded; i += kLanes) {
     const Floats v = load<Floats>(x + i);
     most = larger(most, magnitude(v));
     wild += v * 0.0f;
   }
-  memset(&out, 0, sizeof out);
   const bool finite = sum(wild) == 0;
-  out.step = finite ? step_of(largest(most)) : NAN;
-  if (!finite || out.step == 0) return;
+  const float step = finite ? step_of(largest(most)) : NAN;
+  memset(digit, 0, kRounded);
+  if (!finite || step == 0) return step;
+  for (int64_t i = 0; i < kRounded; i += kLanes)
+    store(digit + i, __builtin_convertvector(to_ints(nearest(load<Floats>(x + i) / step)), Signed));
+  return step;
+}
+
+inline void write_block(const Weight& w, const float* x, Block& out) {
+  const bool four = w.kind == Kind::kInt4;
+  int8_t digit[kRounded];
+  memset(&out, 0, sizeof out);
+  out.step = write_digits(x, digit);
   const int32_t offset = four ? (w.zero ? 1 : 8) : kOffset;
   for (int64_t c = 0; c < kChunks; c++) {
-    int8_t digit[128];
-    for (int64_t i = 0; i < 128; i += kLanes) {
-      const Ints whole = to_ints(nearest(load<Floats>(x + 128 * c + i) / out.step));
-      store(digit + i, __builtin_convertvector(whole, Signed));
-    }
     for (int b = 0; b < 8; b++)  // 16 at a time
-      memcpy(&out.digit[c][four ? b % 2 * 64 + b / 2 * 16 : b * 16], digit + 16 * b, 16);
+      memcpy(&out.digit[c][four ? b % 2 * 64 + b / 2 * 16 : b * 16], digit + 128 * c + 16 * b, 16);
     for (int lane = 0; lane < 32; lane++) {
       const int8_t* of = &out.digit[c][4 * lane];
       const int32_t bias = offset * (of[0] + of[1] + of[2] + of[3]);

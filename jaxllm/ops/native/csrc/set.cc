@@ -30,10 +30,13 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
   }
 }
 
+bool always(const Weight&, const Input&) { return true; }
+
 }  // namespace
 
 const Kernels* JAXLLM_NAMED(JAXLLM_SET, _kernels)() {
-  static constexpr Kernels kernels = {prepared_bytes, prepare, multiply, widen, state_bytes, fold, merge, put};
+  static constexpr Kernels kernels = {
+      {always, prepared_bytes, prepare, multiply}, widen, state_bytes, fold, merge, put, {}};
   return &kernels;
 }
 

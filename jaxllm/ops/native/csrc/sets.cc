@@ -1,7 +1,10 @@
 // The table of instruction sets. Each feature of a processor is asked for by itself.
 #include "sets.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -15,6 +18,7 @@ const Kernels* avx2_vnni_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_bf16_kernels();
+const Kernels* avx512_amx_kernels();
 const Kernels* neon_kernels();
 const Kernels* neon_dot_kernels();
 const Kernels* neon_bf16_kernels();
@@ -31,6 +35,18 @@ bool has_avx2() {
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+bool has_bf16() { return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"); }
+
+// Linux lets a process use the tiles' registers when it asks, once (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA).
+bool has_amx() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  return has_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         __builtin_cpu_supports("amx-int8") && !syscall(SYS_arch_prctl, 0x1023, 18);
+#else
+  return false;
+#endif
 }
 #elif defined(__aarch64__)
 // `bit`: of the first (0) or second (1) word of Linux; `name`: as macOS has it.
@@ -64,8 +80,10 @@ const Set kSets[] = {
     {"avx512-vnni", avx512_vnni_kernels, [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }},
 #endif
 #ifdef JAXLLM_AVX512_BF16
-    {"avx512-bf16", avx512_bf16_kernels,
-     [] { return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"); }},
+    {"avx512-bf16", avx512_bf16_kernels, has_bf16},
+#endif
+#ifdef JAXLLM_AVX512_AMX
+    {"avx512-amx", avx512_amx_kernels, has_amx},
 #endif
 #ifdef JAXLLM_NEON
     {"neon", neon_kernels, always},

@@ -29,7 +29,8 @@
 //      add_pairs(sum, a, b)   a b of two neighbours added to each lane;
 //      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; 16-bit numbers in turn.
 //    What a feature of some processors adds is an #ifdef in the layer: it is compiled for each set.
-// 2. Give it a line in CMakeLists.txt, with the compiler's flags.
+// 2. Give it a line in CMakeLists.txt, with the compiler's flags. A matrix unit beside the vectors (layers/amx.h) is a
+//    set that has the kernels of another, and matrices.h for many rows.
 // 3. Give it a line in sets.cc, with how a processor is asked whether it has it, and one in
 //    INSTRUCTION_SETS of jaxllm/ops/native/__init__.py.
 //

@@ -1,0 +1,88 @@
+// What the products by a matrix unit (matrices.h) are written over: AMX's tiles, and weights as tiles take them.
+//   MatrixUnit(bytes)      makes the tiles ready for this thread, until it ends: rows of weights of so many bytes;
+//   clear_tile, load_tile, store_tile, add_tiles   by number, 0 to 7; add_tiles of bfloat16 pairs or of signed bytes;
+//   halves_of(p)           2 N signed bytes as bfloat16; nibbles_at(p), 4 N numbers of four bits; both in order;
+//   SmallHalves            small whole numbers as bfloat16.
+// A processor that has AMX has all of layers/avx512.h.
+#pragma once
+
+#include "avx512.h"
+
+namespace jaxllm {
+namespace {
+
+// Eight tiles: 0 to 3 of sums, 16 rows of 16 lanes; 4 and 5 of weights, 16 rows of `bytes`; 6 and 7 of inputs.
+struct MatrixUnit {
+  explicit MatrixUnit(int bytes) {
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } as;
+    for (int t = 0; t < 8; t++) {
+      as.row_bytes[t] = uint16_t(t / 2 == 2 ? bytes : 64);
+      as.rows[t] = uint8_t(t < 6 ? 16 : bytes / 4);
+    }
+    asm volatile("ldtilecfg %0" ::"m"(as));
+  }
+  ~MatrixUnit() { asm volatile("tilerelease"); }
+};
+
+template <int T>
+JAXLLM_INLINE void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+
+template <int T>
+JAXLLM_INLINE void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+}
+
+template <int T>
+JAXLLM_INLINE void store_tile(void* to) {  // rows of 64 bytes
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t(64)), "i"(T) : "memory");
+}
+
+template <bool Pairs, int To, int Weights, int Inputs>
+JAXLLM_INLINE void add_tiles() {
+  if constexpr (Pairs)
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(To), "i"(Weights), "i"(Inputs));
+  else
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(To), "i"(Weights), "i"(Inputs));
+}
+
+JAXLLM_INLINE Halves halves_of(const int8_t* p) { return Halves(_mm512_cvtne2ps_pbh(from_int8(p + 16), from_int8(p))); }
+
+// Each 16 bytes are 32 numbers: the low bits of all of them, then the high ones.
+JAXLLM_INLINE Bytes nibbles_at(const uint8_t* p) {
+  const __m512i some = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), some);
+  const __m512i high = _mm512_mask_srli_epi16(twice, 0xff00ff00u, twice, 4);
+  return Bytes(_mm512_and_si512(high, _mm512_set1_epi8(15)));
+}
+
+struct SmallHalves {  // -kBase to 31 - kBase, by the number added to that
+  static constexpr int kBase = 15;
+  __m512i table;
+
+  SmallHalves() {
+    alignas(64) uint16_t values[32];
+    for (int i = 0; i < 32; i++) {
+      const float value = float(i - kBase);
+      uint32_t bits;
+      memcpy(&bits, &value, 4);
+      values[i] = uint16_t(bits >> 16);
+    }
+    table = _mm512_load_si512(values);
+  }
+
+  JAXLLM_INLINE void values(Bytes index, Halves (&out)[2]) const {
+    const __m512i first = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(__m512i(index)));
+    const __m512i second = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(__m512i(index), 1));
+    out[0] = Halves(_mm512_permutexvar_epi16(first, table));
+    out[1] = Halves(_mm512_permutexvar_epi16(second, table));
+  }
+};
+
+}  // namespace
+}  // namespace jaxllm

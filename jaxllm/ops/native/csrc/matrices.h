@@ -1,0 +1,295 @@
+// Products by a matrix unit, where the layer has one: 16 weight rows times 16 input rows at once, of bfloat16 pairs
+// or of bytes.
+//
+// Weights lie in their rows, 64 bytes of each to a tile, or are put so for kRounded columns at a time; the input is
+// turned, 16 rows side by side (prepare_matrix). Columns that share a scale are added up in the unit, then scaled and
+// added to the output's total. An output's bits depend on its own two rows alone: the unit adds in the order of
+// columns, whatever is beside.
+#pragma once
+
+#include "inputs.h"
+
+namespace jaxllm {
+namespace {
+
+constexpr int64_t kTile = kStrip, kTiles = 2;  // rows of a tile; tiles that are multiplied at once, of either side
+constexpr int64_t kTileFloats = kTile * kTile;
+
+inline bool by_matrix(const Weight& w, const Input& in) { return pairs(w, in) || rounded(w, in); }
+
+// How a prepared input lies: strips of 16 rows, of each its columns in turn (64 bytes for 4 bytes of all 16 rows),
+// and then the steps of its blocks, of all 16 rows.
+struct Strips {
+  int64_t size, width, blocks;  // bytes of a number; columns; of rounded ones
+
+  Strips(const Weight& w, const Input& in)
+      : size(rounded(w, in) ? 1 : 2),
+        width(up(in.columns, size == 1 ? kRounded : 128)),
+        blocks(size == 1 ? blocks_of(in) : 0) {}
+  int64_t row_bytes() const { return width * size; }
+  int64_t bytes() const { return kTile * (row_bytes() + 4 * blocks); }
+};
+
+inline size_t matrix_bytes(const Weight& w, const Input& in) {
+  return up(in.rows, kTile) / kTile * Strips(w, in).bytes();
+}
+
+inline void prepare_matrix(const Weight& w, const Input& in, int64_t begin, int64_t end, void* prepared) {
+  const Strips strips(w, in);
+  const int64_t row_bytes = strips.row_bytes(), whole = up(in.columns, kRounded);
+  struct Use {};
+  uint8_t* lines = space<Use>(kTile * row_bytes + 4 * whole);
+  float* x = reinterpret_cast<float*>(lines + kTile * row_bytes);
+  for (int64_t first = begin; first < end; first += kTile) {
+    uint8_t* to = static_cast<uint8_t*>(prepared) + first / kTile * strips.bytes();
+    float* step = reinterpret_cast<float*>(to + kTile * row_bytes);
+    memset(lines, 0, kTile * row_bytes);
+    if (strips.blocks) memset(step, 0, 4 * kTile * strips.blocks);
+    for (int64_t i = 0; i < kTile && first + i < end; i++) {
+      uint8_t* line = lines + i * row_bytes;
+      const int64_t at = (first + i) * in.columns;
+      if (!strips.blocks) {
+        memcpy(line, static_cast<const uint16_t*>(in.x) + at, 2 * in.columns);
+        continue;
+      }
+      to_floats(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, at, in.columns, x);
+      for (int64_t c = in.columns; c < whole; c++) x[c] = 0;
+      for (int64_t b = 0; b < strips.blocks; b++)
+        step[kTile * b + i] = write_digits(x + kRounded * b, reinterpret_cast<int8_t*>(line + kRounded * b));
+    }
+    for (int64_t k = 0; k < row_bytes; k += 64) {
+      Bits four[kTile];
+      for (int64_t i = 0; i < kTile; i++) four[i] = load<Bits>(lines + i * row_bytes + k);
+      transpose(four, reinterpret_cast<uint32_t*>(to + kTile * k), kTile);
+    }
+  }
+}
+
+// What a tile of weights is read from: 16 rows, so far apart.
+struct Panel {
+  const uint8_t* at;
+  int64_t stride;
+};
+
+// Asks for what the next block will read in the place of these bytes.
+JAXLLM_INLINE void ask(const uint8_t* from, int64_t bytes, int64_t stride) {
+  for (int64_t line = 0; line < bytes; line += 64) ahead(from + line, kTiles * kTile * stride);
+}
+
+// Panels say, for a kind of weight: start(i, o), that row i of a block will be row o of the weights; fill(i, c,
+// columns, to), which writes those columns of it as the unit takes them; in_place(c, columns), whether they lie so
+// already.
+template <int Size>
+struct PlainPanels {  // bfloat16, or bytes
+  const Weight& w;
+  const uint8_t* row[kTiles * kTile];
+
+  explicit PlainPanels(const Weight& w) : w(w) {}
+  void start(int64_t i, int64_t o) { row[i] = w.data + o * w.stride; }
+  bool in_place(int64_t c, int64_t columns) const { return Size == 1 || c + columns <= w.columns; }
+  void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
+    const int64_t there = in_place(c, columns) ? columns : w.columns - c;
+    memcpy(to, row[i] + c * Size, there * Size);
+    memset(to + there * Size, 0, (columns - there) * Size);
+  }
+};
+
+struct PackedPanels {
+  const Packed<true> source;
+  Packed<true>::Row row[kTiles * kTile];
+
+  explicit PackedPanels(const Weight& w) : source(w) {}
+  void start(int64_t i, int64_t o) { row[i] = source.row(o); }
+  bool in_place(int64_t, int64_t) const { return false; }
+  void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
+    ask(row[i].bytes + c, columns, source.w.stride);
+    ask(row[i].nibbles + c / 2, columns / 2, source.w.nibble_stride);
+    for (int64_t k = 0; k < columns; k += 64) {
+      Halves some[Packed<true>::kValues];
+      row[i].load(c + k, some);
+      memcpy(to + 2 * k, some, sizeof some);
+    }
+  }
+};
+
+struct Int8Panels {  // as bfloat16
+  const Weight& w;
+  const int8_t* row[kTiles * kTile];
+
+  explicit Int8Panels(const Weight& w) : w(w) {}
+  void start(int64_t i, int64_t o) { row[i] = reinterpret_cast<const int8_t*>(w.data + o * w.stride); }
+  bool in_place(int64_t, int64_t) const { return false; }
+  void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
+    ask(reinterpret_cast<const uint8_t*>(row[i] + c), columns, w.stride);
+    for (int64_t k = 0; k < columns; k += kHalves) store(to + 2 * k, halves_of(row[i] + c + k));
+  }
+};
+
+template <bool Pairs, bool Zero>
+struct Int4Panels {  // as bfloat16 or as bytes
+  const Weight& w;
+  const SmallHalves small;
+  const uint8_t *row[kTiles * kTile], *zero[kTiles * kTile];
+
+  explicit Int4Panels(const Weight& w) : w(w) {}
+  void start(int64_t i, int64_t o) {
+    row[i] = w.data + o * w.stride;
+    zero[i] = Zero ? w.zero + o * w.groups : nullptr;
+  }
+  bool in_place(int64_t, int64_t) const { return false; }
+  void fill(int64_t i, int64_t c, int64_t columns, uint8_t* to) {
+    constexpr int kBase = Pairs ? SmallHalves::kBase : 0;
+    ask(row[i] + c / 2, columns / 2, w.stride);
+    Bytes more = Bytes{} + uint8_t(kBase - 8);
+    for (int64_t k = 0; k < columns; k += kBytes) {
+      if (Zero) {
+        const uint8_t* of = zero[i] + (w.groups > 1 ? (c + k) / w.group : 0);
+        const bool two = w.groups > 1 && w.group < kBytes;
+        uint8_t lane[kBytes];
+        memset(lane, uint8_t(kBase - of[0]), kBytes / 2);
+        memset(lane + kBytes / 2, uint8_t(kBase - of[two]), kBytes / 2);
+        more = load<Bytes>(lane);
+      }
+      const Bytes value = nibbles_at(row[i] + (c + k) / 2) + more;
+      if constexpr (Pairs) {
+        Halves out[2];
+        small.values(value, out);
+        store(to + 2 * k, out[0]);
+        store(to + 2 * k + 2 * kHalves, out[1]);
+      } else {
+        store(to + k, value);
+      }
+    }
+  }
+};
+
+// The sums over one unit of columns from `k` on, of O tiles of weights and S strips.
+template <bool Pairs, int O, int S>
+JAXLLM_INLINE void sum_unit(const Panel (&panel)[kTiles], const uint8_t* const (&x)[kTiles], int64_t k, int64_t end,
+                            int64_t step, bool ask) {
+  clear_tile<0>();
+  if constexpr (S > 1) clear_tile<1>();
+  if constexpr (O > 1) clear_tile<2>();
+  if constexpr (O > 1 && S > 1) clear_tile<3>();
+  for (; k < end; k += step) {  // in bytes of a row
+    if (ask)
+      for (int i = 0; i < O; i++)
+        for (int r = 0; r < kTile; r++) ahead(panel[i].at + r * panel[i].stride + k, kTiles * kTile * panel[i].stride);
+    load_tile<4>(panel[0].at + k, panel[0].stride);
+    if constexpr (O > 1) load_tile<5>(panel[1].at + k, panel[1].stride);
+    load_tile<6>(x[0] + kTile * k, 64);
+    if constexpr (S > 1) load_tile<7>(x[1] + kTile * k, 64);
+    add_tiles<Pairs, 0, 4, 6>();
+    if constexpr (S > 1) add_tiles<Pairs, 1, 4, 7>();
+    if constexpr (O > 1) add_tiles<Pairs, 2, 5, 6>();
+    if constexpr (O > 1 && S > 1) add_tiles<Pairs, 3, 5, 7>();
+  }
+}
+
+// Adds a tile's sums to the totals of its outputs: `scale` for each weight row, so far apart; `step` for each input
+// row.
+template <bool Pairs, int T>
+JAXLLM_INLINE void add_scaled(const float* scale, int64_t apart, const float* step, float* total) {
+  alignas(64) uint8_t sums[kTileFloats * 4];
+  store_tile<T>(sums);
+  const Floats by = Pairs ? Floats{} : load<Floats>(step);
+  for (int64_t i = 0; i < kTile; i++) {
+    const Floats of = all_of(scale[i * apart]), so_far = load<Floats>(total + kTile * i);
+    if constexpr (Pairs)
+      store(total + kTile * i, fma(load<Floats>(sums + 64 * i), of, so_far));
+    else  // scaled first: steps may be so large that nothing else fits
+      store(total + kTile * i, fma(to_floats(load<Ints>(sums + 64 * i)) * of, by, so_far));
+  }
+}
+
+template <bool Pairs, class Panels>
+void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  constexpr int64_t kSize = Pairs ? 2 : 1, kRows = kTiles * kTile;
+  constexpr int64_t kStride = kRounded * kSize + 64;  // of rows that were written
+  if (!in.rows) return;
+  const Strips strips(w, in);
+  const int64_t columns = up(w.columns, integers(w) ? 128 : 32), count = up(in.rows, kTile) / kTile;
+  const int64_t unit = w.groups > 1 ? w.group : kRounded, step = unit * kSize < 64 ? unit * kSize : 64;
+  const int64_t groups = w.groups > 1 ? w.groups : 1;
+  const MatrixUnit on{int(step)};  // of 16 lanes, though fewer may count: those of fewer are slower to read back
+  struct Use {};
+  uint8_t* memory = space<Use>(kRows * (kStride + 4 * groups) + 4 * kTiles * kTileFloats * count);
+  float *scale = reinterpret_cast<float*>(memory + kRows * kStride), *total = scale + kRows * groups;
+  Panels panels(w);
+  for (int64_t o = begin; o < end; o += kRows) {
+    const int64_t rows = end - o < kRows ? end - o : kRows, tiles = (rows + kTile - 1) / kTile;
+    for (int64_t i = 0; i < kRows; i++) panels.start(i, o + (i < rows ? i : rows - 1));
+    for (int64_t i = 0; i < kRows * groups; i++) scale[i] = 1;
+    if (w.groups) to_floats(w.half ? Kind::kF16 : Kind::kF32, w.scale, o * groups, rows * groups, scale);
+    memset(total, 0, 4 * kTiles * kTileFloats * count);
+    for (int64_t c = 0; c < columns; c += kRounded) {
+      const int64_t some = columns - c < kRounded ? columns - c : kRounded;
+      Panel panel[kTiles];
+      for (int64_t t = 0; t < tiles; t++) {
+        const bool in_place = (t + 1) * kTile <= rows && panels.in_place(c, some);
+        uint8_t* to = memory + t * kTile * kStride;
+        panel[t] = in_place ? Panel{w.data + (o + t * kTile) * w.stride + c * kSize, w.stride} : Panel{to, kStride};
+        for (int64_t i = 0; i < kTile && !in_place; i++) panels.fill(t * kTile + i, c, some, to + i * kStride);
+      }
+      for (int64_t s = 0; s < count; s += kTiles) {
+        const uint8_t *strip[kTiles], *steps[kTiles];
+        for (int64_t j = 0; j < kTiles && s + j < count; j++) {
+          strip[j] = x + (s + j) * strips.bytes() + kTile * c * kSize;
+          steps[j] = x + (s + j) * strips.bytes() + kTile * strips.row_bytes() + 4 * kTile * (c / kRounded);
+        }
+        const auto each = [&](auto O, auto S) {
+          for (int64_t u = 0; u < some; u += unit) {
+            const int64_t stop = u + unit < some ? u + unit : some;
+            sum_unit<Pairs, O, S>(panel, strip, u * kSize, stop * kSize, step, !s && panel[0].stride == w.stride);
+            const float* by = scale + (groups > 1 ? (c + u) / unit : 0);
+            const auto add = [&](auto T, int64_t i, int64_t j) {
+              add_scaled<Pairs, T>(by + i * kTile * groups, groups, reinterpret_cast<const float*>(steps[j]),
+                                   total + ((s + j) * kTiles + i) * kTileFloats);
+            };
+            add(Int<0>(), 0, 0);
+            if constexpr (S > 1) add(Int<1>(), 0, 1);
+            if constexpr (O > 1) add(Int<2>(), 1, 0);
+            if constexpr (O > 1 && S > 1) add(Int<3>(), 1, 1);
+          }
+        };
+        const bool both = s + 1 < count;
+        if (tiles > 1)
+          both ? each(Int<2>(), Int<2>()) : each(Int<2>(), Int<1>());
+        else
+          both ? each(Int<1>(), Int<2>()) : each(Int<1>(), Int<1>());
+      }
+    }
+    for (int64_t s = 0; s < count; s++)
+      for (int64_t t = 0; t < tiles; t++) {
+        Bits of[kTile];
+        for (int64_t i = 0; i < kTile; i++) of[i] = load<Bits>(total + (s * kTiles + t) * kTileFloats + kTile * i);
+        uint32_t turned[kTileFloats];
+        transpose(of, turned, kTile);
+        const int64_t left = rows - t * kTile < kTile ? rows - t * kTile : kTile;
+        for (int64_t r = 0; r < kTile && s * kTile + r < in.rows; r++)
+          memcpy(y + (s * kTile + r) * w.rows + o + t * kTile, turned + kTile * r, 4 * left);
+      }
+  }
+}
+
+inline void multiply_matrix(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end,
+                            float* y) {
+  const uint8_t* x = static_cast<const uint8_t*>(prepared);
+  if (rounded(w, in)) {
+    if (w.kind == Kind::kInt8) return multiply_panels<false, PlainPanels<1>>(w, in, x, begin, end, y);
+    return w.zero ? multiply_panels<false, Int4Panels<false, true>>(w, in, x, begin, end, y)
+                  : multiply_panels<false, Int4Panels<false, false>>(w, in, x, begin, end, y);
+  }
+  switch (w.kind) {
+    case Kind::kBF16: return multiply_panels<true, PlainPanels<2>>(w, in, x, begin, end, y);
+    case Kind::kPacked: return multiply_panels<true, PackedPanels>(w, in, x, begin, end, y);
+    case Kind::kInt8: multiply_panels<true, Int8Panels>(w, in, x, begin, end, y); break;
+    default:
+      w.zero ? multiply_panels<true, Int4Panels<true, true>>(w, in, x, begin, end, y)
+             : multiply_panels<true, Int4Panels<true, false>>(w, in, x, begin, end, y);
+  }
+  mend(w, in, begin, end, y);
+}
+
+}  // namespace
+}  // namespace jaxllm
