@@ -90,7 +90,8 @@ def multiply(
 ) -> Callable[[], Any]:
     attributes = {
         "kinds": np.zeros(len(out), np.int32), "groups": np.zeros(groups, np.int64),
-        "counts": np.array(counts, np.int32), "columns": np.int64(200), "digits": np.int32(3), "many": np.bool_(False),
+        "counts": np.array(counts, np.int32), "columns": np.int64(200), "digits": np.int32(3),
+        "many": np.bool_(False),
     }  # fmt: skip
     return lambda: call("linear", out, x, *weight, **attributes)
 

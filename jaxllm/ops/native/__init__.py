@@ -7,11 +7,12 @@ JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA
 instruction set, one of `INSTRUCTION_SETS`; by default the best that the machine has.
 
 Within a set an output's bits depend on its own row and weights alone, and are the same in every
-run, whether it is one of a few rows or, with a matrix unit (avx512-amx), one of many: those two
-differ as sets do. Between sets they differ by the order of additions: each is within 1e-6 of the sum of its
-terms' magnitudes up to 2,048 columns, and beyond in proportion to the root of their number. Sets
-with products of bfloat16 pairs (avx512-bf16, neon-bf16) also round attention's weights to bfloat16
-where queries and cache are, as plain JAX does: a share of 2**-7 of the values' magnitudes.
+run. A matrix unit (avx512-amx) has an order of additions of its own for many rows, as if it were
+another set. Between sets outputs differ by the order of additions: each is within 1e-6 of the sum
+of its terms' magnitudes up to 2,048 columns, and beyond in proportion to the root of their number.
+Sets with products of bfloat16 pairs (avx512-bf16, avx512-amx, neon-bf16) also round attention's
+weights to bfloat16 where queries and cache are, as plain JAX does: a share of 2**-7 of the values'
+magnitudes.
 """
 
 import ctypes

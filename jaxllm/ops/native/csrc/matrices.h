@@ -15,6 +15,9 @@ namespace {
 constexpr int64_t kTile = kStrip, kTiles = 2;  // rows of a tile; tiles that are multiplied at once, of either side
 constexpr int64_t kTileFloats = kTile * kTile;
 
+// Weight rows that are taken at once: of more than two strips of inputs so many that these are read seldom.
+constexpr int64_t kFew = kTiles * kTile, kMost = 4 * kFew;
+
 inline bool by_matrix(const Weight& w, const Input& in) { return pairs(w, in) || rounded(w, in); }
 
 // How a prepared input lies: strips of 16 rows, of each its columns in turn (64 bytes for 4 bytes of all 16 rows),
@@ -73,7 +76,7 @@ struct Panel {
 
 // Asks for what the next block will read in the place of these bytes.
 JAXLLM_INLINE void ask(const uint8_t* from, int64_t bytes, int64_t stride) {
-  for (int64_t line = 0; line < bytes; line += 64) ahead(from + line, kTiles * kTile * stride);
+  for (int64_t line = 0; line < bytes; line += 64) ahead(from + line, kFew * stride);
 }
 
 // Panels say, for a kind of weight: start(i, o), that row i of a block will be row o of the weights; fill(i, c,
@@ -82,7 +85,7 @@ JAXLLM_INLINE void ask(const uint8_t* from, int64_t bytes, int64_t stride) {
 template <int Size>
 struct PlainPanels {  // bfloat16, or bytes
   const Weight& w;
-  const uint8_t* row[kTiles * kTile];
+  const uint8_t* row[kMost];
 
   explicit PlainPanels(const Weight& w) : w(w) {}
   void start(int64_t i, int64_t o) { row[i] = w.data + o * w.stride; }
@@ -96,7 +99,7 @@ struct PlainPanels {  // bfloat16, or bytes
 
 struct PackedPanels {
   const Packed<true> source;
-  Packed<true>::Row row[kTiles * kTile];
+  Packed<true>::Row row[kMost];
 
   explicit PackedPanels(const Weight& w) : source(w) {}
   void start(int64_t i, int64_t o) { row[i] = source.row(o); }
@@ -114,7 +117,7 @@ struct PackedPanels {
 
 struct Int8Panels {  // as bfloat16
   const Weight& w;
-  const int8_t* row[kTiles * kTile];
+  const int8_t* row[kMost];
 
   explicit Int8Panels(const Weight& w) : w(w) {}
   void start(int64_t i, int64_t o) { row[i] = reinterpret_cast<const int8_t*>(w.data + o * w.stride); }
@@ -129,7 +132,7 @@ template <bool Pairs, bool Zero>
 struct Int4Panels {  // as bfloat16 or as bytes
   const Weight& w;
   const SmallHalves small;
-  const uint8_t *row[kTiles * kTile], *zero[kTiles * kTile];
+  const uint8_t *row[kMost], *zero[kMost];
 
   explicit Int4Panels(const Weight& w) : w(w) {}
   void start(int64_t i, int64_t o) {
@@ -165,8 +168,8 @@ struct Int4Panels {  // as bfloat16 or as bytes
 
 // The sums over one unit of columns from `k` on, of O tiles of weights and S strips.
 template <bool Pairs, int O, int S>
-JAXLLM_INLINE void sum_unit(const Panel (&panel)[kTiles], const uint8_t* const (&x)[kTiles], int64_t k, int64_t end,
-                            int64_t step, bool ask) {
+JAXLLM_INLINE void sum_unit(const Panel* panel, const uint8_t* const* x, int64_t k, int64_t end, int64_t step,
+                            bool ask) {
   clear_tile<0>();
   if constexpr (S > 1) clear_tile<1>();
   if constexpr (O > 1) clear_tile<2>();
@@ -174,7 +177,7 @@ JAXLLM_INLINE void sum_unit(const Panel (&panel)[kTiles], const uint8_t* const (
   for (; k < end; k += step) {  // in bytes of a row
     if (ask)
       for (int i = 0; i < O; i++)
-        for (int r = 0; r < kTile; r++) ahead(panel[i].at + r * panel[i].stride + k, kTiles * kTile * panel[i].stride);
+        for (int r = 0; r < kTile; r++) ahead(panel[i].at + r * panel[i].stride + k, kFew * panel[i].stride);
     load_tile<4>(panel[0].at + k, panel[0].stride);
     if constexpr (O > 1) load_tile<5>(panel[1].at + k, panel[1].stride);
     load_tile<6>(x[0] + kTile * k, 64);
@@ -202,29 +205,43 @@ JAXLLM_INLINE void add_scaled(const float* scale, int64_t apart, const float* st
   }
 }
 
+// Outputs of a block of weight rows, [tile of weights][strip of inputs][weight row][input row], turned and put.
+inline void put_totals(const float* total, int64_t rows, const Input& in, int64_t stride, float* y) {
+  const int64_t count = up(in.rows, kTile) / kTile;
+  for (int64_t t = 0; t * kTile < rows; t++)
+    for (int64_t s = 0; s < count; s++, total += kTileFloats) {
+      Bits of[kTile];
+      for (int64_t i = 0; i < kTile; i++) of[i] = load<Bits>(total + kTile * i);
+      uint32_t turned[kTileFloats];
+      transpose(of, turned, kTile);
+      const int64_t left = rows - t * kTile < kTile ? rows - t * kTile : kTile;
+      for (int64_t r = 0; r < kTile && s * kTile + r < in.rows; r++)
+        memcpy(y + (s * kTile + r) * stride + t * kTile, turned + kTile * r, 4 * left);
+    }
+}
+
 template <bool Pairs, class Panels>
 void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  constexpr int64_t kSize = Pairs ? 2 : 1, kRows = kTiles * kTile;
-  constexpr int64_t kStride = kRounded * kSize + 64;  // of rows that were written
+  constexpr int64_t kSize = Pairs ? 2 : 1, kStride = kRounded * kSize + 64;  // of rows that were written
   if (!in.rows) return;
   const Strips strips(w, in);
   const int64_t columns = up(w.columns, integers(w) ? 128 : 32), count = up(in.rows, kTile) / kTile;
   const int64_t unit = w.groups > 1 ? w.group : kRounded, step = unit * kSize < 64 ? unit * kSize : 64;
-  const int64_t groups = w.groups > 1 ? w.groups : 1;
-  const MatrixUnit on{int(step)};  // of 16 lanes, though fewer may count: those of fewer are slower to read back
+  const int64_t groups = w.groups > 1 ? w.groups : 1, block = count > kTiles ? kMost : kFew;
+  const MatrixUnit on{int(step)};
   struct Use {};
-  uint8_t* memory = space<Use>(kRows * (kStride + 4 * groups) + 4 * kTiles * kTileFloats * count);
-  float *scale = reinterpret_cast<float*>(memory + kRows * kStride), *total = scale + kRows * groups;
+  uint8_t* memory = space<Use>(block * (kStride + 4 * groups + 4 * kTile * count));
+  float *scale = reinterpret_cast<float*>(memory + block * kStride), *total = scale + block * groups;
   Panels panels(w);
-  for (int64_t o = begin; o < end; o += kRows) {
-    const int64_t rows = end - o < kRows ? end - o : kRows, tiles = (rows + kTile - 1) / kTile;
-    for (int64_t i = 0; i < kRows; i++) panels.start(i, o + (i < rows ? i : rows - 1));
-    for (int64_t i = 0; i < kRows * groups; i++) scale[i] = 1;
+  for (int64_t o = begin; o < end; o += block) {
+    const int64_t rows = end - o < block ? end - o : block, tiles = (rows + kTile - 1) / kTile;
+    for (int64_t i = 0; i < tiles * kTile; i++) panels.start(i, o + (i < rows ? i : rows - 1));
+    for (int64_t i = 0; i < tiles * kTile * groups; i++) scale[i] = 1;
     if (w.groups) to_floats(w.half ? Kind::kF16 : Kind::kF32, w.scale, o * groups, rows * groups, scale);
-    memset(total, 0, 4 * kTiles * kTileFloats * count);
+    memset(total, 0, 4 * kTileFloats * tiles * count);
     for (int64_t c = 0; c < columns; c += kRounded) {
       const int64_t some = columns - c < kRounded ? columns - c : kRounded;
-      Panel panel[kTiles];
+      Panel panel[kMost / kTile];
       for (int64_t t = 0; t < tiles; t++) {
         const bool in_place = (t + 1) * kTile <= rows && panels.in_place(c, some);
         uint8_t* to = memory + t * kTile * kStride;
@@ -232,19 +249,20 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
         for (int64_t i = 0; i < kTile && !in_place; i++) panels.fill(t * kTile + i, c, some, to + i * kStride);
       }
       for (int64_t s = 0; s < count; s += kTiles) {
-        const uint8_t *strip[kTiles], *steps[kTiles];
+        const uint8_t* strip[kTiles];
+        const float* steps[kTiles];
         for (int64_t j = 0; j < kTiles && s + j < count; j++) {
           strip[j] = x + (s + j) * strips.bytes() + kTile * c * kSize;
-          steps[j] = x + (s + j) * strips.bytes() + kTile * strips.row_bytes() + 4 * kTile * (c / kRounded);
+          steps[j] = reinterpret_cast<const float*>(x + (s + j) * strips.bytes() + kTile * strips.row_bytes()) +
+                     kTile * (c / kRounded);
         }
-        const auto each = [&](auto O, auto S) {
+        const auto multiply = [&](auto O, auto S, int64_t t) {
           for (int64_t u = 0; u < some; u += unit) {
             const int64_t stop = u + unit < some ? u + unit : some;
-            sum_unit<Pairs, O, S>(panel, strip, u * kSize, stop * kSize, step, !s && panel[0].stride == w.stride);
-            const float* by = scale + (groups > 1 ? (c + u) / unit : 0);
+            sum_unit<Pairs, O, S>(panel + t, strip, u * kSize, stop * kSize, step, !s && panel[t].stride == w.stride);
             const auto add = [&](auto T, int64_t i, int64_t j) {
-              add_scaled<Pairs, T>(by + i * kTile * groups, groups, reinterpret_cast<const float*>(steps[j]),
-                                   total + ((s + j) * kTiles + i) * kTileFloats);
+              add_scaled<Pairs, T>(scale + (t + i) * kTile * groups + (groups > 1 ? (c + u) / unit : 0), groups,
+                                   steps[j], total + ((t + i) * count + s + j) * kTileFloats);
             };
             add(Int<0>(), 0, 0);
             if constexpr (S > 1) add(Int<1>(), 0, 1);
@@ -253,22 +271,12 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
           }
         };
         const bool both = s + 1 < count;
-        if (tiles > 1)
-          both ? each(Int<2>(), Int<2>()) : each(Int<2>(), Int<1>());
-        else
-          both ? each(Int<1>(), Int<2>()) : each(Int<1>(), Int<1>());
+        int64_t t = 0;
+        for (; t + 1 < tiles; t += 2) both ? multiply(Int<2>(), Int<2>(), t) : multiply(Int<2>(), Int<1>(), t);
+        if (t < tiles) both ? multiply(Int<1>(), Int<2>(), t) : multiply(Int<1>(), Int<1>(), t);
       }
     }
-    for (int64_t s = 0; s < count; s++)
-      for (int64_t t = 0; t < tiles; t++) {
-        Bits of[kTile];
-        for (int64_t i = 0; i < kTile; i++) of[i] = load<Bits>(total + (s * kTiles + t) * kTileFloats + kTile * i);
-        uint32_t turned[kTileFloats];
-        transpose(of, turned, kTile);
-        const int64_t left = rows - t * kTile < kTile ? rows - t * kTile : kTile;
-        for (int64_t r = 0; r < kTile && s * kTile + r < in.rows; r++)
-          memcpy(y + (s * kTile + r) * w.rows + o + t * kTile, turned + kTile * r, 4 * left);
-      }
+    put_totals(total, rows, in, w.rows, y + o);
   }
 }
 

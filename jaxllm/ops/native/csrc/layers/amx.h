@@ -11,7 +11,8 @@
 namespace jaxllm {
 namespace {
 
-// Eight tiles: 0 to 3 of sums, 16 rows of 16 lanes; 4 and 5 of weights, 16 rows of `bytes`; 6 and 7 of inputs.
+// Eight tiles: 0 to 3 of sums, 16 rows of 16 lanes, however few count (those of fewer are slower to read back); 4 and
+// 5 of weights, 16 rows of `bytes`; 6 and 7 of inputs.
 struct MatrixUnit {
   explicit MatrixUnit(int bytes) {
     struct {
