@@ -49,10 +49,10 @@ test-arm: $(VENV)/.installed-test
 bench-paths: $(VENV)/.installed
 	$(BIN)/python scripts/bench_paths.py --write
 
-# Peak memory of every format at TinyLlama's shape: two processes each, half an hour in all.
+# Peak memory of every format at TinyLlama's shape: two processes each, half an hour and 5 GB of disk in all.
 bench-memory: $(VENV)/.installed
-	$(BIN)/python scripts/make_checkpoint.py tinyllama build/memory-hf --dtype bfloat16
-	$(BIN)/jaxllm convert build/memory-hf build/memory
+	test -e build/memory-hf || $(BIN)/python scripts/make_checkpoint.py tinyllama build/memory-hf --dtype bfloat16
+	test -e build/memory || $(BIN)/jaxllm convert build/memory-hf build/memory
 	$(BIN)/python scripts/memory_table.py build/memory build/memory-hf
 	$(BIN)/python scripts/memory_table.py build/memory build/memory-hf --commands --scratch build
 
