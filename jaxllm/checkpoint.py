@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -223,7 +224,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         def parts(rows: int) -> Iterator[np.ndarray]:
             leaf = as_leaf(_assembled(checkpoint, path, shape))
             for begin in range(0, shape[0], rows):
-                yield np.asarray(leaf.take(np.arange(begin, min(begin + rows, shape[0]))))
+                yield np.asarray(leaf.take(jnp.arange(begin, min(begin + rows, shape[0]))))
             release()
 
         def release() -> None:
