@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths
+.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -48,6 +48,13 @@ test-arm: $(VENV)/.installed-test
 # there is. It writes the table that decides between them.
 bench-paths: $(VENV)/.installed
 	$(BIN)/python scripts/bench_paths.py --write
+
+# Peak memory of every format at TinyLlama's shape: two processes each, half an hour and 5 GB of disk in all.
+bench-memory: $(VENV)/.installed
+	test -e build/memory-hf || $(BIN)/python scripts/make_checkpoint.py tinyllama build/memory-hf --dtype bfloat16
+	test -e build/memory || $(BIN)/jaxllm convert build/memory-hf build/memory
+	$(BIN)/python scripts/memory_table.py build/memory build/memory-hf
+	$(BIN)/python scripts/memory_table.py build/memory build/memory-hf --commands --scratch build
 
 # Half an hour; what was found before and has not changed is not tried again.
 mutate: $(VENV)/.installed-test

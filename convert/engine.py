@@ -33,6 +33,7 @@ from jaxllm.files import (
 )
 from jaxllm.models import FAMILIES, build, family, param_shapes
 from jaxllm.weights.files import LazyTensor, open_tensors
+from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 
 from .tables import HEAD, Architecture
@@ -173,7 +174,8 @@ def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> 
     table = tensors.get(tokens)
     head = tensors.pop(HEAD)
     if table is not None and not (
-        head.shape == table.shape and np.array_equal(head.read(), table.read())
+        head.shape == table.shape
+        and all(map(np.array_equal, head.blocks(ROWS), table.blocks(ROWS)))
     ):
         raise CheckpointError(
             f"{where}: config.json ties the head to the embedding (tie_word_embeddings), but"

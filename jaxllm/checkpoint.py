@@ -5,7 +5,7 @@ lies. Loading from lazy tensors, with every check, is shared with `convert`.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,11 +28,12 @@ from jaxllm.files import (
     writing_directory,
 )
 from jaxllm.progress import bytes_bar
-from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
 from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, Place, flatten, map_leaves, put
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.reading import read_leaf
 
 FORMAT = "jaxllm"
 VERSION = 1
@@ -169,8 +170,8 @@ def load_params(
 ) -> Params:
     """Read every tensor in the format that `precision` keeps it in.
 
-    place: where each array is to be, one tensor after the other. Memory: the parameters, and the
-    largest tensor once more where its format changes. Raises CheckpointError with every tensor that
+    place: where each array is to be, one tensor after the other. Memory: the parameters, and a
+    block of rows where a tensor's format changes. Raises CheckpointError with every tensor that
     holds NaN or infinity, or that a narrower format cannot hold.
     """
     shapes = models.param_shapes(models.build(checkpoint.config))
@@ -183,13 +184,8 @@ def load_params(
                 leaf = precision.cast(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)
                 return put(leaf, place, path)
-            tensor, name = checkpoint.tensors[path], precision.format_at(path, len(shape.shape))
-            as_array = DTYPES.get(name, tensor.dtype)
-            leaf = _to_device(path, tensor, np.dtype(as_array), complaints)
-            if name not in DTYPES:
-                leaf = jax.block_until_ready(precision.cast(path, leaf))
-            if format_of(leaf) != tensor.dtype.name:
-                tensor.release()
+            tensor = checkpoint.tensors[path]
+            leaf = read_leaf(path, tensor, precision.formats_at(path, tensor.ndim), complaints)
             advance(tensor.nbytes)
             return put(leaf, place, path)
 
@@ -225,7 +221,18 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         def read() -> np.ndarray:
             return np.asarray(dense(_assembled(checkpoint, path, shape)))
 
-        return LazyTensor(np.dtype(DTYPES[dtype]), shape, read)
+        def parts(rows: int) -> Iterator[np.ndarray]:
+            leaf = as_leaf(_assembled(checkpoint, path, shape))
+            for begin in range(0, shape[0], rows):
+                yield np.asarray(leaf.take(jnp.arange(begin, min(begin + rows, shape[0]))))
+            release()
+
+        def release() -> None:
+            for key in parse(checkpoint.formats[path]).expected(shape):
+                checkpoint.tensors[f"{path}{key}"].release()
+
+        apart = parts if len(shape) == 2 else None
+        return LazyTensor(np.dtype(DTYPES[dtype]), shape, read, release, apart)
 
     tensors = {
         path: as_array(path) if path in checkpoint.formats else checkpoint.tensors[path]
@@ -240,22 +247,6 @@ def _assembled(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Wei
     pieces = {key: checkpoint.tensors[f"{path}{key}"].read() for key in format.expected(shape)}
     weight: Weight = format.assemble(path, shape, pieces)
     return weight
-
-
-def _to_device(path: str, tensor: LazyTensor, dtype: np.dtype, complaints: list[str]) -> jax.Array:
-    array = tensor.read()
-    if (bad := first_non_finite(array)) is not None:
-        complaints.append(f"{path} holds {array.reshape(-1)[bad]} at index {bad}")
-    if array.dtype == np.float64:
-        array = array.astype(np.float32)
-    leaf = jax.device_put(array, may_alias=True)
-    if leaf.dtype != dtype:
-        leaf = leaf.astype(dtype)
-        narrower = jnp.finfo(dtype).max < jnp.finfo(array.dtype).max
-        if narrower and bad is None and not bool(jnp.isfinite(leaf).all()):
-            complaints.append(f"{path} overflows {dtype} (largest {jnp.finfo(dtype).max})")
-    # Reading is lazy on the device too: without this the buffers of many tensors pile up.
-    return leaf.block_until_ready()
 
 
 def native_precision(tensors: Mapping[str, LazyTensor]) -> Precision:

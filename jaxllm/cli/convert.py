@@ -91,17 +91,17 @@ def recast(opened: Any, dtype: str) -> Any:
     precision = Precision.uniform(dtype)
 
     def checked(path: str, tensor: LazyTensor) -> LazyTensor:
-        def read() -> np.ndarray:
+        def change(part: np.ndarray, first: int) -> np.ndarray:
             with np.errstate(over="ignore"):
-                array = tensor.astype(np.dtype(DTYPES[dtype])).read()
+                array = part.astype(DTYPES[dtype], copy=False)
             if (bad := first_non_finite(array)) is not None:
                 raise CheckpointError(
-                    f"{path}: {tensor.read().reshape(-1)[bad]} at index {bad}"
+                    f"{path}: {part.reshape(-1)[bad]} at index {first + bad}"
                     f" is not a finite {dtype}"
                 )
             return array
 
-        return LazyTensor(np.dtype(DTYPES[dtype]), tensor.shape, read)
+        return tensor.changed(np.dtype(DTYPES[dtype]), change)
 
     tensors = {path: checked(path, tensor) for path, tensor in opened.tensors.items()}
     return dataclasses.replace(opened, tensors=tensors, precision=precision)

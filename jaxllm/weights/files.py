@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -27,6 +27,8 @@ from jaxllm.files import as_schema, open_regular, parse_json, writing
 
 MAX_HEADER = 1 << 25  # 200,000 tensors
 ALIGNMENT = 64  # bytes: what XLA:CPU needs to use a buffer without copying it
+BLOCK = 4 << 20  # bytes that are written at a time, about
+_AROUND = 1 << 16  # bytes that Linux maps, of what is cached, around a page that is touched
 _FILLER = "__align."  # names of the tensors that only fill gaps: the format allows no holes
 
 _DTYPES = {
@@ -70,13 +72,19 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class LazyTensor:
     """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`.
 
-    release: says that what was read has been copied, so that its memory may go.
+    release: says that what was read has been copied, so that its memory may go. parts: `blocks` of
+    a tensor of which less than the whole can be read.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
     release: Callable[[], None] = lambda: None
+    parts: Callable[[int], Iterator[np.ndarray]] | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -87,11 +95,41 @@ class LazyTensor:
         """One that is in memory already."""
         return cls(array.dtype, array.shape, lambda: array)
 
+    def blocks(self, rows: int) -> Iterator[np.ndarray]:
+        """`[..., I]` as blocks `[n, I]` of `rows` rows, the last of fewer, to be read in turn.
+
+        A block's memory may go when the next is asked for: copy what is to stay.
+        """
+        if self.parts is not None:
+            return self.parts(rows)
+        whole = self.read()
+        flat = whole.reshape(-1, self.columns) if whole.size else whole.reshape(0, self.columns)
+        return (flat[begin : begin + rows] for begin in range(0, len(flat), rows))
+
+    @property
+    def columns(self) -> int:
+        """I, the length of a row."""
+        return self.shape[-1] if self.shape else 1
+
     def astype(self, dtype: np.dtype) -> "LazyTensor":
         """The same numbers in another format, converted when read."""
-        if dtype == self.dtype:
-            return self
-        return LazyTensor(dtype, self.shape, lambda: self.read().astype(dtype))
+        return self if dtype == self.dtype else self.changed(dtype, lambda x, _: x.astype(dtype))
+
+    def changed(
+        self, dtype: np.dtype, change: Callable[[np.ndarray, int], np.ndarray]
+    ) -> "LazyTensor":
+        """The same shape with the numbers that `change(part, first)` makes of what is read.
+
+        first: the flat index of the part's first number.
+        """
+
+        def parts(rows: int) -> Iterator[np.ndarray]:
+            first = 0
+            for block in self.blocks(rows):
+                yield change(block, first)
+                first += block.size
+
+        return LazyTensor(dtype, self.shape, lambda: change(self.read(), 0), self.release, parts)
 
     def transposed(self) -> "LazyTensor":
         """The matrix transposed, in row-major order, when read."""
@@ -114,12 +152,17 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
             continue
         dtype, shape = _DTYPES[entry.dtype], tuple(entry.shape)
         begin, end = (header.start + offset for offset in entry.data_offsets)
-        if whole is None:
-            tensors[name] = LazyTensor(dtype, shape, _reader(path, begin, end, dtype, shape))
-        else:
-            read, release = _view(whole, begin, end, dtype, shape), _releaser(whole, begin, end)
-            tensors[name] = LazyTensor(dtype, shape, read, release)
+        raw = _reader(path) if whole is None else _viewer(whole)
+        release = _releaser(whole, begin, end)
+        tensors[name] = _between(begin, end, dtype, shape, raw, release)
     return tensors
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array, not yet filled, that XLA:CPU can use where it lies."""
+    dtype = np.dtype(dtype)
+    raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
+    return raw[-raw.ctypes.data % ALIGNMENT :][: raw.size - ALIGNMENT].view(dtype).reshape(shape)
 
 
 def read_header(path: Path) -> Header:
@@ -167,7 +210,7 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a safetensors file, one tensor in memory at a time.
+    """Write a safetensors file, one block of a tensor in memory at a time.
 
     aligned: each starts on a 64-byte boundary, which takes tensors of our own that fill the gaps;
     a file for other programs is better without. The file appears under its name only when it is
@@ -192,8 +235,9 @@ def write_tensors(
     with writing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for item, size in plan:
-            file.write(bytes(size) if item is None else _bytes_of(item))
-            progress(size)
+            for some in [bytes(size)] if item is None else _bytes_of(item):
+                file.write(some)
+                progress(len(some))
 
 
 def first_non_finite(array: np.ndarray) -> int | None:
@@ -236,33 +280,53 @@ def _map(path: Path) -> mmap.mmap:
     return whole
 
 
-def _view(
-    whole: mmap.mmap, begin: int, end: int, dtype: np.dtype, shape: tuple[int, ...]
-) -> Callable[[], np.ndarray]:
-    return lambda: np.frombuffer(whole, np.uint8, end - begin, begin).view(dtype).reshape(shape)
+def _between(
+    begin: int,
+    end: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    raw: Callable[[int, int], np.ndarray],
+    release: Callable[[], None],
+) -> LazyTensor:
+    """The tensor that lies there. raw: the bytes between two places in the file."""
+
+    def read() -> np.ndarray:
+        return raw(begin, end).view(dtype).reshape(shape)
+
+    def parts(rows: int) -> Iterator[np.ndarray]:
+        columns = shape[-1] if shape else 1
+        step = max(rows * columns * dtype.itemsize, 1)
+        for first in range(begin, end, step):
+            yield raw(first, min(first + step, end)).view(dtype).reshape(-1, columns)
+            release()
+
+    return LazyTensor(dtype, shape, read, release, parts)
 
 
-def _releaser(whole: mmap.mmap, begin: int, end: int) -> Callable[[], None]:
-    """Drops the pages that lie within the tensor; a later read takes them from the file again."""
-    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+def _viewer(whole: mmap.mmap) -> Callable[[int, int], np.ndarray]:
+    return lambda begin, end: np.frombuffer(whole, np.uint8, end - begin, begin)
+
+
+def _releaser(whole: mmap.mmap | None, begin: int, end: int) -> Callable[[], None]:
+    """Drops the pages that hold the tensor; a later read takes them from the file again, also
+    what its neighbours have of them.
+    """
+    first = begin // _AROUND * _AROUND
 
     def release() -> None:
-        if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            whole.madvise(mmap.MADV_DONTNEED, first, size)
+        if whole is not None and hasattr(mmap, "MADV_DONTNEED"):
+            last = min(-(-end // _AROUND) * _AROUND, len(whole))
+            whole.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     return release
 
 
-def _reader(
-    path: Path, begin: int, end: int, dtype: np.dtype, shape: tuple[int, ...]
-) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
-        raw = np.empty(end - begin + ALIGNMENT, np.uint8)
-        raw = raw[-raw.ctypes.data % ALIGNMENT :][: end - begin]
+def _reader(path: Path) -> Callable[[int, int], np.ndarray]:
+    def read(begin: int, end: int) -> np.ndarray:
+        raw = aligned((end - begin,), np.uint8)
         with open_regular(path) as file:
             _fill(raw, file, begin, path)
-        return raw.view(dtype).reshape(shape)
+        return raw
 
     return read
 
@@ -280,9 +344,10 @@ def _fill(raw: np.ndarray, file: io.BufferedReader, begin: int, path: Path) -> N
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _bytes_of(tensor: LazyTensor) -> "memoryview[int]":
-    array = tensor.read()
-    assert array.dtype == tensor.dtype
-    assert array.shape == tensor.shape
-    array = np.ascontiguousarray(array)  # which makes one number an array of one
-    return array.reshape(-1).view(np.uint8).data
+def _bytes_of(tensor: LazyTensor) -> "Iterator[memoryview[int]]":
+    written = 0
+    for block in tensor.blocks(max(BLOCK // max(tensor.columns * tensor.dtype.itemsize, 1), 1)):
+        assert block.dtype == tensor.dtype
+        written += block.nbytes
+        yield np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+    assert written == tensor.nbytes

@@ -112,10 +112,16 @@ class Precision:
 
     def cast(self, path: str, weight: Weight) -> Weight:
         """The parameter at `path` in the format that it is kept in."""
-        name = self.format_at(path, weight.ndim)
-        if parse(name).exact_in == self.weights == "bfloat16":
-            weight = as_format(weight, "bfloat16")
-        return as_format(weight, name)
+        for name in self.formats_at(path, weight.ndim):
+            weight = as_format(weight, name)
+        return weight
+
+    def formats_at(self, path: str, ndim: int) -> tuple[str, ...]:
+        """The formats that the parameter at `path` goes through, one after the other: the last is
+        the one that it is kept in."""
+        name = self.format_at(path, ndim)
+        first = parse(name).exact_in == self.weights == "bfloat16"
+        return ("bfloat16", name) if first and name != "bfloat16" else (name,)
 
     def activations_at(self, module: str) -> jnp.dtype:
         """The format in which `module` (a dotted path) takes its input."""

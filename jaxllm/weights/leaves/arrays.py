@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops import native
-from jaxllm.weights.leaves.leaf import Leaf, Shape, on_device, or_nan
+from jaxllm.weights.leaves.leaf import Blocks, Leaf, Shape, collected, on_device, or_nan
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -77,6 +77,13 @@ class Float:
 
     def make(self, array: jax.Array) -> jax.Array:
         return array.astype(DTYPES[self.name])
+
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> jax.Array:
+        def make(block: np.ndarray) -> list[Any]:
+            as_it_is = self.name in ("float32", block.dtype.name)  # numpy widens where it copies to
+            return [block if as_it_is else self.make(jax.device_put(block, may_alias=True))]
+
+        return on_device(collected({"": (shape, DTYPES[self.name])}, blocks(), make))[""]
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return {"": (shape, DTYPES[self.name])}

@@ -14,12 +14,20 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.leaves.arrays import DTYPES, product
-from jaxllm.weights.leaves.leaf import Leaf, Shape, on_device, or_nan, up
+from jaxllm.weights.leaves.leaf import (
+    ROWS,
+    Blocks,
+    Leaf,
+    Shape,
+    collected,
+    on_device,
+    or_nan,
+    up,
+)
 
 CHUNK = 128  # columns of a row are stored in whole chunks; the kernels walk by them
 HALF = 16  # a byte holds columns i (low four bits) and i + 16 (high) of each 32
 GROUPS = (32, 64, 128)
-ROWS = 256  # rows quantized at a time
 FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16, in plain JAX
 
 
@@ -134,23 +142,43 @@ class Integer:
 
         Raises ConfigError for a matrix without columns, which has nothing that a scale could be of.
         """
-        if not array.shape[-1]:
-            raise ConfigError(f"{self.name} needs columns to scale, the matrix is {array.shape}")
+        self._check(array.shape)
         rows_OI = array.reshape(-1, array.shape[-1])
         pieces = (x.reshape(*array.shape[:-1], x.shape[-1]) for x in _rounded(rows_OI, self))
         data, scale, zero = pieces
         kept = zero if self.zero_point else None
         return QTensor(data, scale, kept, self.bits, self.group, array.shape[-1])
 
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> QTensor:
+        self._check(shape)
+
+        def make(block: np.ndarray) -> tuple[jax.Array, ...]:
+            made = _rounded(jax.device_put(block, may_alias=True), self)
+            return made if self.zero_point else made[:2]
+
+        return self._of(collected(self._pieces(shape), blocks(), make), shape[-1])
+
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        return dict(self._pieces(shape))
+
+    def _pieces(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
         *rows, columns = shape
         width = up(columns, CHUNK)
         groups = (*rows, width // (self.group or width))
-        found: dict[str, tuple[Shape, Any]] = {
+        found: dict[str, tuple[tuple[int, ...], Any]] = {
             ".data": ((*rows, width * self.bits // 8), np.uint8 if self.bits == 4 else np.int8),
             ".scale": (groups, DTYPES[self.scale]),
         }
         return {**found, ".zero": (groups, np.uint8)} if self.zero_point else found
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if not shape[-1]:
+            raise ConfigError(f"{self.name} needs columns to scale, the matrix is {shape}")
+
+    def _of(self, pieces: Mapping[str, np.ndarray], columns: int) -> QTensor:
+        device = on_device(pieces)
+        scale, zero = device[".scale"], device.get(".zero")
+        return QTensor(device[".data"], scale, zero, self.bits, self.group, columns)
 
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
@@ -162,9 +190,7 @@ class Integer:
             raise CheckpointError(f"{path}.zero holds {zero.max()}: a zero point is at most 15")
         if self.bits == 8 and pieces[".data"].min(initial=0) < -127:
             raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
-        device = on_device(pieces)
-        scale, kept = device[".scale"], device.get(".zero")
-        return QTensor(device[".data"], scale, kept, self.bits, self.group, shape[-1])
+        return self._of(pieces, shape[-1])
 
 
 def parse(name: str) -> Integer | None:

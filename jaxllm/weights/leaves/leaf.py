@@ -4,7 +4,7 @@ A leaf stands for an array `[..., O, I]`: a matrix, or a stack of them. Products
 matrix; `jax.vmap` takes a stack apart.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.native import Matrix
+from jaxllm.weights.files import aligned
 
 Shape = tuple[int | None, ...]  # None: of any size
+Blocks = Callable[[], Iterable[np.ndarray]]  # from the first block each time
+ROWS = 512  # of a matrix that a block has: what is quantized at a time
 
 
 class Leaf:
@@ -98,6 +101,12 @@ class Format(Protocol):
         """A leaf of `array`'s numbers `[..., O, I]`. Raises ConfigError where it cannot."""
         ...
 
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> Any:
+        """What `make` makes, bit for bit, of numbers of `shape` that come as blocks `[n, I]` of
+        its rows. Memory beside the leaf: a block.
+        """
+        ...
+
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         """The shape and dtype of each piece of a leaf of `shape`."""
         ...
@@ -122,6 +131,26 @@ def or_nan(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
 def on_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """A leaf's pieces on the device, where they lie if that is possible."""
     return {key: jax.device_put(piece, may_alias=True) for key, piece in pieces.items()}
+
+
+def collected(
+    expected: Mapping[str, tuple[tuple[int, ...], Any]],
+    blocks: Iterable[np.ndarray],
+    make: Callable[[Any], Iterable[Any]],
+) -> dict[str, np.ndarray]:
+    """Pieces of the shapes and dtypes `expected`, filled with what `make` gives of each block.
+
+    make: the rows of each piece, in their order. They are copied before the next block is read, and
+    what is kept has its true size.
+    """
+    pieces = {name: aligned(shape, dtype) for name, (shape, dtype) in expected.items()}
+    rows = [piece.reshape(-1, piece.shape[-1] if piece.ndim else 1) for piece in pieces.values()]
+    done = 0
+    for block in blocks:
+        for piece, part in zip(rows, make(block), strict=True):
+            piece[done : done + len(block)] = part
+        done += len(block)
+    return pieces
 
 
 def up(n: int, to: int) -> int:

@@ -1,7 +1,7 @@
 """bfloat16 weights stored losslessly in 12 bits."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,16 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.leaves.arrays import DTYPES, Dense
-from jaxllm.weights.leaves.leaf import Leaf, Shape, on_device, or_nan, up
+from jaxllm.weights.leaves.leaf import (
+    ROWS,
+    Blocks,
+    Leaf,
+    Shape,
+    collected,
+    on_device,
+    or_nan,
+    up,
+)
 
 NAME = "bf16-packed"
 _ESCAPES = ("escape_begin", "escape_column", "escape_value")
@@ -105,13 +114,16 @@ class Bfloat16Packed:
     exact_in: str = "bfloat16"
 
     def make(self, array: jax.Array) -> Packed:
-        return pack(array)
+        rows = np.asarray(array).reshape(-1, array.shape[-1])
+        return pack(array.shape, lambda: (rows[at : at + ROWS] for at in range(0, len(rows), ROWS)))
+
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> Packed:
+        return pack(shape, blocks)
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
-        *rows, columns = shape
+        rows = shape[:-1]
         return {
-            ".sign_mantissa": ((*rows, up(columns, 64)), np.uint8),
-            ".nibbles": ((*rows, up(columns, 128) // 2), np.uint8),
+            **_bytes(shape),
             ".base": ((), np.int32),
             ".escape_begin": ((int(np.prod(rows)) + 1,), np.int32),
             ".escape_column": ((None,), np.int32),
@@ -132,47 +144,77 @@ def parse(name: str) -> Bfloat16Packed | None:
     return Bfloat16Packed() if name == NAME else None
 
 
-def pack(array: jax.Array) -> Packed:
-    """bfloat16 weights `[..., O, I]` in 12 bits each.
+def pack(shape: tuple[int, ...], blocks: Blocks) -> Packed:
+    """bfloat16 weights `[..., O, I]` in 12 bits each, from blocks of rows, which are read twice.
 
     Raises ConfigError for another dtype, and where more than 1 in 50 exponents would escape, so
     that nothing is gained.
     """
-    if array.dtype != jnp.bfloat16:
-        raise ConfigError(f"{NAME} stores bfloat16 weights losslessly, got {array.dtype}")
-    values = np.asarray(array).reshape(-1, array.shape[-1])
-    bits = values.view(np.uint16)
-    rows, columns = bits.shape
-    exponent = ((bits >> 7) & 255).astype(np.uint8)
-    held = np.convolve(np.bincount(exponent.reshape(-1), minlength=256), np.ones(16, int))
+    size, columns = int(np.prod(shape)), shape[-1]
+    held = np.convolve(_exponents(blocks()), np.ones(16, int))
     base = int(np.argmax(held[15:256]))  # held[15 + b] counts exponents b to b + 15
-    row, column = np.nonzero((exponent < base) | (exponent > base + 15))
-    if len(row) * 50 > max(bits.size, 1000):
+    escapes = size - int(held[15:256].max())
+    if escapes * 50 > max(size, 1000):
         raise ConfigError(
-            f"{NAME}: {len(row)} of {bits.size} exponents lie outside any 16 consecutive ones"
+            f"{NAME}: {escapes} of {size} exponents lie outside any 16 consecutive ones"
         )
-    padded = np.zeros((rows, up(columns, 64)), np.uint16)
-    padded[:, :columns] = bits
-    block = padded.reshape(rows, -1, 2, 4, 8).swapaxes(2, 3).reshape(rows, -1)
-    index = np.clip(((block >> 7) & 255).astype(np.int16) - base, 0, 15).astype(np.uint8)
-    whole = np.zeros((rows, up(columns, 128)), np.uint8)
-    whole[:, : index.shape[1]] = index
-    pair = whole.reshape(rows, -1, 2, 64)
-    count = np.bincount(row, minlength=rows)
+    count, column, value = [np.zeros(1, np.int64)], [], []  # of the escapes of each block
 
-    def stacked(x: np.ndarray) -> jax.Array:
-        return jnp.asarray(x.reshape(*array.shape[:-1], x.shape[-1]))
+    def split(block: np.ndarray) -> list[jax.Array]:
+        *pieces, outside = _split(jax.device_put(block, may_alias=True), np.int16(base))
+        row, at = np.nonzero(np.asarray(outside))
+        count.append(np.bincount(row, minlength=len(block)))
+        column.append(at.astype(np.int32))
+        value.append(block[row, at])
+        return pieces
 
+    pieces = collected(_bytes(shape), blocks(), split)
+    counts = np.concatenate(count)
     return Packed(
-        sign_mantissa=stacked((((block >> 8) & 128) | (block & 127)).astype(np.uint8)),
-        nibbles=stacked((pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(rows, -1)),
+        **{name.removeprefix("."): piece for name, piece in on_device(pieces).items()},
         base=jnp.int32(base),
-        escape_begin=jnp.asarray(np.concatenate([[0], np.cumsum(count)]).astype(np.int32)),
-        escape_column=jnp.asarray(column.astype(np.int32)),
-        escape_value=jnp.asarray(values[row, column]),
+        escape_begin=jnp.asarray(np.cumsum(counts).astype(np.int32)),
+        escape_column=jnp.asarray(np.concatenate([np.zeros(0, np.int32), *column])),
+        escape_value=jnp.asarray(np.concatenate([np.zeros(0, jnp.bfloat16), *value])),
         columns=columns,
-        widest=int(count.max(initial=0)),
+        widest=int(counts.max()),
     )
+
+
+def _bytes(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """What is stored of each weight."""
+    *rows, columns = shape
+    return {
+        ".sign_mantissa": ((*rows, up(columns, 64)), np.uint8),
+        ".nibbles": ((*rows, up(columns, 128) // 2), np.uint8),
+    }
+
+
+def _exponents(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """How many weights have each of the 256 exponents."""
+    found = np.zeros(256, np.int64)
+    for block in blocks:
+        if block.dtype != jnp.bfloat16:
+            raise ConfigError(f"{NAME} stores bfloat16 weights losslessly, got {block.dtype}")
+        exponent = (block.view(np.uint16) >> 7).astype(np.uint8)  # the sign falls off
+        found += np.bincount(exponent.reshape(-1), minlength=256)
+    return found
+
+
+@jax.jit
+def _split(weight_OI: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sign and mantissa, exponents (see `Packed`), and which exponents escape, `[O, I]`."""
+    rows, columns = weight_OI.shape
+    bits = jax.lax.bitcast_convert_type(weight_OI, jnp.uint16)
+    padded = jnp.pad(bits, ((0, 0), (0, up(columns, 64) - columns)))
+    block = padded.reshape(rows, -1, 2, 4, 8).swapaxes(2, 3).reshape(rows, -1)
+    index = jnp.clip(((block >> 7) & 255).astype(jnp.int16) - base, 0, 15).astype(jnp.uint8)
+    index = jnp.pad(index, ((0, 0), (0, up(columns, 128) - index.shape[1])))
+    pair = index.reshape(rows, -1, 2, 64)
+    nibbles = (pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(rows, -1)
+    exponent = ((bits >> 7) & 255).astype(jnp.int16)
+    outside = (exponent < base) | (exponent > base + 15)
+    return (((block >> 8) & 128) | (block & 127)).astype(jnp.uint8), nibbles, outside
 
 
 def _matrix(x: jax.Array) -> jax.Array:

@@ -1,0 +1,70 @@
+"""A parameter from a file, in the format that it is kept in: block by block where that is another.
+
+Of a tensor that is kept as it lies nothing is copied. Of any other there is never more in memory
+than what has been made of it and the block of rows that is being changed.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.weights.files import LazyTensor, first_non_finite
+from jaxllm.weights.formats import Weight, parse
+from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.weights.leaves.leaf import ROWS
+
+
+def read_leaf(
+    path: str, tensor: LazyTensor, formats: Sequence[str], complaints: list[str]
+) -> Weight:
+    """The tensor in the last of `formats`, after those before it (`Precision.formats_at`).
+
+    complaints: what is wrong with its numbers is added: NaN or infinity, or too large for a
+    narrower format. path: the name in them.
+    """
+    name = formats[-1]
+    if name == tensor.dtype.name and name in DTYPES:
+        array = tensor.read()
+        _complain(path, array, 0, complaints)
+        return jax.device_put(array, may_alias=True)
+    dtypes = [np.dtype(DTYPES[n]) for n in formats if n in DTYPES]
+    leaf: Weight = parse(name).collect(
+        tensor.shape, lambda: _numbers(path, tensor, dtypes, complaints)
+    )
+    return leaf
+
+
+def _numbers(
+    path: str, tensor: LazyTensor, dtypes: Sequence[np.dtype], complaints: list[str]
+) -> Iterator[np.ndarray]:
+    """Blocks of its rows in the last of `dtypes`; what is float64 becomes float32 first."""
+    done = 0
+    for block in tensor.blocks(ROWS):
+        finite = _complain(path, block, done, complaints)
+        done += block.size
+        if block.dtype == np.float64:
+            block = block.astype(np.float32)
+        for dtype in dtypes:
+            if dtype == np.float32:
+                break  # what takes the numbers widens them
+            narrower = jnp.finfo(dtype).max < jnp.finfo(block.dtype).max
+            block = np.asarray(jax.device_put(block, may_alias=True).astype(dtype))
+            if narrower and finite and first_non_finite(block) is not None:
+                _once(complaints, f"{path} overflows {dtype} (largest {jnp.finfo(dtype).max})")
+        yield block
+
+
+def _complain(path: str, block: np.ndarray, first: int, complaints: list[str]) -> bool:
+    """Whether its numbers are finite. first: the index of the block's first."""
+    bad = first_non_finite(block)
+    if bad is not None and not any(text.startswith(f"{path} holds ") for text in complaints):
+        complaints.append(f"{path} holds {block.reshape(-1)[bad]} at index {first + bad}")
+    return bad is None
+
+
+def _once(complaints: list[str], text: str) -> None:
+    """Blocks may be read twice."""
+    if text not in complaints:
+        complaints.append(text)

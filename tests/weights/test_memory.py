@@ -1,0 +1,134 @@
+"""What loading and quantizing hold in memory: what is made, and little beside it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.checkpoint import save
+from jaxllm.cli.convert import recast
+from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.formats import as_format
+from jaxllm.weights.reading import read_leaf
+from tests.conftest import ROOT
+from tests.twins import save_random
+
+ROWS = 94 * 512  # of the table and of the head: 48 MB each in bfloat16
+BESIDE = 24e6  # bytes: half of one of them
+
+STATUS = Path("/proc/self/status")
+pytestmark = pytest.mark.skipif(
+    not STATUS.exists() or "VmHWM" not in STATUS.read_text(encoding="ascii"),
+    reason="no /proc that says what a process holds",
+)
+
+LOAD = """
+import json, sys
+import jax, jaxllm
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+small, large, name = sys.argv[1:]
+kept = {"dtype": name} if name == "float32" else {"quantize": name}
+jaxllm.load(small, **kept)  # imports and compiles what the large one takes
+before = status("VmRSS")
+lm = jaxllm.load(large, **kept)
+jax.block_until_ready(lm.params)
+print(json.dumps([status("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(lm.params))]))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, which differ in their vocabulary only, in both forms, in bfloat16."""
+    made: Path = tmp_path_factory.mktemp("checkpoints")
+    for name, rows in (("small", 512), ("large", ROWS)):
+        save_random(
+            made / "float32",
+            "llama",
+            vocab_size=rows,
+            hidden_size=512,
+            num_hidden_layers=1,
+            tie_word_embeddings=False,
+        )
+        opened = recast(open_hf(made / "float32"), "bfloat16")
+        save(made / f"{name}-native", opened)
+        write_hf(made / f"{name}-hf", opened)
+        shutil.rmtree(made / "float32")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [("native", "int4"), ("hf", "int8"), ("native", "bf16-packed")]
+)
+def test_loading_never_holds_a_matrix_in_two_formats(
+    checkpoints: Path, form: str, name: str
+) -> None:
+    directories = [str(checkpoints / f"{size}-{form}") for size in ("small", "large")]
+    command = [sys.executable, "-c", LOAD, *directories, name]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    took, made = json.loads(said.splitlines()[-1])
+    assert took < made + BESIDE
+
+
+@pytest.mark.parametrize("name", ["int4-g64-zp", "int8-f16", "bf16-packed", "float16", "float32"])
+def test_blocks_make_what_the_whole_makes(name: str) -> None:
+    rows = np.random.default_rng(0).normal(0, 0.02, (1100, 131)).astype(np.float32)
+    whole = jnp.asarray(rows, jnp.bfloat16 if name == "bf16-packed" else jnp.float32)
+    complaints: list[str] = []
+    array = np.asarray(whole)
+    made = read_leaf("w", LazyTensor.of(array), [name], complaints)
+    assert not complaints
+    expected = as_format(whole, name)
+    assert jax.tree.structure(made) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def test_packed_in_blocks_is_the_matrix_bit_for_bit() -> None:
+    bits = np.random.default_rng(0).normal(0, 0.02, (1030, 70)).astype(ml_dtypes.bfloat16)
+    bits[[0, 511, 512, 1029], [69, 0, 3, 69]] = [1e-30, 3e30, -0.0, 1e20]  # exponents that escape
+    made = read_leaf("w", LazyTensor.of(bits), ["bf16-packed"], [])
+    assert np.asarray(made.dense()).tobytes() == bits.tobytes()
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_blocks_of_a_file_are_its_rows(tmp_path: Path, mapped: bool) -> None:
+    tensors = {
+        "odd": np.arange(7 * 3, dtype=np.float32).reshape(7, 3),
+        "stack": np.arange(2 * 3 * 5, dtype=np.int8).reshape(2, 3, 5),
+        "row": np.arange(4, dtype=np.uint8),
+        "one": np.array(2, np.float32),
+        "none": np.zeros((0, 4), np.float32),
+        "narrow": np.zeros((4, 0), np.float32),
+    }
+    write_tensors(tmp_path / "t", {name: LazyTensor.of(x) for name, x in tensors.items()})
+    for name, tensor in open_tensors(tmp_path / "t", mapped=mapped).items():
+        expected = tensors[name].reshape(-1, tensor.columns) if tensors[name].size else []
+        for rows in (1, 2, 100):
+            blocks = [block.copy() for block in tensor.blocks(rows)]
+            assert all(len(block) <= rows for block in blocks)
+            assert np.array_equal(np.concatenate(blocks) if blocks else [], expected)
+        assert np.array_equal(tensor.read(), tensors[name])
+
+
+def test_what_is_wrong_is_said_once_with_its_place_in_the_whole() -> None:
+    numbers = np.ones((1030, 3), np.float32)
+    numbers[100, 0], numbers[700, 1], numbers[900, 2] = 1e6, np.nan, np.inf
+    complaints: list[str] = []
+    read_leaf("w", LazyTensor.of(numbers), ["float16"], complaints)
+    assert complaints == [
+        "w overflows float16 (largest 65504.0)",
+        f"w holds nan at index {700 * 3 + 1}",
+    ]
