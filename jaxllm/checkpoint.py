@@ -28,7 +28,8 @@ from jaxllm.files import (
     writing_directory,
 )
 from jaxllm.progress import bytes_bar
-from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
+from jaxllm.weights import ahead
+from jaxllm.weights.files import LazyTensor, first_non_finite, write_tensors
 from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, Place, flatten, map_leaves, put
@@ -93,7 +94,7 @@ def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Check
     header: _Header = as_schema(data, _Header, where)
     config = models.config_from_dict(header.model, f"{where}: model")
     precision = Precision.from_dict(header.precision, f"{where}: precision")
-    tensors = open_tensors(inside(directory, WEIGHTS), mapped=True)
+    tensors = ahead.mapped(inside(directory, WEIGHTS))
     check_names(tensors, config, str(directory), header.formats)
     generation = read_generation(directory)
     return Checkpoint(directory, config, tensors, generation, precision, header.formats)
@@ -175,6 +176,8 @@ def load_params(
     """
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []
+    if checkpoint.form == FORMAT:  # mapped: looking at one tensor more takes no memory
+        checkpoint = dataclasses.replace(checkpoint, tensors=ahead.scanned(checkpoint.tensors))
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
 
@@ -244,7 +247,8 @@ def _assembled(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Wei
 
 def _to_device(path: str, tensor: LazyTensor, dtype: np.dtype, complaints: list[str]) -> jax.Array:
     array = tensor.read()
-    if (bad := first_non_finite(array)) is not None:
+    bad = tensor.found() if tensor.found else first_non_finite(array)
+    if bad is not None:
         complaints.append(f"{path} holds {array.reshape(-1)[bad]} at index {bad}")
     if array.dtype == np.float64:
         array = array.astype(np.float32)

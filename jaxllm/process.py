@@ -8,6 +8,7 @@ Only the standard library's lighter half is imported: this comes before everythi
 
 import atexit
 import contextlib
+import gc
 import io
 import os
 import select
@@ -20,6 +21,7 @@ from typing import Any, Never
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 if hasattr(signal, "SIGHUP"):
     _WORDS[signal.SIGHUP] = "hung up"
+SELDOM = 100_000  # objects: Python's 700 look through all modules again and again while they load
 PATIENCE = 0.7  # seconds until it is said that what is to stop has not stopped yet
 
 _UNFINISHED: dict[str, str] = {}  # a partial file or directory, and what it was to become
@@ -36,6 +38,7 @@ def begin() -> None:
     where they are not ignored, end the process with one line and status 128 and the signal.
     """
     _open_streams()
+    gc.set_threshold(SELDOM)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -24,6 +24,7 @@ from jaxllm.cli.options import (
     Temperature,
     TopK,
     TopP,
+    begin_reading,
     check_writable,
     load_model,
     read_options,
@@ -82,6 +83,7 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
+    begin_reading(model)
     options = read_options(
         more,
         kind="generate" if batch is None else "serve",
@@ -94,8 +96,9 @@ def generate(
         seed=seed,
     )
 
-    def opened() -> "LM":
-        return load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
+    def opened(*expected: Any) -> "LM":
+        given = {"quantize": quantize, "precision": precision, "expected": expected}
+        return load_model(model, dtype, cache_dtype, **given)
 
     if batch is not None:
         texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
@@ -109,7 +112,8 @@ def generate(
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if prompt == "-" else prompt
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
-    lm = opened()
+    # Lengths are compiled for by powers of two.
+    lm = opened(len(text).bit_length(), max_new_tokens, sorted(options))
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
     loaded = time.perf_counter()

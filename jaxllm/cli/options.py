@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,6 +95,13 @@ ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 
+def begin_reading(model: str) -> None:
+    """Look through a model's weights while JAX is imported, if they are a directory's."""
+    from jaxllm.weights.ahead import begin
+
+    begin(model)
+
+
 def load_model(
     model: str,
     dtype: str | None = None,
@@ -103,19 +111,26 @@ def load_model(
     precision: Path | None = None,
     int8_inputs: bool = False,
     reuse_compiled: bool = True,
+    expected: Sequence[Any] = (),
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
-    reuse_compiled: look first for programs that an earlier process compiled.
+    reuse_compiled: look first for programs that an earlier process compiled, and load beside the
+    weights those that were needed by the last that had the same options and was `expected` to do
+    the same.
     """
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
     with waiting(None if model.startswith("hf:") else f"loading {model}"):
-        from jaxllm.api import load, open_checkpoint
+        from jaxllm import programs
 
         if reuse_compiled:
             keep_compiled()
-        chosen = open_checkpoint(model).precision
+            programs.expect(model, dtype, cache_dtype, quantize, precision, int8_inputs, *expected)
+        from jaxllm.api import load_opened, open_checkpoint
+
+        opened = open_checkpoint(model)
+        chosen = opened.precision
         if dtype is not None:
             chosen = chosen.in_dtype(dtype)
         if table is not None:
@@ -124,7 +139,7 @@ def load_model(
             chosen = dataclasses.replace(chosen, cache=cache_dtype)
         if int8_inputs:
             chosen = dataclasses.replace(chosen, int8_inputs=True)
-    return load(model, dtype=chosen, quantize=quantize)
+    return load_opened(opened, chosen, quantize)
 
 
 def read_json_option(option: str, file: Path) -> Any:
