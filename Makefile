@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths
+.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-first
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -48,6 +48,10 @@ test-arm: $(VENV)/.installed-test
 # the table that decides between them.
 bench-paths: $(VENV)/.installed
 	$(BIN)/python scripts/bench_paths.py --write
+
+# Where each tenth of a second goes until the first token: make bench-first MODEL=a-directory.
+bench-first: $(VENV)/.installed
+	$(BIN)/python scripts/first_token.py --model $(or $(MODEL),jaxllm/demo/llama)
 
 # Half an hour; what was found before and has not changed is not tried again.
 mutate: $(VENV)/.installed-test

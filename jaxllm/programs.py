@@ -73,13 +73,18 @@ def expect(*about: Any) -> None:
     _needed.clear()
     text = (_whole(_record) or b"").decode("ascii", "replace")
     keys = [key for key in text.split()[:MOST_EXPECTED] if re.fullmatch("[0-9a-f]{64}", key)]
-    _coming.update({key: Future() for key in keys})
+    found = {key: Future[Any]() for key in keys}
 
     def load(folder: Path) -> None:
-        for key in keys:
-            _coming[key].set_result(_read(folder / f"{key}{SUFFIX}"))
+        for key, future in found.items():
+            try:
+                future.set_result(_read(folder / f"{key}{SUFFIX}"))
+            except BaseException as error:  # told to whoever asks
+                future.set_exception(error)
 
-    threading.Thread(target=load, args=(_folder,), daemon=True).start()
+    _coming.clear()
+    _coming.update(found)
+    threading.Thread(target=load, args=(_folder,)).start()  # XLA must be done before Python ends
 
 
 def _need(key: str) -> None:
@@ -148,7 +153,7 @@ class Program:
         what = (function.__module__, function.__qualname__, options, constant, structure, forms)
         key = _key(*what)
         _need(key)
-        coming = _coming.get(key)
+        coming = _coming.pop(key, None)
         found = coming.result() if coming else _read(folder / f"{key}{SUFFIX}")
         if found is not None:
             return found

@@ -53,7 +53,7 @@ STAGES = {  # module: function, and what it does
     "jax.stages": [("Traced.lower", "lowering"), ("Lowered.compile", "compiling")],
 }
 FIRST, SECOND = "running the prompt", "second token: its run"
-WORDS = "the man went down to the river and saw a small boat there".split()
+WORDS = ("the", "man", "went", "down", "to", "a", "river", "and", "saw", "small", "boats")
 
 
 class Stopwatch:
@@ -171,15 +171,14 @@ def watched(arguments: Sequence[str]) -> None:
 
 
 def prompt_of(model: str, tokens: int) -> str:
-    """A text of so many tokens, the one that begins every text included."""
+    """A text of so many tokens, or just below; the one that begins every text counts."""
     from jaxllm.text.tokenizer import Tokenizer
 
     tokenizer, text = Tokenizer.from_directory(model), ""
-    for number in range(tokens):
+    for number in range(4 * tokens):
         longer = f"{text} {WORDS[number % len(WORDS)]}".strip()
-        if len(tokenizer.encode(longer, bos=tokenizer.adds_bos)) > tokens:
-            break
-        text = longer
+        if len(tokenizer.encode(longer, bos=tokenizer.adds_bos)) <= tokens:
+            text = longer
     return text
 
 
@@ -187,8 +186,9 @@ def measure(model: str, prompt: str, folder: Path) -> Any:
     """One process: wall and processor seconds by stage, other threads' stages, the two totals."""
     with tempfile.TemporaryDirectory() as place:
         file = str(Path(place) / "report.json")
-        environment = {**os.environ, "JAXLLM_COMPILE_CACHE": str(folder)}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        ours = {n: x for n, x in os.environ.items() if not n.startswith("JAX_")}
+        ours.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment = {**ours, "JAXLLM_COMPILE_CACHE": str(folder)}
         command = ["generate", "-m", model, "-p", prompt, "-n", "3", "-o", "eos_token_id=[]"]
         here = [sys.executable, __file__, "--watch", str(time.time()), file]
         ended = subprocess.run([*here, *command], env=environment, capture_output=True, text=True)
@@ -240,7 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     columns: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as place:
-        os.environ.setdefault("PYTHONPYCACHEPREFIX", f"{place}/bytecode")
         prompts = {model: prompt_of(model, asked.tokens) for model in asked.model}
         for model, prompt in prompts.items():
             measure(model, prompt, Path(place) / "kept")

@@ -4,7 +4,6 @@ What is a special token is never decided by the text: two objects are built from
 files, and only the one behind `parse_special=True` knows how control tokens are written.
 """
 
-import json
 import operator
 import re
 import secrets
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import tokenizers
 
 from jaxllm.errors import CheckpointError, JaxllmError, TokenError
@@ -180,7 +180,7 @@ class Tokenizer:
 
 def _build(directory: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
     with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
-        return tokenizers.Tokenizer.from_str(json.dumps(tree))
+        return tokenizers.Tokenizer.from_str(msgspec.json.encode(tree).decode())
 
 
 @contextmanager
@@ -209,14 +209,15 @@ def _without_names(tree: dict[str, Any], names: set[str]) -> dict[str, Any]:
         model["unk_token"] = hidden[unknown]
     if "merges" in model:
         prefix = len(model.get("continuing_subword_prefix") or "")
-        pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
-        model["merges"] = [
-            [left, right]
-            for left, right in pairs
-            if hidden.keys().isdisjoint((left, right, left + right[prefix:]))
-        ]
+        model["merges"] = [m for m in model["merges"] if _makes_none(m, prefix, hidden)]
     added = [t | {"content": hidden.get(t["content"], t["content"])} for t in tree["added_tokens"]]
     return tree | {"model": model, "added_tokens": added}
+
+
+def _makes_none(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:
+    """Whether a merge, as a text or as a pair, has to do with none of these tokens."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left not in names and right not in names and left + right[prefix:] not in names
 
 
 def _bytes_in(decoder: Any) -> str | None:
