@@ -19,11 +19,10 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import flax
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
@@ -189,6 +188,8 @@ def _describes(value: Any) -> bool:
         return value.__module__.startswith(("jaxllm.", "builtins", "numpy", "jax.", "ml_dtypes"))
     if not type(value).__module__.startswith("jaxllm.") or not dataclasses.is_dataclass(value):
         return False
+    import flax.linen as nn  # what `expect` begins does not wait for it
+
     hidden = ("parent", "name") if isinstance(value, nn.Module) else ()
     fields = (f.name for f in dataclasses.fields(value) if f.name not in hidden)
     return all(_describes(getattr(value, name)) for name in fields)
@@ -220,7 +221,7 @@ def _versions() -> str:
     files += [Path(library)] if (library := native.library()) else []
     ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
     told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
-    versions = jax.__version__, jax.lib.__version__, flax.__version__
+    versions = jax.__version__, jax.lib.__version__, version("flax")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return repr((ours, versions, told, threads, os.environ.get("XLA_FLAGS", "")))
 

@@ -63,7 +63,7 @@ def chat(
     Ctrl-C stops an answer, not the chat. A talk that outgrows the context is refused a further
     line, and can go on after /reset; with --overflow slide its oldest turns are forgotten.
     """
-    begin_reading(model)
+    begin_reading(model, "chat", dtype, cache_dtype, quantize, precision)
     options = read_options(
         more,
         kind="stream",

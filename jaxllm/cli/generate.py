@@ -83,7 +83,9 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
-    begin_reading(model)
+    # Lengths are compiled for by powers of two.
+    form = dtype, cache_dtype, quantize, precision, batch is None, len(prompt).bit_length()
+    begin_reading(model, *form, max_new_tokens, temperature, top_k, top_p, overflow, more)
     options = read_options(
         more,
         kind="generate" if batch is None else "serve",
@@ -96,9 +98,8 @@ def generate(
         seed=seed,
     )
 
-    def opened(*expected: Any) -> "LM":
-        given = {"quantize": quantize, "precision": precision, "expected": expected}
-        return load_model(model, dtype, cache_dtype, **given)
+    def opened() -> "LM":
+        return load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
 
     if batch is not None:
         texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
@@ -112,8 +113,7 @@ def generate(
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if prompt == "-" else prompt
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
-    # Lengths are compiled for by powers of two.
-    lm = opened(len(text).bit_length(), max_new_tokens, sorted(options))
+    lm = opened()
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
     loaded = time.perf_counter()

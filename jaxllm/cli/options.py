@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,11 +94,16 @@ ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 
-def begin_reading(model: str) -> None:
-    """Look through a model's weights while JAX is imported, if they are a directory's."""
+def begin_reading(model: str, *expected: Any) -> None:
+    """Begin with what can be done beside importing: threads look through a directory's weights,
+    and load the programs that the last command needed that was `expected` to do the same."""
     from jaxllm.weights.ahead import begin
 
     begin(model)
+    with waiting("starting"):  # JAX is imported
+        from jaxllm import programs
+    keep_compiled()
+    programs.expect(model, *expected)
 
 
 def load_model(
@@ -111,24 +115,18 @@ def load_model(
     precision: Path | None = None,
     int8_inputs: bool = False,
     reuse_compiled: bool = True,
-    expected: Sequence[Any] = (),
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
-    reuse_compiled: look first for programs that an earlier process compiled, and load beside the
-    weights those that were needed by the last that had the same options and was `expected` to do
-    the same.
+    reuse_compiled: look first for programs that an earlier process compiled.
     """
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
     with waiting(None if model.startswith("hf:") else f"loading {model}"):
-        from jaxllm import programs
+        from jaxllm.api import load_opened, open_checkpoint
 
         if reuse_compiled:
             keep_compiled()
-            programs.expect(model, dtype, cache_dtype, quantize, precision, int8_inputs, *expected)
-        from jaxllm.api import load_opened, open_checkpoint
-
         opened = open_checkpoint(model)
         chosen = opened.precision
         if dtype is not None:

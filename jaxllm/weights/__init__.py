@@ -2,5 +2,5 @@
 
 linear: products with a weight of any kind. leaves/: the kinds; formats: their names. paths:
 parameters by dotted name and ordered rules. precision: formats by path; quantize, dequantize.
-files: safetensors, read lazily, written in a stream.
+files: safetensors, read lazily, written in a stream; ahead: looked through for NaN by threads.
 """
