@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllm
+import jaxllm.api
 from jaxllm import models, programs
 from jaxllm.decode.sampling.sampler import Function
 from jaxllm.programs import Program
