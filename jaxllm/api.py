@@ -317,7 +317,20 @@ def load(
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
-    opened = open_checkpoint(path)
+    return load_opened(
+        open_checkpoint(path), dtype, quantize, place=place, show_progress=show_progress
+    )
+
+
+def load_opened(
+    opened: checkpoint.Checkpoint,
+    dtype: str | Precision | None = None,
+    quantize: Rules | None = None,
+    *,
+    place: Place | None = None,
+    show_progress: bool | None = None,
+) -> LM:
+    """`load` of a checkpoint that has been opened."""
     precision = dtype if isinstance(dtype, Precision) else opened.precision
     if isinstance(dtype, str):
         precision = precision.in_dtype(dtype)
@@ -325,7 +338,7 @@ def load(
         precision = dataclasses.replace(precision, quantize=freeze(quantize))
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
-            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
+            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
         reading = beside.submit(read_texts, opened)
         params = checkpoint.load_params(opened, precision, place=place, show_progress=show_progress)

@@ -28,7 +28,8 @@ from jaxllm.files import (
     writing_directory,
 )
 from jaxllm.progress import bytes_bar
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights import ahead
+from jaxllm.weights.files import LazyTensor, write_tensors
 from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, Place, flatten, map_leaves, put
@@ -94,7 +95,7 @@ def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Check
     header: _Header = as_schema(data, _Header, where)
     config = models.config_from_dict(header.model, f"{where}: model")
     precision = Precision.from_dict(header.precision, f"{where}: precision")
-    tensors = open_tensors(inside(directory, WEIGHTS), mapped=True)
+    tensors = ahead.mapped(inside(directory, WEIGHTS))
     check_names(tensors, config, str(directory), header.formats)
     generation = read_generation(directory)
     return Checkpoint(directory, config, tensors, generation, precision, header.formats)
@@ -176,6 +177,10 @@ def load_params(
     """
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []
+    if checkpoint.form == FORMAT:  # what is mapped, and stays as it lies
+        kept = {p: t for p, t in checkpoint.tensors.items() if _stays(p, t, precision)}
+        tensors = {**checkpoint.tensors, **ahead.scanned(kept)}
+        checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
 
@@ -205,6 +210,12 @@ def in_memory(checkpoint: Checkpoint, params: Params, precision: Precision) -> C
         for name, piece in as_leaf(leaf).pieces().items()
     }
     return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats=formats)
+
+
+def _stays(path: str, tensor: LazyTensor, precision: Precision) -> bool:
+    """Whether a parameter, or a piece of a quantized one, is kept in the format that it has."""
+    name = tensor.dtype.name
+    return name not in DTYPES or precision.formats_at(path, tensor.ndim)[-1] == name
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:

@@ -1,6 +1,7 @@
 """Programs that outlive the process: the same numbers, and no tracing the second time."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import programs
+import jaxllm.api
+from jaxllm import models, programs
 from jaxllm.decode.sampling.sampler import Function
 from jaxllm.programs import Program
 
@@ -28,6 +30,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     programs.keep(tmp_path)
     yield tmp_path
     programs.keep(None)
+    programs._record = None
 
 
 def fresh() -> Program:
@@ -88,6 +91,83 @@ def test_what_is_given_away_is_gone(folder: Path) -> None:
         np.testing.assert_array_equal(out, X * 2)
         assert given.is_deleted()
     assert len(traced) == 1
+
+
+def test_what_the_last_process_needed_is_loaded_ahead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.expect("this")
+    fresh()(X, 2.0, ())
+    fresh()(X, 3.0, ())
+    assert len(traced) == 2
+    programs.expect("that")
+    assert not programs._coming, "nothing is known of it"
+    programs.expect("this")
+    coming = dict(programs._coming)
+    assert len(coming) == 2
+    assert all(future.result() is not None for future in coming.values())
+    monkeypatch.setattr(programs, "_read", None)  # nothing else is read
+    np.testing.assert_array_equal(fresh()(X, 3.0, ()), X * 3)
+    np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+    assert len(traced) == 2
+    assert not programs._coming
+
+
+def test_what_was_expected_does_not_decide_what_runs(folder: Path) -> None:
+    programs.expect("this")
+    fresh()(X, 2.0, ())
+    (record,) = folder.glob("*.expected")
+    programs.expect("this")
+    np.testing.assert_array_equal(fresh()(X, 3.0, ()), X * 3)
+    for damaged in (b"", b"x", record.read_bytes() + b"x"):
+        record.write_bytes(damaged)
+        programs.expect("this")
+        np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+    for program in folder.glob("*.program"):
+        program.write_bytes(b"")
+    programs.expect("this")
+    np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+
+
+def test_forms_of_parameters_are_recalled(folder: Path) -> None:
+    models.param_shapes.cache_clear()
+    model = models.build(jaxllm.api.open_checkpoint("demo:llama").config)
+    traced = models.param_shapes(model)
+    (file,) = folder.glob("*.forms")
+    for damage in (None, b"", file.read_bytes()[:-1]):
+        if damage is not None:
+            file.write_bytes(damage)
+        models.param_shapes.cache_clear()
+        assert models.param_shapes(model) == traced
+    programs.keep(None)
+    models.param_shapes.cache_clear()
+    assert models.param_shapes(model) == traced
+
+
+def change_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version__", "0.0.0")
+
+
+def change_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
+
+
+def change_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+
+
+@pytest.mark.parametrize("change", [change_python, change_processors, change_flags])
+def test_a_program_of_another_version_or_machine_is_not_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    fresh()(X, 2.0, ())
+    programs._versions.cache_clear()
+    try:
+        change(monkeypatch)
+        fresh()(X, 2.0, ())
+        assert len(traced) == 2
+    finally:
+        programs._versions.cache_clear()
 
 
 def test_what_was_used_longest_ago_goes_first(

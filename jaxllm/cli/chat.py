@@ -23,6 +23,7 @@ from jaxllm.cli.options import (
     Temperature,
     TopK,
     TopP,
+    begin_reading,
     load_model,
     read_options,
 )
@@ -62,6 +63,8 @@ def chat(
     Ctrl-C stops an answer, not the chat. A talk that outgrows the context is refused a further
     line, and can go on after /reset; with --overflow slide its oldest turns are forgotten.
     """
+    kept = dtype is quantize is precision is None
+    begin_reading(model, kept, "chat", dtype, cache_dtype, quantize, precision)
     options = read_options(
         more,
         kind="stream",

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import stat
 from pathlib import Path
 
 VARIABLE = "JAXLLM_COMPILE_CACHE"
@@ -13,7 +14,8 @@ def keep_compiled() -> None:
 
     JAXLLM_COMPILE_CACHE names the folder, 0 means none; by default it is `jaxllm` among the user's
     caches. A folder that JAX has been given in another way stays. Programs hold machine code, so
-    each kind of processor has a folder of its own, which nobody else may write to.
+    each kind of processor has a folder of its own, which nobody else may write to, and in which
+    nobody else has left anything: otherwise nothing is kept.
     """
     import jax
 
@@ -26,9 +28,7 @@ def keep_compiled() -> None:
     folder = (Path(named) if named else caches / "jaxllm") / f"compiled-{_processor()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        ours = found.st_uid == os.getuid() and not found.st_mode & 0o022
-        if not ours or not os.access(folder, os.W_OK):
+        if not _nobody_elses(folder) or not os.access(folder, os.W_OK):
             return
     except OSError:  # a machine without a home is as good
         return
@@ -38,12 +38,20 @@ def keep_compiled() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+def _nobody_elses(folder: Path) -> bool:
+    """Whether a folder and the files in it are this user's, and only this user may write there."""
+    found, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
+    private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return private and all(f.st_uid == found.st_uid and stat.S_ISREG(f.st_mode) for f in files)
+
+
 def _processor() -> str:
     """A name for what machine code depends on: the processor and what it can do."""
-    flags = platform.machine() + platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        kinds = ("model name", "flags", "Features")
+        kinds = ("model name", "flags", "Features", "CPU ")
         lines = info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        flags += "".join(line for line in lines if line.startswith(kinds))
-    return hashlib.sha256(flags.encode()).hexdigest()[:12]
+        flags = "".join(line for line in lines if line.startswith(kinds))
+    else:
+        flags = platform.processor()
+    return hashlib.sha256((platform.machine() + flags).encode()).hexdigest()[:12]

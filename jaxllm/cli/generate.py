@@ -24,6 +24,7 @@ from jaxllm.cli.options import (
     Temperature,
     TopK,
     TopP,
+    begin_reading,
     check_writable,
     load_model,
     read_options,
@@ -82,6 +83,10 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
+    # Lengths are compiled for by powers of two.
+    form = dtype, cache_dtype, quantize, precision, batch is None, len(prompt).bit_length()
+    kept = dtype is quantize is precision is None
+    begin_reading(model, kept, *form, max_new_tokens, temperature, top_k, top_p, overflow, more)
     options = read_options(
         more,
         kind="generate" if batch is None else "serve",

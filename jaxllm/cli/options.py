@@ -94,6 +94,20 @@ ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 
+def begin_reading(model: str, as_they_lie: bool, *expected: Any) -> None:
+    """Begin with what can be done beside importing: threads look through a directory's weights,
+    if they are to stay as they lie, and load the programs that the last command needed that was
+    `expected` to do the same."""
+    from jaxllm.weights.ahead import begin
+
+    if as_they_lie:
+        begin(model)
+    with waiting("starting"):  # JAX is imported
+        from jaxllm import programs
+    keep_compiled()
+    programs.expect(model, *expected)
+
+
 def load_model(
     model: str,
     dtype: str | None = None,
@@ -111,11 +125,12 @@ def load_model(
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
     with waiting(None if model.startswith("hf:") else f"loading {model}"):
-        from jaxllm.api import load, open_checkpoint
+        from jaxllm.api import load_opened, open_checkpoint
 
         if reuse_compiled:
             keep_compiled()
-        chosen = open_checkpoint(model).precision
+        opened = open_checkpoint(model)
+        chosen = opened.precision
         if dtype is not None:
             chosen = chosen.in_dtype(dtype)
         if table is not None:
@@ -124,7 +139,7 @@ def load_model(
             chosen = dataclasses.replace(chosen, cache=cache_dtype)
         if int8_inputs:
             chosen = dataclasses.replace(chosen, int8_inputs=True)
-    return load(model, dtype=chosen, quantize=quantize)
+    return load_opened(opened, chosen, quantize)
 
 
 def read_json_option(option: str, file: Path) -> Any:

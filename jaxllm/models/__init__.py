@@ -18,7 +18,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema
 from jaxllm.models import gpt2, llama
 from jaxllm.models.family import Family
-from jaxllm.weights.paths import Params
+from jaxllm.programs import recalled
+from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
 FAMILIES: dict[str, Family] = {row.config.model_type: row for row in (llama.FAMILY, gpt2.FAMILY)}
@@ -65,11 +66,19 @@ def param_shapes(model: nn.Module) -> Params:
 
     Layers are of one form, so one is traced, however many a configuration claims.
     """
-    token_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    length_B = jax.ShapeDtypeStruct((1,), jnp.int32)
     layers: int = model.config.num_hidden_layers
     one = model.clone(config=dataclasses.replace(model.config, num_hidden_layers=1))
-    shapes = jax.eval_shape(one.init, jax.random.key(0), token_BT, token_BT, length_B)["params"]
+
+    def forms() -> Params:
+        """Shapes and names of formats: what is kept between processes is plain."""
+        token_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        length_B = jax.ShapeDtypeStruct((1,), jnp.int32)
+        key = jax.eval_shape(jax.random.key, 0)
+        traced = jax.eval_shape(one.init, key, token_BT, token_BT, length_B)["params"]
+        return map_leaves(lambda _, leaf: (leaf.shape, leaf.dtype.name), traced)
+
+    plain = recalled(one, forms)
+    shapes = map_leaves(lambda _, form: jax.ShapeDtypeStruct(*form), plain)
     repeated: Params = {}
     for name, form in shapes.items():
         block, _, number = name.partition(".")

@@ -1,19 +1,21 @@
 """Text to token ids and back: a thin value over the `tokenizers` library.
 
 What is a special token is never decided by the text: two objects are built from the checkpoint's
-files, and only the one behind `parse_special=True` knows how control tokens are written.
+files, the second when it is wanted, and only that one, behind `parse_special=True`, knows how
+control tokens are written.
 """
 
-import json
 import operator
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import tokenizers
 
 from jaxllm.errors import CheckpointError, JaxllmError, TokenError
@@ -53,7 +55,7 @@ class Tokenizer:
     special_ids: frozenset[int]
     name: str
     _plain: tokenizers.Tokenizer = field(repr=False)
-    _parsing: tokenizers.Tokenizer = field(repr=False)
+    _whole: Callable[[], tokenizers.Tokenizer] = field(repr=False)
     _tokens: Mapping[int, str] = field(repr=False)
     _bytes_in: str | None = field(repr=False)
 
@@ -74,17 +76,21 @@ class Tokenizer:
     @classmethod
     def _from_tree(cls, directory: Path, source: TokenizerTree) -> Self:
         tree = source.tree | {"post_processor": None}
-        parsing = _build(directory, tree)
+        special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
+        hidden = {name: f"<{secrets.token_hex(16)}>" for name in special}
+        shown = {name: special for special, name in hidden.items()}
+        without = _without_names(tree, hidden)
+        plain = _build(directory, _json(directory, without))
         for token in tree["added_tokens"]:
-            if parsing.token_to_id(token["content"]) != token["id"]:
+            index = plain.token_to_id(hidden.get(token["content"], token["content"]))
+            if index != token["id"]:
                 raise CheckpointError(
                     f"{directory}: the id {token['id']} of the added token {token['content']!r} "
-                    f"leaves a gap; it would become {parsing.token_to_id(token['content'])}"
+                    f"leaves a gap; it would become {index}"
                 )
-        tokens = {index: token for token, index in parsing.get_vocab().items()}
-        special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
-        ids = {role: parsing.token_to_id(content) for role, content in source.roles.items()}
-        return cls(
+        tokens = {index: shown.get(token, token) for token, index in plain.get_vocab().items()}
+        ids = {role: plain.token_to_id(hidden.get(t, t)) for role, t in source.roles.items()}
+        made = cls(
             vocab_size=max(tokens, default=-1) + 1,
             bos_id=ids.get("bos"),
             eos_id=ids.get("eos"),
@@ -93,11 +99,22 @@ class Tokenizer:
             adds_bos=source.adds_bos,
             special_ids=frozenset(t["id"] for t in tree["added_tokens"] if t.get("special")),
             name=directory.resolve().name,
-            _plain=_build(directory, _without_names(tree, special)),
-            _parsing=parsing,
+            _plain=plain,
+            _whole=partial(_build, directory, _json(directory, tree)),
             _tokens=tokens,
             _bytes_in=_bytes_in(tree.get("decoder")),
         )
+        if "merges" in tree["model"] and len(without["model"]["merges"]) < len(
+            tree["model"]["merges"]
+        ):
+            _ = made._parsing  # what was left out may be what is wrong with the file
+        return made
+
+    @cached_property
+    def _parsing(self) -> tokenizers.Tokenizer:
+        """The one that knows how special tokens are written: few texts need it, none that is
+        generated from plain ones."""
+        return self._whole()
 
     def encode(
         self, text: str, *, bos: bool = False, eos: bool = False, parse_special: bool = False
@@ -128,7 +145,8 @@ class Tokenizer:
           TokenError: an id is not a token of this tokenizer.
         """
         checked = [self._checked(index) for index in ids]
-        return self._parsing.decode(checked, skip_special_tokens=skip_special)
+        tokenizer = self._plain if skip_special else self._parsing
+        return tokenizer.decode(checked, skip_special_tokens=skip_special)
 
     def token(self, index: int) -> str:
         """Return how the vocabulary writes a token ("\u2581the", "<0x0A>"), for people to read.
@@ -178,9 +196,14 @@ class Tokenizer:
         return index
 
 
-def _build(directory: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
+def _json(directory: Path, tree: dict[str, Any]) -> str:
     with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
-        return tokenizers.Tokenizer.from_str(json.dumps(tree))
+        return msgspec.json.encode(tree).decode()
+
+
+def _build(directory: Path, text: str) -> tokenizers.Tokenizer:
+    with _library_errors(CheckpointError, f"the tokenizer in {directory} is malformed"):
+        return tokenizers.Tokenizer.from_str(text)
 
 
 @contextmanager
@@ -194,29 +217,30 @@ def _library_errors(kind: type[JaxllmError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _without_names(tree: dict[str, Any], names: set[str]) -> dict[str, Any]:
+def _without_names(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str, Any]:
     """Return a tree with the same ids in which no text can be one of these tokens.
 
-    The tokens get names that nobody can guess, and BPE loses the merges that would make one.
+    The tokens get the names that stand beside them, which nobody can guess, and BPE loses the
+    merges that would make one.
     """
-    hidden = {name: f"<{secrets.token_hex(16)}>" for name in names}
     model = dict(tree["model"])
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hidden.get(name, name): i for name, i in model["vocab"].items()}
     else:
         model["vocab"] = [[hidden.get(name, name), score] for name, score in model["vocab"]]
-    if (unknown := model.get("unk_token")) in hidden:
+    if isinstance(unknown := model.get("unk_token"), str) and unknown in hidden:
         model["unk_token"] = hidden[unknown]
     if "merges" in model:
         prefix = len(model.get("continuing_subword_prefix") or "")
-        pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
-        model["merges"] = [
-            [left, right]
-            for left, right in pairs
-            if hidden.keys().isdisjoint((left, right, left + right[prefix:]))
-        ]
+        model["merges"] = [m for m in model["merges"] if _makes_none(m, prefix, hidden)]
     added = [t | {"content": hidden.get(t["content"], t["content"])} for t in tree["added_tokens"]]
     return tree | {"model": model, "added_tokens": added}
+
+
+def _makes_none(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:
+    """Whether a merge, as a text or as a pair, has to do with none of these tokens."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left not in names and right not in names and left + right[prefix:] not in names
 
 
 def _bytes_in(decoder: Any) -> str | None:

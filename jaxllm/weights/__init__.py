@@ -2,5 +2,6 @@
 
 linear: products with a weight of any kind. leaves/: the kinds; formats: their names. paths:
 parameters by dotted name and ordered rules. precision: formats by path; quantize, dequantize.
-files: safetensors, read lazily, written in a stream. reading: a parameter from a file, by blocks.
+files: safetensors, read lazily, written in a stream; ahead: looked through for NaN by threads;
+reading: a parameter from a file, by blocks.
 """

@@ -46,6 +46,7 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+FLOATS = frozenset(_DTYPES[name].name for name in ("F32", "BF16", "F16", "F64"))
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -73,7 +74,8 @@ class LazyTensor:
     """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`.
 
     release: says that what was read has been copied, so that its memory may go. parts: `blocks` of
-    a tensor of which less than the whole can be read.
+    a tensor of which less than the whole can be read. found: waits for what `first_non_finite` says
+    of it, where that has been begun elsewhere.
     """
 
     dtype: np.dtype
@@ -81,6 +83,7 @@ class LazyTensor:
     read: Callable[[], np.ndarray]
     release: Callable[[], None] = lambda: None
     parts: Callable[[int], Iterator[np.ndarray]] | None = None
+    found: Callable[[], int | None] | None = None
 
     @property
     def ndim(self) -> int:
@@ -240,15 +243,23 @@ def write_tensors(
                 progress(len(some))
 
 
-def first_non_finite(array: np.ndarray) -> int | None:
-    """The flat index of the first NaN or infinity in a float array, or None; reads it once."""
-    bits = {2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize]
-    exponent = bits(np.array(np.inf, array.dtype).view(bits))
-    flat = array.reshape(-1).view(bits)
-    for start in range(0, flat.size, 1 << 18):  # blocks that stay in the processor's cache
-        bad = (flat[start : start + (1 << 18)] & exponent) == exponent
-        if bad.any():
-            return start + int(bad.argmax())
+def first_non_finite(array: np.ndarray, block: int = 1 << 17) -> int | None:
+    """The flat index of the first NaN or infinity in a float array, or None.
+
+    block: how many numbers are looked at at once; by default what stays in a processor's cache.
+
+    A float's bits grow with its magnitude, so the largest of them says whether any is beyond the
+    finite ones: as unsigned numbers for negative floats, as signed ones for the others.
+    """
+    size = array.dtype.itemsize
+    unsigned, signed = np.dtype(f"u{size}"), np.dtype(f"i{size}")
+    infinities = np.array([np.inf, -np.inf], array.dtype)
+    positive, negative = infinities.view(signed)[0], infinities.view(unsigned)[1]
+    flat = array.reshape(-1).view(unsigned)
+    for start in range(0, flat.size, block):
+        part = flat[start : start + block]
+        if part.max() >= negative or part.view(signed).max() >= positive:
+            return start + int((~np.isfinite(part.view(array.dtype))).argmax())
     return None
 
 

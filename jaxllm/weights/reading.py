@@ -27,7 +27,8 @@ def read_leaf(
     name = formats[-1]
     if name == tensor.dtype.name and name in DTYPES:
         array = tensor.read()
-        _complain(path, array, 0, complaints)
+        bad = tensor.found() if tensor.found else first_non_finite(array)
+        _complain(path, array, bad, 0, complaints)
         return jax.device_put(array, may_alias=True)
     dtypes = [np.dtype(DTYPES[n]) for n in formats if n in DTYPES]
     leaf: Weight = parse(name).collect(
@@ -42,7 +43,8 @@ def _numbers(
     """Blocks of its rows in the last of `dtypes`; what is float64 becomes float32 first."""
     done = 0
     for block in tensor.blocks(ROWS):
-        finite = _complain(path, block, done, complaints)
+        bad = first_non_finite(block)
+        _complain(path, block, bad, done, complaints)
         done += block.size
         if block.dtype == np.float64:
             block = block.astype(np.float32)
@@ -51,17 +53,17 @@ def _numbers(
                 break  # what takes the numbers widens them
             narrower = jnp.finfo(dtype).max < jnp.finfo(block.dtype).max
             block = np.asarray(jax.device_put(block, may_alias=True).astype(dtype))
-            if narrower and finite and first_non_finite(block) is not None:
+            if narrower and bad is None and first_non_finite(block) is not None:
                 _once(complaints, f"{path} overflows {dtype} (largest {jnp.finfo(dtype).max})")
         yield block
 
 
-def _complain(path: str, block: np.ndarray, first: int, complaints: list[str]) -> bool:
-    """Whether its numbers are finite. first: the index of the block's first."""
-    bad = first_non_finite(block)
+def _complain(
+    path: str, block: np.ndarray, bad: int | None, first: int, complaints: list[str]
+) -> None:
+    """Say, once, that a number is not finite. first: the index of the block's first."""
     if bad is not None and not any(text.startswith(f"{path} holds ") for text in complaints):
         complaints.append(f"{path} holds {block.reshape(-1)[bad]} at index {first + bad}")
-    return bad is None
 
 
 def _once(complaints: list[str], text: str) -> None:

@@ -1,0 +1,92 @@
+"""Weights looked through by threads: the same findings, and only of the file that is loaded."""
+
+import itertools
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import CheckpointError
+from jaxllm.weights import ahead
+from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
+
+FORMATS = (np.float32, np.float16, np.float64, ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_first_number_that_is_not_finite_is_found(dtype: type) -> None:
+    largest = ml_dtypes.finfo(dtype).max
+    clean = np.random.default_rng(0).standard_normal(77).astype(dtype)
+    clean[:4] = largest, -largest, dtype(0), -dtype(0)
+    for block in (7, 1 << 17):
+        assert first_non_finite(clean, block) is None
+        for bad, at in itertools.product((np.inf, -np.inf, np.nan, -np.nan), (0, 6, 7, 76)):
+            spoilt = clean.copy()
+            spoilt[at:] = bad
+            assert first_non_finite(spoilt.reshape(7, 11), block) == at
+
+
+def write(file: Path, **bad: int) -> dict[str, LazyTensor]:
+    """Tensors of several formats, of which some lie end to end, with NaN at places of some."""
+    random = np.random.default_rng(0)
+    shapes = {"a": (4, 32), "b": (64,), "c": (3,), "d": (5,), "e": (32,), "f": (2, 16)}
+    made = {}
+    for name, shape in shapes.items():
+        dtype = np.float32 if name == "e" else ml_dtypes.bfloat16
+        array = random.standard_normal(shape).astype(dtype)
+        if name in bad:
+            array.reshape(-1)[bad[name]] = np.nan
+        made[name] = LazyTensor.of(array)
+    write_tensors(file, {**made, "whole": LazyTensor.of(np.arange(8))})
+    return open_tensors(file, mapped=True)
+
+
+@pytest.mark.parametrize("bad", [{}, {"a": 77}, {"b": 0, "d": 4}, {"e": 31, "f": 3}])
+@pytest.mark.parametrize("run", [1, 1 << 28])
+def test_each_tensor_is_told_of_its_own(
+    tmp_path: Path, bad: dict[str, int], run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "RUN", run)
+    found = ahead.scanned(write(tmp_path / "x.safetensors", **bad))
+    assert found["whole"].found is None
+    told = {n: t.found() for n, t in found.items() if t.found is not None}
+    assert told == dict.fromkeys("abcdef") | bad
+    assert ahead.scanned(found) == found, "nothing is looked at twice"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    jaxllm.load("demo:llama").save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_what_was_begun_is_what_is_loaded(model: Path) -> None:
+    ahead.begin(str(model))
+    file = model / "model.safetensors"
+    assert all(t.found is not None and t.found() is None for t in ahead.mapped(file).values())
+    assert all(t.found is None for t in ahead.mapped(file).values()), "once"
+
+
+def test_a_file_that_has_changed_is_looked_at_again(model: Path) -> None:
+    file = model / "model.safetensors"
+    ahead.begin(str(model))
+    ahead._begun[file].result()
+    content = bytearray(file.read_bytes())
+    content[-2:] = b"\xff\xff"  # NaN in bfloat16, and the end of one in float32
+    content[-4:-2] = b"\xff\xff"
+    file.unlink()
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="holds nan at index"):
+        jaxllm.load(model)
+
+
+def test_nothing_is_begun_where_there_is_nothing_of_ours(tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"no such thing")
+    ahead.begin(str(model))
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        jaxllm.load(model)
+    for other in ("demo:llama", "hf:owner/name", "", "\0", str(tmp_path / "none")):
+        ahead.begin(other)
+    assert not ahead._begun
