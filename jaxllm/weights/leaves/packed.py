@@ -160,13 +160,15 @@ def pack(shape: tuple[int, ...], blocks: Blocks) -> Packed:
         )
     count, column, value = [np.zeros(1, np.int64)], [], []  # of the escapes of each block
 
-    def split(block: np.ndarray) -> list[jax.Array]:
-        *pieces, outside = _split(jax.device_put(block, may_alias=True), np.int16(base))
-        row, at = np.nonzero(np.asarray(outside))
+    def split(block: np.ndarray) -> list[np.ndarray]:
+        made = _split(jax.device_put(block, may_alias=True), np.int16(base))
+        byte, index, outside = map(np.asarray, made)
+        row, at = np.divmod(np.flatnonzero(outside), columns)
         count.append(np.bincount(row, minlength=len(block)))
         column.append(at.astype(np.int32))
         value.append(block[row, at])
-        return pieces
+        pair = _in_order(index).reshape(len(block), -1, 2, 64)
+        return [_in_order(byte), (pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(len(block), -1)]
 
     pieces = collected(_bytes(shape), blocks(), split)
     counts = np.concatenate(count)
@@ -196,25 +198,34 @@ def _exponents(blocks: Iterable[np.ndarray]) -> np.ndarray:
     for block in blocks:
         if block.dtype != jnp.bfloat16:
             raise ConfigError(f"{NAME} stores bfloat16 weights losslessly, got {block.dtype}")
-        exponent = (block.view(np.uint16) >> 7).astype(np.uint8)  # the sign falls off
-        found += np.bincount(exponent.reshape(-1), minlength=256)
+        exponent = (block.view(np.uint16) >> 7).astype(np.uint8).reshape(-1)  # the sign falls off
+        even = exponent.size // 2 * 2
+        pairs = np.bincount(exponent[:even].view(np.uint16), minlength=1 << 16).reshape(256, 256)
+        found += pairs.sum(axis=0) + pairs.sum(axis=1) + np.bincount(exponent[even:], minlength=256)
     return found
 
 
 @jax.jit
 def _split(weight_OI: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sign and mantissa, exponents (see `Packed`), and which exponents escape, `[O, I]`."""
-    rows, columns = weight_OI.shape
+    """Sign and mantissa `[O, I']`, exponents less base `[O, I'']`, which escape `[O, I]`: in the
+    order of the columns (see `Packed`)."""
+    columns = weight_OI.shape[1]
     bits = jax.lax.bitcast_convert_type(weight_OI, jnp.uint16)
-    padded = jnp.pad(bits, ((0, 0), (0, up(columns, 64) - columns)))
-    block = padded.reshape(rows, -1, 2, 4, 8).swapaxes(2, 3).reshape(rows, -1)
-    index = jnp.clip(((block >> 7) & 255).astype(jnp.int16) - base, 0, 15).astype(jnp.uint8)
-    index = jnp.pad(index, ((0, 0), (0, up(columns, 128) - index.shape[1])))
-    pair = index.reshape(rows, -1, 2, 64)
-    nibbles = (pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(rows, -1)
+    byte = (((bits >> 8) & 128) | (bits & 127)).astype(jnp.uint8)
     exponent = ((bits >> 7) & 255).astype(jnp.int16)
+    index = jnp.clip(exponent - base, 0, 15).astype(jnp.uint8)
     outside = (exponent < base) | (exponent > base + 15)
-    return (((block >> 8) & 128) | (block & 127)).astype(jnp.uint8), nibbles, outside
+    return (
+        jnp.pad(byte, ((0, 0), (0, up(columns, 64) - columns))),
+        jnp.pad(index, ((0, 0), (0, up(columns, 128) - columns))),
+        outside,
+    )
+
+
+def _in_order(byte_OI: np.ndarray) -> np.ndarray:
+    """A byte for each column, in the order in which `Packed` has them; eight move as one number."""
+    eight = byte_OI.view(np.uint64).reshape(len(byte_OI), -1, 2, 4).swapaxes(2, 3)
+    return np.ascontiguousarray(eight).reshape(len(byte_OI), -1).view(np.uint8)
 
 
 def _matrix(x: jax.Array) -> jax.Array:
