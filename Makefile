@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first
+.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first bench-gpu
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
@@ -59,6 +59,10 @@ bench-memory: $(VENV)/.installed
 # Where each tenth of a second goes until the first token: make bench-first MODEL=a-directory.
 bench-first: $(VENV)/.installed
 	$(BIN)/python scripts/first_token.py --model $(or $(MODEL),jaxllm/demo/llama)
+
+# Decoding and prompts on a GPU, with JAX installed for it.
+bench-gpu: $(VENV)/.installed
+	$(BIN)/python scripts/bench_gpu.py
 
 # Half an hour; what was found before and has not changed is not tried again.
 mutate: $(VENV)/.installed-test

@@ -174,7 +174,8 @@ def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Arra
 
 def bandwidth(probe: jax.Array) -> float:
     """Gigabytes a second at which this array is read just now, by all threads."""
-    read = jax.jit(native.read) if native.enabled() else _sum
+    by_kernel = native.enabled() and jax.default_backend() == "cpu"
+    read = jax.jit(native.read) if by_kernel else _sum
     jax.block_until_ready(read(probe))
     return max(probe.nbytes / _timed(lambda: read(probe).block_until_ready()) / 1e9 for _ in "123")
 

@@ -222,8 +222,9 @@ def _versions() -> str:
     ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
     told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
     versions = jax.__version__, jax.lib.__version__, version("flax")
+    told_by = [os.environ.get(name, "") for name in ("XLA_FLAGS", "JAXLLM_PALLAS")]
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return repr((ours, versions, told, threads, os.environ.get("XLA_FLAGS", "")))
+    return repr((ours, versions, told, threads, told_by))
 
 
 def _read(file: Path) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops import native
+from jaxllm.ops import native, pallas
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.leaf import Leaf, up
@@ -92,12 +92,14 @@ def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Product
     ways = [_way(x_RI, weight, digits) for weight in weights]
     if len(set(ways)) > 1:
         return tuple(_on_each_platform(x_RI, (weight,), digits)[0] for weight in weights)
-    plain = partial(_plain, digits)
-    if ways[0] is _plain:
+    plain, branches = partial(_plain, digits), dict[str, Callable[..., Products]]()
+    if ways[0] is not _plain:
+        branches["cpu"] = partial(ways[0], digits)
+    if digits != 1 and pallas.enabled() and all(as_leaf(w).fits_gpu(x_RI) for w in weights):
+        branches["cuda"] = _on_gpu
+    if not branches:
         return plain(x_RI, weights)
-    y: Products = jax.lax.platform_dependent(
-        x_RI, weights, cpu=partial(ways[0], digits), default=plain
-    )
+    y: Products = jax.lax.platform_dependent(x_RI, weights, **branches, default=plain)
     return y
 
 
@@ -154,6 +156,10 @@ def _widened(digits: int, x_RI: jax.Array, weights: Sequence[Leaf]) -> Products:
         y_RO = product(x_RI, native.widen(matrix, dtype, columns=weight.shape[1]))
         products.append(y_RO if scale_O is None else y_RO * scale_O[None])
     return tuple(products)
+
+
+def _on_gpu(x_RI: jax.Array, weights: Weights) -> Products:
+    return tuple(as_leaf(weight).gpu_product(x_RI) for weight in weights)
 
 
 def _plain(digits: int, x_RI: jax.Array, weights: Weights) -> Products:

@@ -15,7 +15,12 @@ from tests.conftest import ROOT
 
 SOURCES = ROOT / "jaxllm" / "ops" / "native" / "csrc"
 HEADERS = sorted(SOURCES.rglob("*.h"))
-NEEDS = {"avx2.h": "-mavx2 -mfma -mf16c", "avx512.h": "-mavx512f -mavx512bw -mavx512vl -mavx512dq"}
+AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq"
+BF16 = f"{AVX512} -mavx512bf16"
+NEEDS = {
+    "avx2.h": "-mavx2 -mfma -mf16c", "avx512.h": AVX512, "amx.h": BF16,
+    "matrices.h": f'{BF16} -DJAXLLM_LAYER="layers/amx.h"',
+}  # fmt: skip
 
 
 def test_each_header_is_complete_by_itself(tmp_path: Path) -> None:

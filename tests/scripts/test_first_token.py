@@ -20,7 +20,7 @@ def test_every_tenth_is_somebodys(capsys: pytest.CaptureFixture[str]) -> None:
     stages = [n for n in named if n[0].isalpha() and not n.startswith(("s (", "second", "other"))]
     for column, whole in enumerate(seconds("**first token**")):
         parts = sum(seconds(name)[column] for name in stages)
-        assert abs(parts - whole) < 0.2, "what took less than a hundredth is left out"
+        assert abs(parts - whole) < 0.2 + 0.1 * whole, "what took less than a hundredth is left out"
     for name in ("import jax", "import jaxllm", "running the prompt"):
         assert min(seconds(name)) > 0
     for name in ("tracing", "lowering", "compiling"):

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.ops import native
+from jaxllm.ops import native, pallas
 from jaxllm.weights.leaves.arrays import DTYPES, product
 from jaxllm.weights.leaves.leaf import (
     ROWS,
@@ -99,6 +99,14 @@ class QTensor(Leaf, struct.PyTreeNode):
             return _summed(x_RI, self)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > FEW
         return product(x_RI, self.dense(jnp.bfloat16 if many else jnp.float32))
+
+    def fits_gpu(self, x_RI: jax.Array) -> bool:
+        return pallas.fits(x_RI, self.data)
+
+    def gpu_product(self, x_RI: jax.Array) -> jax.Array:
+        return pallas.multiply(
+            x_RI, self.data, self.scale, self.zero, bits=self.bits, group=self.group
+        )
 
     def matrix(self) -> native.Matrix:
         kind = native.Kind.INT8 if self.bits == 8 else native.Kind.INT4

@@ -70,6 +70,14 @@ class Leaf:
         """`x @ weight.T` in plain JAX, float32 `[R, O]`: what every other way of it means."""
         raise NotImplementedError
 
+    def fits_gpu(self, x_RI: jax.Array) -> bool:
+        """Whether `gpu_product` takes these inputs."""
+        return False
+
+    def gpu_product(self, x_RI: jax.Array) -> jax.Array:
+        """The same product by a kernel for GPUs."""
+        raise NotImplementedError
+
     def matrix(self) -> Matrix:
         """The pieces as the native kernels take them, where they know this kind of leaf."""
         raise NotImplementedError

@@ -189,8 +189,10 @@ ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer array, ffi::Result<ffi::Buf
     };
     const int64_t words = bytes / 8 < end ? bytes / 8 : end;  // whole ones
     int64_t i = begin;
-    for (; i + 32 <= words; i += 32)
+    for (; i + 32 <= words; i += 32) {
+      for (int line = 0; line < 256; line += 64) __builtin_prefetch(data + 8 * i + (16 << 10) + line, 0, 2);
       for (int j = 0; j < 32; j++) add(lane[j], i + j, 8);
+    }
     for (; i < words; i++) add(lane[0], i, 8);
     if (i < end) add(lane[0], i, bytes % 8);
     for (uint64_t one : lane) total += one;

@@ -1,0 +1,38 @@
+"""The Pallas kernel of integer weights, in interpret mode, against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.ops import pallas
+from jaxllm.weights.formats import as_format
+
+FORMATS = (
+    "int8", "int8-g32", "int8-g128-f16", "int4-g32", "int4-g64-f16", "int4-g128", "int4-g64-zp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_a_product_is_that_of_the_dense_weights(name: str, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    weight = as_format(jnp.asarray(rng.normal(0, 1, (48, 300)), jnp.float32), name)
+    x_RI = jnp.asarray(rng.normal(0, 1, (rows, 300)), jnp.bfloat16)
+    assert pallas.fits(x_RI, weight.data)
+    y_RO = pallas.multiply(
+        x_RI, weight.data, weight.scale, weight.zero, bits=weight.bits, group=weight.group,
+        interpret=True,
+    )  # fmt: skip
+    x, dense = np.asarray(x_RI, np.float64), np.asarray(weight.dense(), np.float64)
+    bound = 1e-6 * np.abs(x) @ np.abs(dense).T
+    assert (np.abs(y_RO - x @ dense.T) <= bound).all()
+
+
+def test_what_does_not_fit_is_said() -> None:
+    data = jnp.zeros((48, 128), jnp.int8)
+    x = jnp.zeros((16, 100), jnp.bfloat16)
+    assert pallas.fits(x, data)
+    assert not pallas.fits(x.astype(jnp.float32), data)
+    assert not pallas.fits(jnp.zeros((17, 100), jnp.bfloat16), data)
+    assert not pallas.fits(x[:0], data)
+    assert not pallas.fits(x, data[:47])
