@@ -5,24 +5,19 @@ process compiled of the same code, for the same configuration, formats and shape
 versions, kernels and settings (of JAX as they are at the first call), and leaves there what it
 compiles. Programs are machine code: the
 folder belongs to one kind of processor and one user (`jaxllm.cli.compiled`).
-
-`expect` begins to load, beside whatever else has to be done, what an earlier process needed; only
-the arguments of a call decide whether it is what is run.
 """
 
 import dataclasses
 import hashlib
 import os
 import pickle
-import re
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
@@ -34,16 +29,12 @@ from jaxllm.ops import native
 
 MOST_BYTES = 512 << 20  # of what is kept; what was used longest ago goes first
 SUFFIX = ".program"
-FORMS, EXPECTED = ".forms", ".expected"
-MOST_EXPECTED = 8  # programs: a command's first answer takes five
+FORMS = ".forms"
 _PLAIN = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
 
 _OUTSIDE = get_opaque_trace_state(convention="flax")  # of any jit
 _folder: Path | None = None
 _hits = 0  # of JAX's own cache, whose programs cannot be written again
-_coming: dict[str, Future[Any]] = {}  # by key: what `expect` has begun to load
-_record: Path | None = None  # of what this process needs
-_needed: list[str] = []
 
 
 def keep(folder: Path | None) -> None:
@@ -57,42 +48,6 @@ def keep(folder: Path | None) -> None:
 def _count(event: str, **about: Any) -> None:
     global _hits
     _hits += event == "/jax/compilation_cache/cache_hits"
-
-
-def expect(*about: Any) -> None:
-    """Load in a thread what the last process needed first that expected the same.
-
-    about: whatever says what is to be run: it need not say all. Whatever is not needed after all
-    has been loaded in vain.
-    """
-    global _record
-    if _folder is None or not _one_processor():
-        return
-    _record = _folder / f"{_key('expected', *about)}{EXPECTED}"
-    _needed.clear()
-    text = (_whole(_record) or b"").decode("ascii", "replace")
-    keys = [key for key in text.split()[:MOST_EXPECTED] if re.fullmatch("[0-9a-f]{64}", key)]
-    found = {key: Future[Any]() for key in keys}
-
-    def load(folder: Path) -> None:
-        for key, future in found.items():
-            try:
-                future.set_result(_read(folder / f"{key}{SUFFIX}"))
-            except BaseException as error:  # told to whoever asks
-                future.set_exception(error)
-
-    _coming.clear()
-    _coming.update(found)
-    threading.Thread(target=load, args=(_folder,)).start()  # XLA must be done before Python ends
-
-
-def _need(key: str) -> None:
-    """Remember what the next process will need."""
-    if _record is None or key in _needed or len(_needed) == MOST_EXPECTED:
-        return
-    _needed.append(key)
-    if key not in (_whole(_record) or b"").decode("ascii", "replace").split():
-        _keep(_record, " ".join(_needed).encode())
 
 
 def recalled(what: Any, make: Callable[[], Any]) -> Any:
@@ -151,10 +106,7 @@ class Program:
         function, options = self._function, sorted(self._options.items())
         what = (function.__module__, function.__qualname__, options, constant, structure, forms)
         key = _key(*what)
-        _need(key)
-        coming = _coming.pop(key, None)
-        found = coming.result() if coming else _read(folder / f"{key}{SUFFIX}")
-        if found is not None:
+        if (found := _read(folder / f"{key}{SUFFIX}")) is not None:
             return found
         before = _hits
         # Under a name of its own, or JAX's cache would give what earlier code left there.
@@ -188,8 +140,6 @@ def _describes(value: Any) -> bool:
         return value.__module__.startswith(("jaxllm.", "builtins", "numpy", "jax.", "ml_dtypes"))
     if not type(value).__module__.startswith("jaxllm.") or not dataclasses.is_dataclass(value):
         return False
-    import flax.linen as nn  # what `expect` begins does not wait for it
-
     hidden = ("parent", "name") if isinstance(value, nn.Module) else ()
     fields = (f.name for f in dataclasses.fields(value) if f.name not in hidden)
     return all(_describes(getattr(value, name)) for name in fields)
@@ -258,7 +208,7 @@ def _keep(file: Path, payload: bytes) -> None:
     try:
         with writing(file) as out:
             out.write(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
-        ours = (f for suffix in (SUFFIX, FORMS, EXPECTED) for f in file.parent.glob(f"*{suffix}"))
+        ours = (f for suffix in (SUFFIX, FORMS) for f in file.parent.glob(f"*{suffix}"))
         kept = sorted(ours, key=lambda f: f.stat().st_mtime)
         total = sum(f.stat().st_size for f in kept)
         while total > MOST_BYTES and len(kept) > 1:

@@ -47,7 +47,6 @@ STAGES = {  # module: function, and what it does
     "jaxllm.weights.ahead": [("first_non_finite", "looking for NaN")],
     "jaxllm.cli.options": [("keep_compiled", "finding the programs' folder")],
     "jaxllm.programs": [
-        ("expect", "starting XLA, asking what was needed last"),
         ("Program._kept", "tracing"),
         ("_read", "loading kept programs"),
         ("_write", "keeping programs"),

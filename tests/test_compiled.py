@@ -15,9 +15,13 @@ from jaxllm.cli import compiled
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for programs, of which JAX is told nothing."""
     monkeypatch.setenv(compiled.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    yield tmp_path
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.config, "update", lambda *_: None)
+        yield tmp_path
     programs.keep(None)
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def kept_in() -> Path | None:

@@ -93,42 +93,6 @@ def test_what_is_given_away_is_gone(folder: Path) -> None:
     assert len(traced) == 1
 
 
-def test_what_the_last_process_needed_is_loaded_ahead(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs.expect("this")
-    fresh()(X, 2.0, ())
-    fresh()(X, 3.0, ())
-    assert len(traced) == 2
-    programs.expect("that")
-    assert not programs._coming, "nothing is known of it"
-    programs.expect("this")
-    coming = dict(programs._coming)
-    assert len(coming) == 2
-    assert all(future.result() is not None for future in coming.values())
-    monkeypatch.setattr(programs, "_read", None)  # nothing else is read
-    np.testing.assert_array_equal(fresh()(X, 3.0, ()), X * 3)
-    np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
-    assert len(traced) == 2
-    assert not programs._coming
-
-
-def test_what_was_expected_does_not_decide_what_runs(folder: Path) -> None:
-    programs.expect("this")
-    fresh()(X, 2.0, ())
-    (record,) = folder.glob("*.expected")
-    programs.expect("this")
-    np.testing.assert_array_equal(fresh()(X, 3.0, ()), X * 3)
-    for damaged in (b"", b"x", record.read_bytes() + b"x"):
-        record.write_bytes(damaged)
-        programs.expect("this")
-        np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
-    for program in folder.glob("*.program"):
-        program.write_bytes(b"")
-    programs.expect("this")
-    np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
-
-
 def test_forms_of_parameters_are_recalled(folder: Path) -> None:
     models.param_shapes.cache_clear()
     model = models.build(jaxllm.api.open_checkpoint("demo:llama").config)

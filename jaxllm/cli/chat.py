@@ -63,8 +63,7 @@ def chat(
     Ctrl-C stops an answer, not the chat. A talk that outgrows the context is refused a further
     line, and can go on after /reset; with --overflow slide its oldest turns are forgotten.
     """
-    kept = dtype is quantize is precision is None
-    begin_reading(model, kept, "chat", dtype, cache_dtype, quantize, precision)
+    begin_reading(model, dtype, quantize, precision)
     options = read_options(
         more,
         kind="stream",

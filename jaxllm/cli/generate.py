@@ -83,10 +83,7 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
-    # Lengths are compiled for by powers of two.
-    form = dtype, cache_dtype, quantize, precision, batch is None, len(prompt).bit_length()
-    kept = dtype is quantize is precision is None
-    begin_reading(model, kept, *form, max_new_tokens, temperature, top_k, top_p, overflow, more)
+    begin_reading(model, dtype, quantize, precision)
     options = read_options(
         more,
         kind="generate" if batch is None else "serve",

@@ -94,18 +94,13 @@ ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 
-def begin_reading(model: str, as_they_lie: bool, *expected: Any) -> None:
-    """Begin with what can be done beside importing: threads look through a directory's weights,
-    if they are to stay as they lie, and load the programs that the last command needed that was
-    `expected` to do the same."""
+def begin_reading(model: str, *changes: str | Path | None) -> None:
+    """Begin with what can be done beside importing JAX: threads look through a directory's weights,
+    if nothing asks for `changes` of what they are."""
     from jaxllm.weights.ahead import begin
 
-    if as_they_lie:
+    if changes.count(None) == len(changes):
         begin(model)
-    with waiting("starting"):  # JAX is imported
-        from jaxllm import programs
-    keep_compiled()
-    programs.expect(model, *expected)
 
 
 def load_model(
