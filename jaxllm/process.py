@@ -22,7 +22,6 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 if hasattr(signal, "SIGHUP"):
     _WORDS[signal.SIGHUP] = "hung up"
 SELDOM = 100_000  # objects: at 700 Python looks through all modules again and again as they load
-SWITCHING = 0.0005  # seconds: at 0.005 a thread that reads files gets nowhere beside imports
 PATIENCE = 0.7  # seconds until it is said that what is to stop has not stopped yet
 
 _UNFINISHED: dict[str, str] = {}  # a partial file or directory, and what it was to become
@@ -40,7 +39,6 @@ def begin() -> None:
     """
     _open_streams()
     gc.set_threshold(SELDOM)
-    sys.setswitchinterval(SWITCHING)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

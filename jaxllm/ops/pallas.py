@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 ROWS = 16  # of inputs: what a tensor core takes, others are zeros
 BLOCK = 16  # weight rows of a program: so few that small matrices keep a GPU busy
@@ -48,6 +47,8 @@ def multiply(
     x_RI: bfloat16. data, scale, zero: `[O, ...]` as `QTensor` has them. interpret: by plain JAX, on
     any device, to test it.
     """
+    from jax.experimental import pallas as pl  # which takes a while to import
+
     (rows, columns), outputs = x_RI.shape, data.shape[0]
     width = data.shape[1] * 8 // bits
     x = jnp.pad(x_RI, ((0, ROWS - rows), (0, width - columns))).T
@@ -70,6 +71,8 @@ def multiply(
 
 
 def _kernel(x_ref: Any, data_ref: Any, scale_ref: Any, *refs: Any, bits: int, unit: int) -> None:
+    from jax.experimental import pallas as pl
+
     *zero_ref, out_ref = refs
     stored = unit * bits // 8  # columns of `data` that hold a unit
     units, groups = data_ref.shape[1] // stored, scale_ref.shape[1]

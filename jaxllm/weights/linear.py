@@ -91,7 +91,12 @@ _PRODUCTS = {digits: _multiply(digits) for digits in (1, 3)}  # 1: with inputs r
 def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Products:
     ways = [_way(x_RI, weight, digits) for weight in weights]
     if len(set(ways)) > 1:
-        return tuple(_on_each_platform(x_RI, (weight,), digits)[0] for weight in weights)
+        found: dict[int, jax.Array] = {}
+        for way in dict.fromkeys(ways):  # those of one way in one call
+            mine = [i for i, other in enumerate(ways) if other is way]
+            some = _on_each_platform(x_RI, tuple(weights[i] for i in mine), digits)
+            found.update(zip(mine, some, strict=True))
+        return tuple(found[i] for i in range(len(weights)))
     plain, branches = partial(_plain, digits), dict[str, Callable[..., Products]]()
     if ways[0] is not _plain:
         branches["cpu"] = partial(ways[0], digits)

@@ -151,7 +151,7 @@ def test_disabled_leaves_no_kernel_in_a_program() -> None:
 
 def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> None:
     rng = np.random.default_rng(8)
-    for dtype, rows in itertools.product(("float32", "bfloat16"), (1, 4)):
+    for dtype, rows in itertools.product(("float32", "bfloat16"), (1, 16)):
         x = jnp.asarray(rng.normal(0, 1, (rows, 200)), dtype)
         biases = [None, jnp.asarray(rng.normal(0, 1, 34), jnp.float32), *[None] * 5]
         names = ("int8", "int8", "int4-g32", "int4-g64", "bf16-packed", "bfloat16", "float32")
@@ -161,7 +161,11 @@ def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> Non
         ]
         together = jax.jit(lambda x, terms: linears(x, terms))
         calls = together.lower(x, terms).as_text().count("@jaxllm_linear(")
-        assert calls == 1, (dtype, rows)
+        # Of many bfloat16 rows a matrix unit takes what it can: the float32 weight is another call.
+        unit = native.has_many() and (dtype, rows) == ("bfloat16", 16)
+        assert calls == (2 if unit else 1), (dtype, rows)
+        for term in terms:  # traced for the same set, whichever is then taken
+            apply(x, *term)
         for isa in native.available():
             native.isa(isa)
             for y, term in zip(together(x, terms), terms, strict=True):
