@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxllm.ops import native
 from jaxllm.ops.native import Kind
-from tests.ops.direct import attend, bfloat16, placed, product, widen
+from tests.ops.direct import attend, bfloat16, kernels, placed, product, widen
 from tests.ops.samples import (
     FORMATS,
     INPUTS,
@@ -36,6 +37,11 @@ def test_a_product_is_exact_to_float32_and_a_row_alone_has_the_same_bits(
                 y = product(isa, matrix, x[:rows])
                 assert errors(y, x[:rows], matrix).max() <= 1, (shape, dtype, rows)
                 assert y[:1].tobytes() == alone.tobytes(), (shape, dtype, rows)
+
+
+def test_a_set_with_a_matrix_unit_says_so(isa: str) -> None:
+    """Of which `product` takes the unit, wherever it can."""
+    assert bool(kernels(isa).many.takes) == native.has_many()
 
 
 @pytest.mark.parametrize("kind", INPUTS)

@@ -13,6 +13,8 @@ import pytest
 from jaxllm.ops import native
 from jaxllm.weights.formats import as_format, dense
 from jaxllm.weights.linear import embed, linear, linears, round_to_int8
+from tests.ops import samples
+from tests.ops.direct import bfloat16, product
 from tests.ops.samples import rounded
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -199,3 +201,15 @@ def test_rows_of_a_table_are_read_without_a_copy_of_it(dtype: str) -> None:
     assert np.asarray(slope, np.float32).sum(axis=1).nonzero()[0].tolist() == [0, 3, 4095]
     each = jax.vmap(embed, in_axes=(None, 0))(table, token_BT)
     np.testing.assert_array_equal(np.asarray(each, np.float32), rows)
+
+
+def test_the_unit_for_many_rows_is_taken_where_it_is_asked_for(isa: str) -> None:
+    """As called by XLA and as called directly, its bits are the same."""
+    rng = np.random.default_rng(9)
+    x = np.asarray(rng.normal(0, 1, (40, 200)), bfloat16)
+    for name in ("bfloat16", "int8", "int4-g64"):
+        drawn = samples.FORMATS[name](rng, 70, 200)
+        pieces = [jnp.asarray(a) for a in (drawn.data, drawn.scale) if a is not None]
+        weight = native.Matrix(drawn.kind, pieces, drawn.group or None)
+        y = native.linear(jnp.asarray(x), [weight], columns=200, many=True)[0]
+        assert np.asarray(y).tobytes() == product(isa, drawn, x).tobytes(), name
