@@ -7,6 +7,8 @@ int8-g64                       8 bits, a scale for each 64 columns (32, 64 or 12
 int4-g64                       4 bits, the same; int4 alone means int4-g64
 int4-g64-zp                    4 bits with a zero point
 ...-f16                        float16 scales in place of float32
+
+What is made of other weights has theirs after a slash, as in `kind/int8`.
 """
 
 from collections.abc import Callable
@@ -27,13 +29,19 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     packed.parse,
     integers.parse,
 )
+# Likewise for leaves composed of others, whose format a row reads by the function that it is given.
+COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = ()
 
 
 def parse(name: Any) -> Format:
     """A format by its name. Raises ConfigError for an unknown name."""
-    for parser in PARSERS:
-        if isinstance(name, str) and (found := parser(name)) is not None:
-            return found
+    if isinstance(name, str):
+        for parser in PARSERS:
+            if (found := parser(name)) is not None:
+                return found
+        for reader in COMPOSED:
+            if (found := reader(name, parse)) is not None:
+                return found
     raise ConfigError(
         f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
         f" int4-g64-zp (-f16 for float16 scales), got {name!r:.40}"
