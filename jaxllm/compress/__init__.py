@@ -1,0 +1,1 @@
+"""Smaller models: transforms of parameters by what a text makes of each layer's inputs."""
