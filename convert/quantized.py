@@ -13,14 +13,14 @@ AWQ (AutoAWQ, version "gemm"): `qweight` int32 `[I, O / 8]`, `qzeros` `[G, O / 8
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
-from functools import partial
 
-import jax
 import numpy as np
 
 from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.formats import Format
+from jaxllm.weights.leaves import digits
 from jaxllm.weights.leaves.integers import GROUPS, Integer
+from jaxllm.weights.leaves.leaf import up
 from jaxllm.weights.leaves.ordered import OrderedFormat
 
 from .codes import unpacked, unpacked_awq
@@ -165,7 +165,13 @@ class _Matrix:
 
         def data() -> np.ndarray:
             codes = self.codes() if order is None else self.codes()[:, order]
-            return np.asarray(_packed(kind, codes, self._spread(self.zeros(), kind)))
+            rows, columns = self.shape
+            zeros = np.full((rows, up(columns, digits.CHUNK)), kind.middle, np.uint8)
+            if kind.zero_point:  # the code of zero, which what is added has
+                zeros = np.repeat(zero(), kind.size(columns), axis=1)
+            zeros[:, :columns] = codes
+            packed: np.ndarray = digits.packed(zeros, kind.bits)
+            return packed
 
         def scale() -> np.ndarray:
             return filled(self._spread(self.found["scales"].read().T, kind), ".scale")
@@ -241,9 +247,3 @@ class _Matrix:
         size = kind.size(columns)
         ours = -(-columns // size)
         return np.repeat(x_OG, -(-(self.scheme.group or columns) // size), axis=1)[:, :ours]
-
-
-@partial(jax.jit, static_argnums=0)
-def _packed(kind: Integer, codes: jax.Array, zero: jax.Array) -> jax.Array:
-    """The bytes that a leaf holds codes in."""
-    return kind.of(codes, jax.numpy.ones(zero.shape), zero).data
