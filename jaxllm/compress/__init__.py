@@ -1,0 +1,1 @@
+"""Models made smaller with the help of calibration data."""
