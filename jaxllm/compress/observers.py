@@ -189,9 +189,7 @@ def check(state: Observer, path: str) -> None:
         )
 
 
-def finite(
-    x: jax.Array, real: jax.Array, shared: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
+def finite(x: jax.Array, real: jax.Array, shared: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Which of the real numbers are finite, bool, and how many are not along axes, int32 `[*P]`."""
     sound = jnp.isfinite(x)
     return sound & real, (~sound & real).sum(shared, dtype=jnp.int32)

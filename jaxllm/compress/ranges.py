@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -106,6 +107,7 @@ def levels(bits: int, *, symmetric: bool) -> Levels:
     return Levels(1 - half if symmetric else -half, half - 1)
 
 
+@partial(jax.jit, static_argnames=("to", "symmetric"))
 def parameters(found: Range, to: Levels, *, symmetric: bool) -> Parameters:
     """Scales and zero points with which the integers `to` cover the range and 0.
 
@@ -125,6 +127,7 @@ def parameters(found: Range, to: Levels, *, symmetric: bool) -> Parameters:
     return Parameters(jnp.where(met, scale, 1.0), jnp.where(met, zero, 0).astype(jnp.int32))
 
 
+@partial(jax.jit, static_argnames="to")
 def codes(x: jax.Array, given: Parameters, to: Levels) -> jax.Array:
     """The integers that stand for x, int32; the parameters broadcast against it.
 
@@ -135,6 +138,7 @@ def codes(x: jax.Array, given: Parameters, to: Levels) -> jax.Array:
     return jnp.clip(steps, to.least, to.most).astype(jnp.int32)
 
 
+@partial(jax.jit, static_argnames="to")
 def rounded(x: jax.Array, given: Parameters, to: Levels) -> jax.Array:
     """The numbers that the integers for x mean, float32."""
     return (codes(x, given, to) - given.zero).astype(jnp.float32) * given.scale
