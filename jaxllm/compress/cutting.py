@@ -19,7 +19,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.whole import whole
 
 WHOLE = 1 << 21  # bytes of a text that are encoded in one piece
-PART = 1 << 16  # bytes of a piece of a longer one, where rows are drawn
+PART = 1 << 14  # bytes of a piece of a longer one, at least
 TOKEN_BYTES = 16  # more than a token takes, for how much text is enough
 MARK = b"\xef\xbb\xbf"  # a byte order mark is no text
 
@@ -130,25 +130,26 @@ def _drawn(pieces: Pieces, width: int, cut: Cut) -> np.ndarray:
         if not len(pieces) or refused > 100 * cut.rows:  # a text of hardly a row
             pieces = Pieces([np.concatenate([np.zeros(0, np.int32), *pieces.after(0)])])
             _check_long_enough(len(pieces[0]), width, 1)
+            refused = 0
         number = int(rng.integers(len(pieces)))
-        found = np.concatenate(list(_enough(pieces, number, width)))
-        starts = min(len(pieces[number]), len(found) - width + 1)
-        if starts < 1:  # near the end of the text
+        starts = len(pieces[number])
+        if number == len(pieces) - 1:
+            starts -= width - 1
+        start = int(rng.integers(starts)) if starts > 0 else 0
+        found = _at_least(start + width, pieces, number)
+        if starts > 0 and len(found) >= start + width:
+            rows.append(found[start : start + width])
+        else:  # near the end of the text
             refused = refused + 1 if len(pieces) > 1 else 101 * cut.rows
-            continue
-        start = int(rng.integers(starts))
-        rows.append(found[start : start + width])
     return np.stack(rows)
 
 
-def _enough(pieces: Pieces, number: int, width: int) -> Iterator[np.ndarray]:
-    """A piece, and so many of the next that a row may begin at its last token."""
-    count = -len(pieces[number])
-    for ids in pieces.after(number):
-        yield ids
-        count += len(ids)
-        if count >= width - 1:
-            return
+def _at_least(count: int, pieces: Pieces, number: int) -> np.ndarray:
+    """The tokens of a piece, and of as many after it as it takes; fewer at the end of the text."""
+    found = [pieces[number]]
+    while (count := count - len(found[-1])) > 0 and (number := number + 1) < len(pieces):
+        found.append(pieces[number])
+    return np.concatenate(found)
 
 
 def _check_long_enough(count: int, width: int, rows: int) -> None:
@@ -163,9 +164,9 @@ def _check_long_enough(count: int, width: int, rows: int) -> None:
 
 
 def _piece(size: int, cut: Cut) -> int:
-    """Bytes of a piece: enough for all rows where they lie side by side."""
+    """Bytes of a piece: room for all rows that lie side by side, for one where they are drawn."""
     if cut.seed is not None:
-        return WHOLE if size <= WHOLE else PART
+        return WHOLE if size <= WHOLE else max(cut.width * TOKEN_BYTES, PART)
     wanted = WHOLE if cut.rows is None else cut.rows * cut.width * TOKEN_BYTES
     return min(max(wanted, PART), WHOLE)
 
