@@ -1,6 +1,7 @@
 """The table of steps: what a line of a recipe can name."""
 
-from jaxllm.compress import formats, layers
+from jaxllm.compress import activations, formats, layers
+from jaxllm.compress.activations import StaticInputs
 from jaxllm.compress.formats import Everywhere
 from jaxllm.compress.layers import Awq, Gptq, Magnitude, Smooth, SparseGpt
 from jaxllm.compress.recipe import FORMAT, PATTERN, QUANTIZED, Argument, On, Step
@@ -39,6 +40,14 @@ STEPS: tuple[Step, ...] = (
         PATTERN,
         SparseGpt,
         check=layers.check_sparsegpt,
+    ),
+    Step(
+        "activations",
+        "static",
+        activations.static,
+        "round inputs of int8 weights to int8 on a grid found beforehand",
+        options=StaticInputs,
+        check=activations.check_static,
     ),
     Step("activations", "dynamic", formats.int8_inputs, "round inputs to int8", calibrated=False),
     Step("store", "", formats.store, "the same numbers in another format", FORMAT, On, False),

@@ -12,6 +12,7 @@ int3-g64, int2-g64             3 and 2 bits, the same
 What is made of other weights has theirs after a slash:
 
 ordered/int4-g64               columns in an order in which those of a group lie together
+static/int8                    multiplied by inputs rounded on a grid found beforehand
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, integers, ordered, packed
+from jaxllm.weights.leaves import arrays, integers, ordered, packed, static
 from jaxllm.weights.leaves.arrays import DTYPES, Dense
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
@@ -33,7 +34,10 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     integers.parse,
 )
 # Likewise for leaves composed of others, whose format a row reads by the function that it is given.
-COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (ordered.parse,)
+COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
+    ordered.parse,
+    static.parse,
+)
 
 
 def parse(name: Any) -> Format:
