@@ -1,5 +1,6 @@
-"""Tiny models to compress, with every tensor random, and how two are compared."""
+"""Tiny models to compress, with every tensor random, a step to do it with, how two compare."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import numpy as np
 from flax import struct
 
 from jaxllm.api import LM
+from jaxllm.compress.recipe import Subject, Work
 from jaxllm.weights.formats import as_leaf, format_of
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.paths import flatten
+from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision, cast
 from tests.twins import random_model
 
@@ -30,6 +32,19 @@ class Whole(Leaf, struct.PyTreeNode):
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.whole.shape)
+
+
+def halve(subject: Subject, argument: str, options: Any, work: Work) -> Subject:
+    """Halves each layer by itself and asks the journal first, as steps do."""
+    assert work.calibration is not None
+    params = dict(subject.params)
+    for name in [name for name in params if name.startswith("layers.")]:
+        if (found := work.journal.get(name)) is None:
+            work.say(name)
+            found = map_leaves(lambda _, leaf: leaf * 0.5, params[name])
+            work.journal.put(name, found)
+        params[name] = found
+    return dataclasses.replace(subject, params=params)
 
 
 def same(ours: Any, theirs: Any) -> None:

@@ -18,8 +18,8 @@ from jaxllm.compress.recipe import Options, Recipe, Step, Subject, Work, parse_l
 from jaxllm.errors import CheckpointError
 from jaxllm.files import locked
 from jaxllm.weights.formats import as_format
-from jaxllm.weights.paths import Params, map_leaves
-from tests.compress.models import same, tiny
+from jaxllm.weights.paths import Params
+from tests.compress.models import halve, same, tiny
 
 FORMATS = ("float32", "bfloat16", "float16", "bf16-packed", "int8", "int8-g32-f16", "int4-g32-zp")
 
@@ -133,19 +133,6 @@ def test_the_directory_is_ours_alone_and_goes_when_it_is_empty(
 
 class Killed(BaseException):
     """As an interrupt: nobody catches it."""
-
-
-def halve(subject: Subject, argument: str, options: Any, work: Work) -> Subject:
-    """Halves each layer by itself and asks the journal first, as steps do."""
-    assert work.calibration is not None
-    params = dict(subject.params)
-    for name in [name for name in params if name.startswith("layers.")]:
-        if (found := work.journal.get(name)) is None:
-            work.say(name)
-            found = map_leaves(lambda _, leaf: leaf * 0.5, params[name])
-            work.journal.put(name, found)
-        params[name] = found
-    return dataclasses.replace(subject, params=params)
 
 
 def fewer(subject: Subject, argument: str, options: Any, work: Work) -> Subject:
