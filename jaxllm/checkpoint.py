@@ -5,7 +5,7 @@ lies. Loading from lazy tensors, with every check, is shared with `convert`.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -289,13 +289,15 @@ def check_names(
     config: ModelConfig,
     where: str,
     formats: Mapping[str, str] | None = None,
+    found: Sequence[str] = (),
 ) -> None:
     """Raise CheckpointError with every missing, unexpected, misshapen or mistyped tensor.
 
-    formats: of the quantized leaves, by path.
+    formats: of the quantized leaves, by path. found: what else is known to be wrong.
     """
     leaves, formats = dict(flatten(models.param_shapes(models.build(config)))), formats or {}
-    complaints = [
+    complaints = list(found)
+    complaints += [
         f"{path} is quantized, and not part of this model"
         for path in formats.keys() - leaves.keys()
     ]

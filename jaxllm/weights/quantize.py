@@ -1,6 +1,5 @@
 """Quantization as a transform of parameters, driven by an ordered table of path rules."""
 
-import re
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ POSITIONS: tuple[str, str | None] = (
     None,
 )  # a table of positions is small, and added to everything
 # What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
-# other matrices take 4 or fewer, as in llama.cpp's mixtures.
+# other matrices take fewer, as in llama.cpp's mixtures.
 _TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
 
 
@@ -29,7 +28,7 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
     if isinstance(rules, str):
         parse(rules)
         rows = [POSITIONS]
-        if re.match("int[234]", rules):
+        if rules.startswith(("int4", "int3", "int2")):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         return [*rows, (".*", rules)]
     rows = as_schema(rules, list[tuple[str, str | None]], "quantization rules", ConfigError)
@@ -53,7 +52,7 @@ def quantize(params: Params, rules: Rules) -> Params:
     `[(r"lm_head", None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
     `weights.formats`; or the name of one format for all matrices ("int8", "int4", "bf16-packed"),
     where 4 bits or fewer leave the tokens' table and the head at 8 and nothing changes the
-    positions' table. Norms and biases stay as they are.
+    positions' table. Norms and biases stay as they are. Quantized leaves are `QTensor` or `Packed`.
 
     Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """
