@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(steps: Any, said: str) -
         compress(tiny("llama"), steps)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_rounding_to_nearest_is_quantizing(family: str) -> None:
     lm = tiny(family)
     made = compress(lm, ["quantize: rtn int4-g32"])

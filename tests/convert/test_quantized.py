@@ -1,18 +1,13 @@
 """GPTQ's and AWQ's checkpoints: every integer is kept, the rest is refused by name."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file
 
 import jaxllm
-from jaxllm.convert.engine import open_hf
-from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import as_leaf, format_of
 from jaxllm.weights.paths import flatten
 from tests.convert import hub
