@@ -7,6 +7,7 @@ refused before any work.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -247,7 +248,7 @@ def _options(step: Step, words: Sequence[str]) -> Any:
         name = at.rstrip("`")
         raise ConfigError(f"{name} {_expected(message)}, got {given.get(name, '')!r:.40}") from None
     for name, value in msgspec.to_builtins(read).items():
-        if isinstance(value, float) and value != value:
+        if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name} must be a number, got {given[name]!r:.40}")
     if isinstance(read, On):
         compile_pattern(read.on, "on")
