@@ -8,7 +8,8 @@ int4-g64                       4 bits, the same; int4 alone means int4-g64
 int4-g64-zp                    4 bits with a zero point
 ...-f16                        float16 scales in place of float32
 
-What is made of other weights has theirs after a slash, as in `kind/int8`.
+What is made of other weights has theirs after a slash:
+rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, integers, packed
-from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.leaves import arrays, factored, integers, packed
+from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
 Weight = jax.Array | Leaf  # what stands in the parameters
@@ -30,7 +31,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     integers.parse,
 )
 # Likewise for leaves composed of others, whose format a row reads by the function that it is given.
-COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = ()
+COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (factored.parse,)
 
 
 def parse(name: Any) -> Format:
@@ -46,11 +47,6 @@ def parse(name: Any) -> Format:
         f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
         f" int4-g64-zp (-f16 for float16 scales), got {name!r:.40}"
     )
-
-
-def as_leaf(weight: Weight) -> Leaf:
-    """A weight as a `Leaf`, arrays too."""
-    return weight if isinstance(weight, Leaf) else Dense(weight)
 
 
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:
