@@ -1,10 +1,18 @@
 """What is to be known of a family of models, beside the models themselves."""
 
 import dataclasses
+from typing import NamedTuple
 
 import flax.linen as nn
 
 from jaxllm.config import ModelConfig
+
+
+class Site(NamedTuple):
+    """Linears of a layer that multiply one input. input: its name in `layers.Layer`."""
+
+    input: str
+    linears: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,6 +23,7 @@ class Family:
     another name. tokens, positions: the paths of the tables of tokens and of
     learned positions (None: there is none). The rest is what stages are called: embeddings, norm,
     and within the layers, whose path is `layers`, the norms, attention, and the MLP's last linear.
+    block: the class of a layer. sites: its linears, in the order in which it runs them.
     """
 
     config: type[ModelConfig]
@@ -28,6 +37,8 @@ class Family:
     mlp_norm: str
     mlp_down: str
     norm: str
+    block: type[nn.Module]
+    sites: tuple[Site, ...]
     aliases: tuple[str, ...] = ()
 
     @property
