@@ -9,10 +9,17 @@ from jaxllm.config import ModelConfig
 
 
 class Site(NamedTuple):
-    """Linears of a layer that multiply one input. input: its name in `layers.Layer`."""
+    """Linears of a layer that multiply one input.
+
+    input: its name in `layers.Layer`. output: likewise, what the layer's part that they are in adds
+    to the stream. source: the module that makes the input, up to a product by element: a scale of
+    the input's channels can be taken out of it. A norm, or a linear whose last rows these are.
+    """
 
     input: str
     linears: tuple[str, ...]
+    output: str
+    source: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -169,9 +169,9 @@ FAMILY = Family(
     norm="ln_f",
     block=Block,
     sites=(
-        Site("attention_norm", ("attn.c_attn",)),
-        Site("attention.heads", ("attn.c_proj",)),
-        Site("mlp_norm", ("mlp.c_fc",)),
-        Site("mlp_hidden", ("mlp.c_proj",)),
+        Site("attention_norm", ("attn.c_attn",), "attention.x", "ln_1"),
+        Site("attention.heads", ("attn.c_proj",), "attention.x", "attn.c_attn"),
+        Site("mlp_norm", ("mlp.c_fc",), "mlp", "ln_2"),
+        Site("mlp_hidden", ("mlp.c_proj",), "mlp", None),
     ),
 )

@@ -199,10 +199,15 @@ FAMILY = Family(
     norm="norm",
     block=Block,
     sites=(
-        Site("attention_norm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        Site("attention.heads", ("self_attn.o_proj",)),
-        Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj")),
-        Site("mlp_hidden", ("mlp.down_proj",)),
+        Site(
+            "attention_norm",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attention.x",
+            "input_layernorm",
+        ),
+        Site("attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"),
+        Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", "post_attention_layernorm"),
+        Site("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
     ),
     aliases=("mistral",),
 )

@@ -29,8 +29,11 @@ class Leaf:
     """
 
     rounds_inputs = False
-    has_kernels = False
     composed = False
+
+    @property
+    def has_kernels(self) -> bool:
+        return False
 
     @property
     def shape(self) -> tuple[int, ...]:
