@@ -5,4 +5,5 @@ that change the format of each matrix by itself. layers: those that see what a t
 layer, over stream (the text layer by layer) and moments (of inputs), and what they do to a matrix:
 clip, scaling, surgery (GPTQ, SparseGPT), pruning, sparsity. journal: what is finished, in files.
 lowrank: two thin matrices for one; tensors: Tucker and CP of stacked ones, an experiment.
+structure: heads, channels and layers cut away whole; salience, influence: which of them.
 """
