@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
+
 from jaxllm.compress.recipe import On, Options, Subject, Work
-from jaxllm.weights.formats import Weight, as_format
+from jaxllm.weights.formats import Weight, as_format, as_leaf, parse
+from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import first_match, map_leaves
-from jaxllm.weights.quantize import POSITIONS, quantize
+from jaxllm.weights.quantize import POSITIONS, Rules, format_at
 
 
 class Everywhere(On, frozen=True):
@@ -21,8 +24,13 @@ def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Sub
     head at 8 bits where the rest has 4.
     """
     plain = options.on == Everywhere().on
-    rules = argument if plain else [POSITIONS, (options.on, argument)]
-    return dataclasses.replace(subject, params=quantize(subject.params, rules))
+    rules: Rules = argument if plain else [POSITIONS, (options.on, argument)]
+
+    def change(path: str, leaf: Weight) -> Weight:
+        name = format_at(rules, path, leaf.ndim)
+        return leaf if name is None else inside(leaf, name)
+
+    return dataclasses.replace(subject, params=map_leaves(change, subject.params))
 
 
 def store(subject: Subject, argument: str, options: On, work: Work) -> Subject:
@@ -30,9 +38,23 @@ def store(subject: Subject, argument: str, options: On, work: Work) -> Subject:
 
     def change(path: str, leaf: Weight) -> Weight:
         chosen = leaf.ndim >= 2 and first_match([(options.on, True)], path)
-        return as_format(leaf, argument) if chosen else leaf
+        return inside(leaf, argument) if chosen else leaf
 
     return dataclasses.replace(subject, params=map_leaves(change, subject.params))
+
+
+def inside(weight: Weight, name: str) -> Weight:
+    """The weight in the format `name`; of one that is composed of others, these are."""
+    if not as_leaf(weight).composed or parse(name).name.count("/"):
+        return as_format(weight, name)
+
+    def change(part: Weight) -> Weight:
+        return inside(part, name) if part.ndim >= 2 else part
+
+    changed: Weight = jax.tree.map(
+        change, weight, is_leaf=lambda x: isinstance(x, Leaf) and x is not weight
+    )
+    return changed
 
 
 def int8_inputs(subject: Subject, argument: str, options: Options, work: Work) -> Subject:

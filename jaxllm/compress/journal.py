@@ -83,10 +83,12 @@ class Journal:
         if self.directory is not None:
             _write(self._path(key), params, self.digest, dict(facts or {}))
 
-    def forget(self) -> None:
-        """Remove the parts under this prefix."""
+    def forget(self, *but: str) -> None:
+        """Remove the parts under this prefix. but: beginnings of the keys that stay."""
+        kept = tuple(f"{self.prefix}{key}" for key in but)
         for path in self.parts():
-            path.unlink(missing_ok=True)
+            if not path.name.startswith(kept):
+                path.unlink(missing_ok=True)
 
     def parts(self) -> list[Path]:
         """The files of the parts under this prefix."""

@@ -10,13 +10,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import msgspec
-import numpy as np
 
 from jaxllm import models
+from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.journal import Journal
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, nearest
@@ -25,22 +25,6 @@ from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
-
-
-class Calibration(Protocol):
-    """Rows of tokens that a model is run on, so that a step sees what its layers are given.
-
-    token_NT: int32, whole rows. digest: of all that they depend on. description: for people.
-    """
-
-    @property
-    def token_NT(self) -> np.ndarray: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def description(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)

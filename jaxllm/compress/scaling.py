@@ -17,6 +17,7 @@ from jaxllm.compress.stream import Stage, at, put
 from jaxllm.models.family import Site
 from jaxllm.weights.formats import Weight, dense
 from jaxllm.weights.leaves.integers import Integer, QTensor
+from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import Params
 
 RATIOS = 20  # of AWQ's search, from 0 to 19/20
@@ -34,16 +35,17 @@ def foldable(params: Params, site: Site) -> bool:
     return made.ndim == 1 or made.shape[0] >= at(params, site.linears[0])["weight"].shape[1]
 
 
-def fold(params: Params, site: Site, scale_I: jax.Array) -> Params:
+def fold(params: Params, site: Site, scale_I: jax.Array) -> tuple[Params, jax.Array]:
     """The layer with the site's inputs divided by a scale of each channel, its weights multiplied.
 
-    Where a norm's weights are stored in 16 bits, the scale is the one that it then really has.
+    Returns the scale too: where a norm's weights are stored in 16 bits, it is the one that it then
+    really has.
     """
     assert site.source is not None
     source = at(params, site.source)
     if source["weight"].ndim == 1:
         before_I = source["weight"].astype(jnp.float32)
-        after_I = _divided(source["weight"], scale_I).astype(jnp.float32)
+        after_I = dense(_divided(source["weight"], scale_I), jnp.float32)
         scale_I = jnp.where(after_I == 0, scale_I, before_I / jnp.where(after_I == 0, 1.0, after_I))
         scale_I = jnp.where(before_I == 0, 1.0, scale_I)
     params = put(params, site.source, **{k: _divided(x, scale_I) for k, x in source.items()})
@@ -51,7 +53,7 @@ def fold(params: Params, site: Site, scale_I: jax.Array) -> Params:
         weight = at(params, linear)["weight"]
         wide = dense(weight, jnp.float32) * scale_I[None]
         params = put(params, linear, weight=wide.astype(_kept(weight)))
-    return params
+    return params, scale_I
 
 
 def smoothing(weights: list[Weight], moments: Moments, alpha: float) -> jax.Array:
@@ -120,4 +122,4 @@ def _divided(leaf: Weight, scale_I: jax.Array) -> Weight:
 
 def _kept(weight: Weight) -> str:
     """The format of the numbers of a weight that is changed."""
-    return "float32" if isinstance(weight, QTensor) else str(weight.dtype)
+    return str(dense(weight).dtype) if isinstance(weight, Leaf) else str(weight.dtype)

@@ -21,7 +21,8 @@ from jaxllm.compress.moments import Moments, check
 from jaxllm.errors import NonFiniteError
 from jaxllm.models.family import Site
 from jaxllm.progress import steps_bar
-from jaxllm.weights.paths import Params
+from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.paths import Params, map_leaves
 
 BATCH = 1 << 13  # tokens that run at once
 
@@ -57,15 +58,15 @@ class Stage:
 
     def fold(self, params: Params, function: Callable[..., Any], name: str, state: Any) -> Any:
         """`state = function(state, x)` for batches `[b, T, ...]` of the trace's entry `name`."""
-        run = partial(_folded, self.model, self._like, function, name)
+        run = partial(_folded, self.model, self._like, function, name, self._dense(params))
         for x_BTD in self.batches():
-            state = run(params, state, x_BTD)
+            state = run(state, x_BTD)
         return state
 
     def entries(self, params: Params, name: str, rows: int | None = None) -> np.ndarray:
         """The trace's entry `name` of the first so many rows (None: all), float32 `[N, T, ...]`."""
-        run = partial(_entry, self.model, self._like, name)
-        some = [np.asarray(run(params, x_BTD)) for x_BTD in self.batches(rows)]
+        run = partial(_entry, self.model, self._like, name, self._dense(params))
+        some = [np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)]
         return np.concatenate(some)
 
     def batches(self, rows: int | None = None) -> Iterator[jax.Array]:
@@ -74,6 +75,11 @@ class Stage:
         size = _divisor(len(x_NTD), max(1, BATCH // x_NTD.shape[1]))
         for begin in range(0, len(x_NTD), size):
             yield jnp.asarray(x_NTD[begin : begin + size])
+
+    def _dense(self, params: Params) -> Params:
+        """What leaves stand for, so that one program runs a layer whatever has become of it."""
+        dtype = self.model.precision.activations
+        return map_leaves(lambda _, x: x.dense(dtype) if isinstance(x, Leaf) else x, params)
 
     @property
     def _like(self) -> int:

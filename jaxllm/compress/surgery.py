@@ -20,7 +20,7 @@ import numpy as np
 from scipy.linalg import lapack
 
 from jaxllm.compress.sparsity import Sparsity, lowest_of
-from jaxllm.errors import NonFiniteError
+from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import up
 
@@ -102,15 +102,16 @@ def solve(
     *,
     to: Integer | None = None,
     sparsity: Sparsity | None = None,
-    keep_zeros: bool = False,
     static_groups: bool = True,
 ) -> Solved:
     """The weight rounded `to` integers, made sparse, or both, each column's error compensated.
 
-    keep_zeros: weights that are zero stay so. static_groups: with columns in another order, groups
-    are of neighbours as they lie, with scales found before the first column is changed; else they
-    are of neighbours in that order.
+    Weights that are zero stay so. static_groups: with columns in another order, groups are of
+    neighbours as they lie, with scales found before the first column is changed; else they are of
+    neighbours in that order. Raises ConfigError for N:M of columns in another order.
     """
+    if sparsity is not None and sparsity.pattern and (np.diff(by.order_I) < 0).any():
+        raise ConfigError(f"{sparsity.name} is of neighbouring columns: not in another order")
     rows, columns = weight_OI.shape
     w_OI = np.array(weight_OI, np.float32)
     w_OI[:, by.dead_I] = 0
@@ -139,7 +140,6 @@ def solve(
         jnp.pad(zero_GO, ((0, 1), (0, 0))),
         to=to,
         sparsity=sparsity,
-        keep_zeros=keep_zeros,
         static=static,
         columns=columns,
     )
@@ -167,7 +167,7 @@ class _State(NamedTuple):
 
 @partial(
     jax.jit,
-    static_argnames=("to", "sparsity", "keep_zeros", "static", "columns"),
+    static_argnames=("to", "sparsity", "static", "columns"),
     donate_argnums=0,
 )
 def _solved(
@@ -179,11 +179,11 @@ def _solved(
     *,
     to: Integer | None,
     sparsity: Sparsity | None,
-    keep_zeros: bool,
     static: bool,
     columns: int,
 ) -> _State:
     width, rows = w_IO.shape
+    zero_IO = w_IO == 0
 
     def block(number: jax.Array, state: _State) -> _State:
         begin = number * BLOCK
@@ -191,7 +191,9 @@ def _solved(
         u_CI = jax.lax.dynamic_slice_in_dim(u_II, begin, BLOCK)
         u_CC = jax.lax.dynamic_slice_in_dim(u_CI, begin, BLOCK, 1)
         group_C = jax.lax.dynamic_slice_in_dim(group_I, begin, BLOCK)
-        gone_CO = _gone(w_CO, u_CC, begin, columns, sparsity, keep_zeros)
+        gone_CO = jax.lax.dynamic_slice_in_dim(zero_IO, begin, BLOCK)
+        if sparsity is not None and sparsity.pattern is None:
+            gone_CO |= _least(w_CO, gone_CO, u_CC, begin, columns, sparsity.fraction)
 
         def column(i: jax.Array, inner: Any) -> Any:
             w_CO, gone_CO, error_CO, codes_CO, scale_GO, zero_GO = inner
@@ -229,25 +231,21 @@ def _solved(
     return jax.lax.fori_loop(0, width // BLOCK, block, begun)
 
 
-def _gone(
+def _least(
     w_CO: jax.Array,
+    zero_CO: jax.Array,
     u_CC: jax.Array,
     begin: jax.Array,
     columns: int,
-    sparsity: Sparsity | None,
-    keep_zeros: bool,
+    fraction: float,
 ) -> jax.Array:
-    """What becomes zero of a block, as far as it is known before its first column is changed."""
-    zero_CO = w_CO == 0
-    gone_CO = zero_CO if keep_zeros else jnp.zeros_like(zero_CO)
-    if sparsity is None or sparsity.pattern is not None:
-        return gone_CO
+    """What becomes zero of a block without a pattern: what costs least, of all its rows."""
     real_C = begin + jnp.arange(BLOCK) < columns
-    score_CO = w_CO**2 / jnp.diagonal(u_CC)[:, None] ** 2
+    score_CO = jnp.where(zero_CO, 0.0, w_CO**2 / jnp.diagonal(u_CC)[:, None] ** 2)
     score_CO = jnp.where(real_C[:, None], score_CO, jnp.inf)
-    count = jnp.floor(real_C.sum() * w_CO.shape[1] * sparsity.fraction).astype(jnp.int32)
+    count = jnp.floor(real_C.sum() * w_CO.shape[1] * fraction).astype(jnp.int32)
     rank = jnp.argsort(jnp.argsort(score_CO.reshape(-1), stable=True), stable=True)
-    return gone_CO | (rank.reshape(w_CO.shape) < count)
+    return rank.reshape(w_CO.shape) < count
 
 
 def _chosen(
@@ -258,9 +256,11 @@ def _chosen(
 
     def choose() -> jax.Array:
         w_MO = jax.lax.dynamic_slice_in_dim(w_CO, i, m)
+        zero_MO = jax.lax.dynamic_slice_in_dim(gone_CO, i, m)
         u_M = jax.lax.dynamic_slice_in_dim(jnp.diagonal(u_CC), i, m)
-        lowest_MO = lowest_of(w_MO**2 / u_M[:, None] ** 2, m - n)
-        return jax.lax.dynamic_update_slice_in_dim(gone_CO, lowest_MO, i, 0)
+        score_MO = jnp.where(zero_MO, 0.0, w_MO**2 / u_M[:, None] ** 2)
+        gone_MO = zero_MO | lowest_of(score_MO, m - n)
+        return jax.lax.dynamic_update_slice_in_dim(gone_CO, gone_MO, i, 0)
 
     return jax.lax.cond(i % m == 0, choose, lambda: gone_CO)
 

@@ -5,10 +5,12 @@ bf16-packed                    bfloat16 in 12 bits, losslessly
 int8                           8 bits, a scale a row
 int8-g64                       8 bits, a scale for each 64 columns (32, 64 or 128)
 int4-g64                       4 bits, the same; int4 alone means int4-g64
-int4-g64-zp                    4 bits with a zero point
+int3-g64, int2-g64             3 and 2 bits, the same
+...-zp                         with a zero point
 ...-f16                        float16 scales in place of float32
 
 What is made of other weights has theirs after a slash:
+ordered/int4-g64               columns in an order in which those of a group lie together
 rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
 """
 
@@ -18,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, factored, integers, packed
+from jaxllm.weights.leaves import arrays, factored, integers, ordered, packed
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
@@ -31,7 +33,10 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     integers.parse,
 )
 # Likewise for leaves composed of others, whose format a row reads by the function that it is given.
-COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (factored.parse,)
+COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
+    factored.parse,
+    ordered.parse,
+)
 
 
 def parse(name: Any) -> Format:
@@ -45,7 +50,8 @@ def parse(name: Any) -> Format:
                 return found
     raise ConfigError(
         f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
-        f" int4-g64-zp (-f16 for float16 scales), got {name!r:.40}"
+        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales),"
+        f" got {name!r:.40}"
     )
 
 

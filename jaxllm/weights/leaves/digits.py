@@ -11,6 +11,8 @@ So a byte's codes lie a whole group of 32 apart (of 4 bits, half of one), and wh
 shifts by constants only.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -19,19 +21,21 @@ HALF = 16  # of 4 bits: columns i and i + 16 of each 32 share a byte
 QUARTER = 32  # of 2 bits: columns i, i + 32, i + 64 and i + 96 of a chunk share a byte
 
 
-def packed(codes: jax.Array, bits: int) -> jax.Array:
-    """Codes uint8 `[..., I']`, I' in whole chunks, as bytes `[..., I' bits / 8]`."""
-    lead = codes.shape[:-1]
+def packed(codes: Any, bits: int) -> Any:
+    """Codes uint8 `[..., I']`, I' in whole chunks, as bytes `[..., I' bits / 8]`: of an array of JAX
+    one of JAX, of one of numpy one of numpy.
+    """
+    lead, of = codes.shape[:-1], codes.__array_namespace__()
     if bits == 8:
         return codes
     if bits == 4:
-        low, high = jnp.moveaxis(codes.reshape(*lead, -1, 2, HALF), -2, 0)
+        low, high = of.moveaxis(codes.reshape(*lead, -1, 2, HALF), -2, 0)
         return (low | (high << 4)).reshape(*lead, -1)
     lower = _gathered((codes & 3).reshape(*lead, -1, 4, QUARTER), 2)
     if bits == 2:
         return lower.reshape(*lead, -1)
     upper = _gathered((codes >> 2).reshape(*lead, -1, 8, HALF), 1)
-    return jnp.concatenate([lower, upper], axis=-1).reshape(*lead, -1)
+    return of.concat([lower, upper], axis=-1).reshape(*lead, -1)
 
 
 def unpacked(data: jax.Array, bits: int) -> jax.Array:
@@ -62,9 +66,9 @@ def parts(data: jax.Array, bits: int) -> list[jax.Array]:
     return [((lower >> s) & 3) | (((upper >> s) & 1) << 2) for s in range(0, 8, 2)]
 
 
-def _gathered(codes: jax.Array, bits: int) -> jax.Array:
+def _gathered(codes: Any, bits: int) -> Any:
     """Codes `[..., places, W]` of so many bits as bytes `[..., W]`, the first place lowest."""
-    shift = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
-    shift = shift.reshape(*[1] * (codes.ndim - 2), *shift.shape)
-    byte: jax.Array = (codes << shift).sum(axis=-2, dtype=jnp.uint8)
+    byte = codes[..., 0, :]
+    for place in range(1, 8 // bits):
+        byte = byte | (codes[..., place, :] << (place * bits))
     return byte

@@ -152,7 +152,7 @@ class LowRank:
 def parse(name: str, inner: Callable[[str], Format]) -> LowRank | None:
     """`rank64/int8` and the like: the rank and the format of both factors; None for other names.
 
-    Raises ConfigError for rank 0, and for factors that are factored again.
+    Raises ConfigError for rank 0, and for factors that are composed themselves.
     """
     found = re.fullmatch(r"rank(0|[1-9]\d{0,6})/(.+)", name)
     if not found:
@@ -160,8 +160,8 @@ def parse(name: str, inner: Callable[[str], Format]) -> LowRank | None:
     rank, factors = int(found[1]), found[2]
     if not rank:
         raise ConfigError(f"{name:.40}: a rank is at least 1")
-    if factors.startswith("rank"):
-        raise ConfigError(f"{name:.40}: factors of low rank are not factored again")
+    if "/" in factors:
+        raise ConfigError(f"{name:.40}: factors are arrays, or packed, or integers")
     return LowRank(rank, inner(factors))
 
 

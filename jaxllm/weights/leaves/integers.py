@@ -324,23 +324,22 @@ def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
         q, wide = weight.data.astype(jnp.float32), jnp.repeat(scale, size, axis=1)
         q = q if zero is None else q - jnp.repeat(zero.astype(jnp.float32), size, axis=1)
         return (q * wide * x_1I).sum(axis=1)[None]
-    places = digits.parts(weight.data, bits)
-    span, count = places[0].shape[-1], len(places)
+    places = digits.parts(weight.data, bits)  # each [O, B, W]
+    rows, blocks, span = places[0].shape
 
-    def spread(x_OG: jax.Array, at: int) -> jax.Array:
-        """Of each byte of a row, what belongs to the group of its code at a place."""
-        x_OB = jnp.repeat(x_OG, size // 32, axis=1)
-        x_OB = x_OB.reshape(x_OB.shape[0], -1, count * span // 32)[:, :, at * span // 32]
-        return jnp.repeat(x_OB, span, axis=1)
+    def spread(x_OG: jax.Array) -> jax.Array:
+        """Of each 32 columns what is their group's, by blocks: `[O, B, 32s of a block, 1]`."""
+        x_OGn = jnp.broadcast_to(x_OG[..., None], (*x_OG.shape, size // 32))
+        return x_OGn.astype(jnp.float32).reshape(rows, blocks, -1, 1)
 
-    x_AB = jnp.moveaxis(x_1I.reshape(-1, count, span), 1, 0).reshape(count, 1, -1)
-    middle = jnp.float32(weight.kind.middle)
+    x_1BAW = x_1I.reshape(1, blocks, -1, span)
+    scale, zero = spread(scale), None if zero is None else spread(zero)
     product = jnp.zeros((), jnp.float32)
-    for at, q in enumerate(places):
-        q = q.reshape(q.shape[0], -1).astype(jnp.float32)
-        q = q - (middle if zero is None else spread(zero.astype(jnp.float32), at))
-        product += q * spread(scale, at) * x_AB[at]
-    return product.sum(axis=1)[None]
+    for at, q_OBW in enumerate(places):
+        group, q = at * span // 32, q_OBW.astype(jnp.float32)
+        q -= jnp.float32(weight.kind.middle) if zero is None else zero[:, :, group]
+        product += q * scale[:, :, group] * x_1BAW[:, :, at]
+    return product.sum(axis=(1, 2))[None]
 
 
 @partial(jax.jit, static_argnums=1)
