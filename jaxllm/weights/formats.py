@@ -10,8 +10,8 @@ int3-g64, int2-g64             3 and 2 bits, the same
 ...-f16                        float16 scales in place of float32
 
 What is made of other weights has theirs after a slash:
-
 ordered/int4-g64               columns in an order in which those of a group lie together
+rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
 static/int8                    multiplied by inputs rounded on a grid found beforehand
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, integers, ordered, packed, static
-from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.leaves import arrays, factored, integers, ordered, packed, static
+from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
 Weight = jax.Array | Leaf  # what stands in the parameters
@@ -35,6 +35,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
 )
 # Likewise for leaves composed of others, whose format a row reads by the function that it is given.
 COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
+    factored.parse,
     ordered.parse,
     static.parse,
 )
@@ -54,11 +55,6 @@ def parse(name: Any) -> Format:
         " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales),"
         f" got {name!r:.40}"
     )
-
-
-def as_leaf(weight: Weight) -> Leaf:
-    """A weight as a `Leaf`, arrays too."""
-    return weight if isinstance(weight, Leaf) else Dense(weight)
 
 
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:
