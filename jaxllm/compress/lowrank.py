@@ -151,22 +151,25 @@ def factor_bytes(shape: tuple[int, int], rank: int, inner: str) -> int:
     return total
 
 
-def share_ranks(spectra: Mapping[str, Spectrum], budget: int) -> dict[str, int | None]:
+def share_ranks(
+    sigmas: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, int]], budget: int
+) -> dict[str, int | None]:
     """A rank for each of a model's matrices, by name, that together have `budget` numbers at most.
 
-    Every matrix begins with rank 1. The next rank goes where it lowers the squared error most for
-    each number that it costs, as a share of that matrix's own spectrum: the relative errors of all
-    outputs count alike, however large they are. A matrix for which one rank more would gain nothing
-    is left whole instead (None), which costs what it has now.
+    sigmas: each one's singular values, the largest first. Every matrix begins with rank 1. The next
+    rank goes where it lowers the squared error most for each number that it costs, as a share of
+    that matrix's own spectrum: the relative errors of all outputs count alike, however large they
+    are. A matrix for which one rank more would gain nothing is left whole instead (None), which
+    costs what it has now.
 
     Raises ConfigError where the budget does not cover rank 1 of all.
     """
-    ranks: dict[str, int | None] = {name: 1 for name in spectra}
-    left = budget - sum(sum(s.shape) for s in spectra.values())
+    ranks: dict[str, int | None] = dict.fromkeys(sigmas, 1)
+    left = budget - sum(map(sum, shapes.values()))
     if left < 0:
         raise ConfigError(f"a budget of {budget} numbers is {-left} short of rank 1 for all")
-    steps = {name: _steps(spectrum) for name, spectrum in spectra.items()}
-    waiting = [(*step, name) for name in spectra if (step := next(steps[name], None))]
+    steps = {name: _steps(sigmas[name], shapes[name]) for name in sigmas}
+    waiting = [(*step, name) for name in sigmas if (step := next(steps[name], None))]
     heapq.heapify(waiting)
     while waiting:
         _, cost, rank, name = heapq.heappop(waiting)
@@ -179,15 +182,14 @@ def share_ranks(spectra: Mapping[str, Spectrum], budget: int) -> dict[str, int |
     return ranks
 
 
-def _steps(spectrum: Spectrum) -> Iterator[tuple[float, int, int]]:
+def _steps(sigma_R: np.ndarray, shape: tuple[int, int]) -> Iterator[tuple[float, int, int]]:
     """From rank 1 up: less what each gains a number, what it costs, the rank (0: left whole)."""
-    energy_R = spectrum.sigma_R**2 / max((spectrum.sigma_R**2).sum(), np.finfo(np.float64).tiny)
-    (rows, columns), rank = spectrum.shape, 1
-    cost = rows + columns
-    while gains(spectrum.shape, rank + 1):
+    energy_R = sigma_R**2 / max((sigma_R**2).sum(), np.finfo(np.float64).tiny)
+    cost, rank = sum(shape), 1
+    while gains(shape, rank + 1):
         yield -energy_R[rank] / cost, cost, rank + 1
         rank += 1
-    if (whole := rows * columns - rank * cost) > 0:
+    if (whole := shape[0] * shape[1] - rank * cost) > 0:
         yield -energy_R[rank:].sum() / whole, whole, 0
 
 

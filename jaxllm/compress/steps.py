@@ -1,9 +1,11 @@
 """The table of steps: what a line of a recipe can name."""
 
-from jaxllm.compress import activations, formats, layers
+from jaxllm.compress import activations, factoring, formats, layers, parts
 from jaxllm.compress.activations import StaticInputs
+from jaxllm.compress.factoring import SIZE, Asvd, Factor
 from jaxllm.compress.formats import Everywhere
 from jaxllm.compress.layers import Awq, Gptq, Magnitude, Smooth, SparseGpt
+from jaxllm.compress.parts import PART, Cut, CutLayers
 from jaxllm.compress.recipe import FORMAT, PATTERN, QUANTIZED, Argument, On, Step
 
 _INTEGERS = Argument("FORMAT", layers.integers)
@@ -41,6 +43,37 @@ STEPS: tuple[Step, ...] = (
         SparseGpt,
         check=layers.check_sparsegpt,
     ),
+    Step(
+        "factor",
+        "svd",
+        factoring.svd,
+        "two thin matrices for one, nearest in weights",
+        SIZE,
+        Factor,
+        False,
+        factoring.check,
+    ),
+    Step(
+        "factor",
+        "asvd",
+        factoring.asvd,
+        "the same, weights counted by their inputs",
+        SIZE,
+        Asvd,
+        check=factoring.check,
+    ),
+    Step(
+        "factor",
+        "svd-llm",
+        factoring.svd_llm,
+        "two thin matrices for one, nearest in outputs",
+        SIZE,
+        Factor,
+        check=factoring.check,
+    ),
+    Step("cut", "heads", parts.heads, "fewer heads, in whole key/value groups", PART, Cut),
+    Step("cut", "channels", parts.channels, "fewer channels of the MLPs", PART, Cut),
+    Step("cut", "layers", parts.layers, "fewer layers", PART, CutLayers),
     Step(
         "activations",
         "static",

@@ -68,7 +68,9 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
         raise ConfigError(f"{kind} of {config.model_type} cannot be cut: {error}") from None
 
 
-def cut(config: ModelConfig, params: Params, kind: Kind, kept: Sequence[Sequence[int]]) -> Smaller:
+def cut(
+    config: ModelConfig, params: Params, kind: Kind, kept: Sequence[Sequence[int] | np.ndarray]
+) -> Smaller:
     """The model with only the groups `kept` of each layer, in their order.
 
     kept: numbers of groups, for each layer as many. Raises ConfigError as `narrower` does, for

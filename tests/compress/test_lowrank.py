@@ -163,12 +163,15 @@ def test_a_budget_goes_where_it_lowers_relative_errors_most() -> None:
         v, _ = np.linalg.qr(rng.normal(0, 1, (8, 8)))
         spectra[name] = lowrank.plain(size * u * np.arange(1, 9.0) ** -fall @ v)
 
+    sigmas = {name: spectrum.sigma_R for name, spectrum in spectra.items()}
+    shapes = {name: spectrum.shape for name, spectrum in spectra.items()}
+
     def relative(name: str, rank: int) -> float:
         spectrum = spectra[name]
         return (lowrank.error(spectrum, rank) / np.linalg.norm(spectrum.sigma_R)) ** 2
 
     for total in (3, 5, 7, 8):  # ranks, of 48 numbers each, at most 6 for a matrix
-        found = lowrank.share_ranks(spectra, 48 * total + 7)
+        found = lowrank.share_ranks(sigmas, shapes, 48 * total + 7)
         ranks = [rank for rank in found.values() if rank is not None]
         assert len(ranks) == 3 and sum(ranks) <= total
         best = min(
@@ -177,8 +180,8 @@ def test_a_budget_goes_where_it_lowers_relative_errors_most() -> None:
             if sum(each) <= total
         )
         np.testing.assert_allclose(sum(map(relative, found, ranks)), best, rtol=1e-12)
-    assert lowrank.share_ranks(spectra, 3 * 320) == {"a": None, "b": None, "c": None}
-    some = lowrank.share_ranks(spectra, 48 * 6 + 320)
+    assert lowrank.share_ranks(sigmas, shapes, 3 * 320) == {"a": None, "b": None, "c": None}
+    some = lowrank.share_ranks(sigmas, shapes, 48 * 6 + 320)
     assert list(some.values()).count(None) == 1
     with pytest.raises(ConfigError, match="1 short of rank 1"):
-        lowrank.share_ranks(spectra, 143)
+        lowrank.share_ranks(sigmas, shapes, 143)
