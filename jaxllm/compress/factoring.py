@@ -11,7 +11,8 @@ import numpy as np
 from jaxllm.compress import lowrank
 from jaxllm.compress.lowrank import Spectrum
 from jaxllm.compress.moments import Moments
-from jaxllm.compress.recipe import Argument, Fraction, On, Shapes, Subject, Work, matched, share
+from jaxllm.compress.recipe import Argument, Fraction, On, Shapes, Subject, Work, matched
+from jaxllm.compress.sparsity import share
 from jaxllm.compress.stream import Stage, at, each_layer, layer_by_layer, put
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import Site
@@ -24,11 +25,11 @@ Ranks = dict[str, int | None]  # by path; None: the matrix is left whole
 
 
 class Factor(On, frozen=True):
-    """inner: the format of both factors, by default that of the weights. ranks: even, each matrix
-    by itself; spread, those of all together where they lower relative errors most.
+    """format: of both factors, by default that of the matrix. ranks: even, each matrix by itself;
+    spread, those of all together where they lower relative errors most.
     """
 
-    inner: str = ""
+    format: str = ""
     ranks: Literal["even", "spread"] = "even"
 
 
@@ -39,37 +40,39 @@ class Asvd(Factor, frozen=True):
 
 
 class Size(NamedTuple):
-    """How thin. rank: of each matrix; gone: the share of the numbers that goes; energy: the share
-    of the squared singular values that stays. One of them."""
+    """How thin, by one of these. rank: of each matrix. kept: the share of its numbers that stays.
+    energy: the share of its squared singular values that does.
+    """
 
     rank: int | None = None
-    gone: float | None = None
+    kept: float | None = None
     energy: float | None = None
 
     def of(self, spectrum: Spectrum) -> int:
         """The rank of one matrix."""
         if self.energy is not None:
             return lowrank.rank_of_energy(spectrum.sigma_R, self.energy)
-        if self.gone is not None:
-            return lowrank.rank_of_share(spectrum.shape, 1 - self.gone)
+        if self.kept is not None:
+            return lowrank.rank_of_share(spectrum.shape, self.kept)
         assert self.rank is not None
         return self.rank
 
 
 def size(text: str) -> Size:
-    """`64`, a rank; `20%`, the share of the numbers that goes; `energy:95%`, what stays of the
-    squared singular values. Raises ConfigError for what is none of them.
+    """`64`, a rank; `80%` of the numbers stay; `energy:95%` of the squared singular values do.
+
+    Raises ConfigError for what is none of them.
     """
     if re.fullmatch(r"[1-9]\d{0,6}", text):
         return Size(rank=int(text))
     try:
-        kept = text.removeprefix("energy:")
-        return Size(gone=share(text)) if kept == text else Size(energy=share(kept))
+        energy = text.removeprefix("energy:")
+        return Size(kept=share(text)) if energy == text else Size(energy=share(energy))
     except ConfigError as error:
         raise ConfigError(f"a rank such as 64, energy:95%, or {error}") from None
 
 
-SIZE = Argument("RANK|SHARE%|energy:SHARE%", size)
+SIZE = Argument("RANK|KEPT%|energy:KEPT%", size)
 
 
 def svd(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
@@ -109,7 +112,7 @@ def asvd(subject: Subject, argument: str, options: Asvd, work: Work) -> Subject:
     return _by_inputs(subject, argument, options, work, "ASVD", decompose)
 
 
-def svd_llm(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
+def svdllm(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
     """The matrices of a rank whose outputs are nearest (SVD-LLM)."""
 
     def decompose(w_OI: np.ndarray, moments: Moments) -> Spectrum:
@@ -123,18 +126,18 @@ def check(shapes: Shapes, argument: str, options: Factor) -> None:
     spread where there is nothing to share out, and factors of no format.
     """
     wanted = size(argument)
-    if options.ranks == "spread" and wanted.gone is None:
-        raise ConfigError("ranks=spread shares out what is left of a SHARE%, such as 20%")
-    if options.inner:
-        parse(f"rank1/{options.inner}")
+    if options.ranks == "spread" and wanted.kept is None:
+        raise ConfigError("ranks=spread shares out what is KEPT%, such as 80%")
+    if options.format:
+        parse(f"rank1/{options.format}")
     for path in matched(shapes, options.on, argument):
         shape = shapes[path]
         if len(shape) != 2:
             raise ConfigError(f"{path} is a stack of matrices {shape}: name others with on=")
         if wanted.rank is not None and wanted.rank > min(shape):
             raise ConfigError(f"{path} {shape} has no rank {wanted.rank}, the most is {min(shape)}")
-        if wanted.gone is not None:
-            lowrank.rank_of_share((shape[0], shape[1]), 1 - wanted.gone)
+        if wanted.kept is not None:
+            lowrank.rank_of_share((shape[0], shape[1]), wanted.kept)
 
 
 def _by_inputs(
@@ -184,8 +187,8 @@ def _spread_by_inputs(
 
 def _spread(sigmas: dict[str, np.ndarray], shapes: Shapes, wanted: Size) -> Ranks:
     mine = {path: (shapes[path][0], shapes[path][1]) for path in sigmas}
-    assert wanted.gone is not None
-    budget = int((1 - wanted.gone) * sum(rows * columns for rows, columns in mine.values()))
+    assert wanted.kept is not None
+    budget = int(wanted.kept * sum(rows * columns for rows, columns in mine.values()))
     return lowrank.share_ranks(sigmas, mine, budget)
 
 
@@ -202,7 +205,7 @@ def _factored(
         work.say(
             f"{path}: its inputs do not vary in all directions, raised by {spectrum.raised:.3g}"
         )
-    inner = options.inner or parse(format_of(weight)).exact_in
+    inner = options.format or parse(format_of(weight)).exact_in
     return lowrank.as_factored(spectrum, rank, inner)
 
 

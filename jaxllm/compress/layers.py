@@ -84,7 +84,7 @@ def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
 
         return change
 
-    return _by_inputs(subject, options, work, f"GPTQ, {to.name}", prepare)
+    return by_inputs(subject, options, work, f"GPTQ, {to.name}", prepare)
 
 
 def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -> Subject:
@@ -106,7 +106,7 @@ def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -
 
         return change
 
-    return _by_inputs(subject, options, work, f"SparseGPT, {sparsity.name}", prepare)
+    return by_inputs(subject, options, work, f"SparseGPT, {sparsity.name}", prepare)
 
 
 def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
@@ -116,7 +116,7 @@ def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
     def prepare(moments: Moments, where: str) -> Linear:
         return lambda path, weight: pruning.wanda(weight, moments, sparsity)
 
-    return _by_inputs(subject, options, work, f"Wanda, {sparsity.name}", prepare)
+    return by_inputs(subject, options, work, f"Wanda, {sparsity.name}", prepare)
 
 
 def magnitude(subject: Subject, argument: str, options: Magnitude, work: Work) -> Subject:
@@ -212,7 +212,7 @@ def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGpt) -> None:
         integers(options.quantize)
 
 
-def _by_inputs(
+def by_inputs(
     subject: Subject,
     options: On,
     work: Work,

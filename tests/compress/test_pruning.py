@@ -14,7 +14,12 @@ from jaxllm.errors import ConfigError, NonFiniteError
 
 @pytest.mark.parametrize(
     ("text", "means"),
-    [("50%", Sparsity(0.5)), ("0.25", Sparsity(0.25)), ("2:4", Sparsity(0.5, (2, 4)))],
+    [
+        ("62.5%", Sparsity(0.625)),
+        ("25%", Sparsity(0.25)),
+        (".25", Sparsity(0.25)),
+        ("2:4", Sparsity(0.5, (2, 4))),
+    ],
 )
 def test_a_sparsity_is_a_part_or_n_of_m(text: str, means: Sparsity) -> None:
     assert parse(text) == means
@@ -22,7 +27,7 @@ def test_a_sparsity_is_a_part_or_n_of_m(text: str, means: Sparsity) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "100%", "1.5", "4:2", "2:3", "-1", "2:128", "half"])
 def test_what_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="a sparsity is"):
+    with pytest.raises(ConfigError, match=r"a share is|of N:M"):
         parse(text)
 
 
