@@ -201,11 +201,8 @@ def _factored(
     if not lowrank.gains(spectrum.shape, rank):
         work.say(f"{path}: rank {rank} of {spectrum.shape} saves nothing, it is left whole")
         return weight
-    if spectrum.raised:
-        work.say(
-            f"{path}: its inputs do not vary in all directions, raised by {spectrum.raised:.3g}"
-        )
-    inner = options.format or parse(format_of(weight)).exact_in
+    own = format_of(weight)
+    inner = options.format or (own if "/" not in own else parse(own).exact_in)
     return lowrank.as_factored(spectrum, rank, inner)
 
 
