@@ -7,6 +7,9 @@ int8-g64                       8 bits, a scale for each 64 columns (32, 64 or 12
 int4-g64                       4 bits, the same; int4 alone means int4-g64
 int4-g64-zp                    4 bits with a zero point
 ...-f16                        float16 scales in place of float32
+bfloat16-2:4                   no more than 2 of each 4 columns are not 0: 9 bits a weight
+bfloat16-bitmap                any are not 0: a bit for each and 16 for those
+float32-..., int8-...          2:4 and bitmap of other numbers; int8 with a scale a row
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, integers, packed
+from jaxllm.weights.leaves import arrays, integers, packed, sparse
 from jaxllm.weights.leaves.arrays import DTYPES, Dense
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
@@ -26,6 +29,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     packed.parse,
     integers.parse,
+    sparse.parse,
 )
 
 
@@ -36,7 +40,8 @@ def parse(name: Any) -> Format:
             return found
     raise ConfigError(
         f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
-        f" int4-g64-zp (-f16 for float16 scales), got {name!r:.40}"
+        f" int4-g64-zp (-f16 for float16 scales), bfloat16-2:4, bfloat16-bitmap (or"
+        f" float32-, int8-), got {name!r:.40}"
     )
 
 
