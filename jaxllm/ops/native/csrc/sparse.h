@@ -199,6 +199,7 @@ struct Sparse {
       if constexpr (kInteger) {
         alignas(64) int8_t q[kBytes];
         store(q, numbers.next(c));
+        asm("" : "+m"(q));  // parts of it are to be read from there: taking registers apart costs as much as joining
         JAXLLM_UNROLL
         for (int n = 0; n < N; n++) out[n] = from_int8(q + n * kLanes);
       } else {
