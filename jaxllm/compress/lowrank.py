@@ -2,8 +2,14 @@
 
 Functions of one matrix and of statistics of its inputs X `[tokens, I]`, in float64 on the host. A
 method decides in which measure the result is nearest: `plain` in that of the weights, `scaled` in
-that of the weights times the size of their inputs, `whitened` in that of the outputs themselves. At
-equal bytes that order was also the order of perplexity, and int8 was better than all of them.
+that of the weights times the size of their inputs, `whitened` in that of the outputs themselves. On
+the demos each costs less than the one before, the last far less; int4 costs less than any of them,
+for fewer bytes.
+
+Each is a projection, `W_k = U_k U_k^T W`, on the principal directions U of `W M W^T`: M is 1, or
+the inputs' squared sizes, or their Gram matrix X^T X, and then U are those of the outputs. This is
+the papers' `svd(W S) inv(S)`, `S S^T = M`, with no factor of M to find or to invert: M may be
+singular.
 """
 
 import heapq
@@ -16,20 +22,18 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.factored import Factored, LowRank
 
-RAISED = 1e-6  # of the mean of a Gram matrix's diagonal: what a singular one is raised by, at least
-
 
 class Spectrum(NamedTuple):
-    """A decomposed matrix: `weight = left_OR * sigma_R @ right_RI`, R the shorter side.
+    """A decomposed matrix: `weight = left_OR @ right_RI`, R the shorter side.
 
-    sigma_R: singular values in the method's measure, the largest first. raised: what was added to
-    the diagonal of the inputs' Gram matrix because it was singular; 0 where it was not.
+    left_OR: orthonormal, the most important direction first. sigma_R: what each direction counts in
+    the method's measure, the singular values of `W S`; those below the 1e-8th part of the largest
+    are noise.
     """
 
     left_OR: np.ndarray
     sigma_R: np.ndarray
     right_RI: np.ndarray
-    raised: float = 0.0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -39,45 +43,43 @@ class Spectrum(NamedTuple):
 
 def plain(weight_OI: np.ndarray) -> Spectrum:
     """The singular value decomposition. Raises ConfigError for numbers that are not finite."""
-    w_OI = _finite("the weight", weight_OI)
-    return Spectrum(*np.linalg.svd(w_OI, full_matrices=False))
+    return _principal(weight_OI, np.ones(weight_OI.shape[1]))
 
 
 def scaled(weight_OI: np.ndarray, mean_abs_I: np.ndarray, *, alpha: float) -> Spectrum:
     """ASVD (arXiv 2312.05821): that of `W diag(s)`, s = mean |x|^alpha; the paper's alpha is 0.5.
 
-    mean_abs_I: mean |x_j| of each input. Inputs that are always zero count as the 1e-6th part of
-    the largest. Raises ConfigError where all are zero, or a number is not finite.
+    mean_abs_I: mean |x_j| of each input. Raises ConfigError where all are zero, or a number is not
+    finite.
     """
-    w_OI, size_I = _finite("the weight", weight_OI), _finite("mean |x|", mean_abs_I)
-    _check_inputs(w_OI, size_I.shape, size_I.max(initial=0))
-    s_I = np.maximum(size_I, 1e-6 * size_I.max()) ** alpha
-    left, sigma, right = np.linalg.svd(w_OI * s_I, full_matrices=False)
-    return Spectrum(left, sigma, right / s_I)
+    size_I = _finite("mean |x|", mean_abs_I)
+    _check_inputs(weight_OI, size_I.shape, size_I.max(initial=0))
+    return _principal(weight_OI, size_I ** (2 * alpha))
 
 
 def whitened(weight_OI: np.ndarray, gram_II: np.ndarray) -> Spectrum:
     """SVD-LLM (arXiv 2403.07378): that of `W S`, where S is the Cholesky factor of X^T X.
 
     Of all matrices of a rank the result has the nearest outputs, and their distance is what the
-    spectrum leaves out: `||X (W - W_k)^T|| = error(spectrum, k)`. Of a Gram matrix that is singular
-    to the precision of its dtype, the diagonal is raised, and the identity holds for the raised
-    one. (The paper adds 1e-6 whatever the inputs' size; here it is 1e-6 of the diagonal's mean.)
-
-    Raises ConfigError where all inputs are zero, or a number is not finite.
+    spectrum leaves out: `||X (W - W_k)^T|| = error(spectrum, k)`. Raises ConfigError where all
+    inputs are zero, or a number is not finite.
     """
-    w_OI, g_II = _finite("the weight", weight_OI), _finite("X^T X", gram_II)
-    _check_inputs(w_OI, g_II.shape[:1], np.trace(g_II))
-    _check_inputs(w_OI, g_II.shape[1:], np.trace(g_II))
-    g_II = (g_II + g_II.T) / 2
-    eigenvalues, raised = np.linalg.eigvalsh(g_II), 0.0
-    least = len(g_II) * np.finfo(np.asarray(gram_II).dtype).eps * eigenvalues[-1]
-    if eigenvalues[0] <= least:
-        raised = RAISED * np.trace(g_II) / len(g_II) - min(eigenvalues[0], 0)
-    s_II = np.linalg.cholesky(g_II + raised * np.eye(len(g_II)))
-    left, sigma, right = np.linalg.svd(w_OI @ s_II, full_matrices=False)
-    right = np.linalg.solve(s_II.T, right.T).T  # right @ inv(S)
-    return Spectrum(left, sigma, right, float(raised))
+    g_II = _finite("X^T X", gram_II)
+    for side in (g_II.shape[:1], g_II.shape[1:]):
+        _check_inputs(weight_OI, side, np.trace(g_II))
+    return _principal(weight_OI, (g_II + g_II.T) / 2)
+
+
+def _principal(weight_OI: np.ndarray, measure: np.ndarray) -> Spectrum:
+    """By the eigenvectors of `W M W^T`. measure: M `[I, I]`, or its diagonal `[I]`."""
+    w_OI = _finite("the weight", weight_OI)
+    basis_OR = None
+    if w_OI.shape[0] > w_OI.shape[1]:  # its columns span no more than these
+        basis_OR, w_OI = np.linalg.qr(w_OI)
+    by_RI = w_OI * measure if measure.ndim == 1 else w_OI @ measure
+    squares_R, left = np.linalg.eigh(by_RI @ w_OI.T)
+    left, sigma_R = left[:, ::-1], np.sqrt(np.maximum(squares_R[::-1], 0))
+    return Spectrum(left if basis_OR is None else basis_OR @ left, sigma_R, left.T @ w_OI)
 
 
 def error(spectrum: Spectrum, rank: int) -> float:
@@ -86,9 +88,11 @@ def error(spectrum: Spectrum, rank: int) -> float:
 
 
 def factors(spectrum: Spectrum, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """`U sqrt(sigma)` `[O, K]` and `sqrt(sigma) V^T inv(S)` `[K, I]`, float64."""
-    root_K = np.sqrt(spectrum.sigma_R[:rank])
-    return spectrum.left_OR[:, :rank] * root_K, root_K[:, None] * spectrum.right_RI[:rank]
+    """`[O, K]` and `[K, I]`, float64: a column of the one is as long as its row of the other."""
+    right_KI = spectrum.right_RI[:rank]
+    root_K = np.sqrt(np.linalg.norm(right_KI, axis=1))
+    safe_K = np.where(root_K == 0, 1, root_K)
+    return spectrum.left_OR[:, :rank] * safe_K, right_KI / safe_K[:, None]
 
 
 def as_factored(spectrum: Spectrum, rank: int, inner: str) -> Factored:
@@ -151,22 +155,25 @@ def factor_bytes(shape: tuple[int, int], rank: int, inner: str) -> int:
     return total
 
 
-def share_ranks(spectra: Mapping[str, Spectrum], budget: int) -> dict[str, int | None]:
+def share_ranks(
+    sigmas: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, int]], budget: int
+) -> dict[str, int | None]:
     """A rank for each of a model's matrices, by name, that together have `budget` numbers at most.
 
-    Every matrix begins with rank 1. The next rank goes where it lowers the squared error most for
-    each number that it costs, as a share of that matrix's own spectrum: the relative errors of all
-    outputs count alike, however large they are. A matrix for which one rank more would gain nothing
-    is left whole instead (None), which costs what it has now.
+    sigmas: each one's singular values, the largest first. Every matrix begins with rank 1. The next
+    rank goes where it lowers the squared error most for each number that it costs, as a share of
+    that matrix's own spectrum: the relative errors of all outputs count alike, however large they
+    are. A matrix for which one rank more would gain nothing is left whole instead (None), which
+    costs what it has now.
 
     Raises ConfigError where the budget does not cover rank 1 of all.
     """
-    ranks: dict[str, int | None] = {name: 1 for name in spectra}
-    left = budget - sum(sum(s.shape) for s in spectra.values())
+    ranks: dict[str, int | None] = dict.fromkeys(sigmas, 1)
+    left = budget - sum(map(sum, shapes.values()))
     if left < 0:
         raise ConfigError(f"a budget of {budget} numbers is {-left} short of rank 1 for all")
-    steps = {name: _steps(spectrum) for name, spectrum in spectra.items()}
-    waiting = [(*step, name) for name in spectra if (step := next(steps[name], None))]
+    steps = {name: _steps(sigmas[name], shapes[name]) for name in sigmas}
+    waiting = [(*step, name) for name in sigmas if (step := next(steps[name], None))]
     heapq.heapify(waiting)
     while waiting:
         _, cost, rank, name = heapq.heappop(waiting)
@@ -179,15 +186,14 @@ def share_ranks(spectra: Mapping[str, Spectrum], budget: int) -> dict[str, int |
     return ranks
 
 
-def _steps(spectrum: Spectrum) -> Iterator[tuple[float, int, int]]:
+def _steps(sigma_R: np.ndarray, shape: tuple[int, int]) -> Iterator[tuple[float, int, int]]:
     """From rank 1 up: less what each gains a number, what it costs, the rank (0: left whole)."""
-    energy_R = spectrum.sigma_R**2 / max((spectrum.sigma_R**2).sum(), np.finfo(np.float64).tiny)
-    (rows, columns), rank = spectrum.shape, 1
-    cost = rows + columns
-    while gains(spectrum.shape, rank + 1):
+    energy_R = sigma_R**2 / max((sigma_R**2).sum(), np.finfo(np.float64).tiny)
+    cost, rank = sum(shape), 1
+    while gains(shape, rank + 1):
         yield -energy_R[rank] / cost, cost, rank + 1
         rank += 1
-    if (whole := rows * columns - rank * cost) > 0:
+    if (whole := shape[0] * shape[1] - rank * cost) > 0:
         yield -energy_R[rank:].sum() / whole, whole, 0
 
 

@@ -1,11 +1,9 @@
 """The table of steps: what a line of a recipe can name."""
 
-from jaxllm.compress import activations, formats, layers, smaller
+from jaxllm.compress import activations, factoring, formats, layers, smaller
 from jaxllm.compress.recipe import FORMAT, PATTERN, QUANTIZED, Argument, On, Step
-from jaxllm.compress.sparsity import share
 
 _INTEGERS = Argument("FORMAT", layers.integers)
-_KEPT = Argument("KEPT%", share)
 _GONE = Argument("COUNT|SHARE%", smaller.amount)
 
 STEPS: tuple[Step, ...] = (
@@ -87,30 +85,30 @@ STEPS: tuple[Step, ...] = (
     Step(
         "factor",
         "svd",
-        smaller.svd,
+        factoring.svd,
         "two thin matrices, nearest to the weights",
-        _KEPT,
-        smaller.Factors,
+        factoring.SIZE,
+        factoring.Factor,
         calibrated=False,
-        check=smaller.check_factors,
+        check=factoring.check,
     ),
     Step(
         "factor",
         "asvd",
-        smaller.asvd,
+        factoring.asvd,
         "two thin matrices, nearest to the weights times the size of their inputs",
-        _KEPT,
-        smaller.Scaled,
-        check=smaller.check_factors,
+        factoring.SIZE,
+        factoring.Asvd,
+        check=factoring.check,
     ),
     Step(
         "factor",
         "svdllm",
-        smaller.svdllm,
+        factoring.svdllm,
         "two thin matrices, nearest in what comes out",
-        _KEPT,
-        smaller.Factors,
-        check=smaller.check_factors,
+        factoring.SIZE,
+        factoring.Factor,
+        check=factoring.check,
     ),
     Step(
         "drop",
@@ -119,7 +117,6 @@ STEPS: tuple[Step, ...] = (
         "cut the layers that change the stream least",
         _GONE,
         smaller.Layers,
-        check=smaller.check_layers,
     ),
     Step(
         "drop",
@@ -128,7 +125,6 @@ STEPS: tuple[Step, ...] = (
         "cut key/value heads, with the query heads that share them",
         _GONE,
         smaller.Groups,
-        check=smaller.check_groups,
     ),
     Step(
         "drop",
@@ -137,7 +133,6 @@ STEPS: tuple[Step, ...] = (
         "cut channels of the MLPs",
         _GONE,
         smaller.Groups,
-        check=smaller.check_groups,
     ),
     Step(
         "store",

@@ -68,7 +68,9 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
         raise ConfigError(f"{kind} of {config.model_type} cannot be cut: {error}") from None
 
 
-def cut(config: ModelConfig, params: Params, kind: Kind, kept: Sequence[Sequence[int]]) -> Smaller:
+def cut(
+    config: ModelConfig, params: Params, kind: Kind, kept: Sequence[Sequence[int] | np.ndarray]
+) -> Smaller:
     """The model with only the groups `kept` of each layer, in their order.
 
     kept: numbers of groups, for each layer as many. Raises ConfigError as `narrower` does, for
@@ -148,26 +150,19 @@ def shares(config: ModelConfig, kind: Kind, layer: Params, path: str) -> Iterato
             yield Share(member.linear, name, array, member.axis, index_Gn)
 
 
-def removed(total: int, wanted: float | int, what: str, together: int = 1) -> int:
-    """How many of `total` go: `wanted` itself where it is a whole number, else that share of them.
+def removed(total: int, wanted: float | int, what: str) -> int:
+    """How many of `total` go: `wanted` itself where it is a whole number, else that share of them,
+    which may be off by a hundredth of the total.
 
-    together: how many can only go at once. A share may be off by a hundredth of the total. Raises
-    ConfigError, with what is possible, for a number that is not.
+    Raises ConfigError, with what is possible, for a number that is not.
     """
-    possible = range(together, total, together)
-    if isinstance(wanted, int):
-        found = wanted
-    else:
-        found = together * round(wanted * total / together)
-        if abs(found - wanted * total) > 0.01 * total:
-            found = 0
-    if found in possible:
+    found = wanted if isinstance(wanted, int) else round(wanted * total)
+    near = isinstance(wanted, int) or abs(found - wanted * total) <= 0.01 * total
+    if near and 0 < found < total:
         return found
-    if not possible:
+    if total < 2:
         raise ConfigError(f"{what}: there is nothing that could go of {total}")
     asked = wanted if isinstance(wanted, int) else f"{wanted:.1%} of them"
-    shown = ", ".join(f"{n} ({n / total:.1%})" for n in possible[:8])
-    more = f", ... {possible[-1]}" if len(possible) > 8 else ""
-    raise ConfigError(
-        f"of {total} {what}, {together} of which go at once, can go {shown}{more}: got {asked}"
-    )
+    shown = ", ".join(f"{n} ({n / total:.1%})" for n in range(1, min(total, 9)))
+    more = f", ... {total - 1}" if total > 9 else ""
+    raise ConfigError(f"of {total} {what} can go {shown}{more}: got {asked}")

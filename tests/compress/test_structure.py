@@ -287,19 +287,19 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 
 
 def test_counts_and_shares_that_cannot_be_are_answered_with_those_that_can() -> None:
-    assert structure.removed(8, 0.25, "query heads", 2) == 2
-    assert structure.removed(8, 6, "query heads", 2) == 6
+    assert structure.removed(4, 0.25, "heads") == 1
+    assert structure.removed(8, 6, "heads") == 6
     assert structure.removed(5632, 0.3, "channels") == 1690
     assert structure.removed(6, 0.33, "layers") == 2
-    with pytest.raises(ConfigError, match=r"of 8 query heads, 4 of .* can go 4 \(50.0%\): got 3"):
-        structure.removed(8, 3, "query heads", 4)
     with pytest.raises(ConfigError, match=r"can go 1 \(16.7%\), 2 \(33.3%\), .* got 25.0% of them"):
         structure.removed(6, 0.25, "layers")
+    with pytest.raises(ConfigError, match=r"8 \(50.0%\), \.\.\. 15: got 16"):
+        structure.removed(16, 16, "channels")
     for wanted in (0, 6, 7, 0.001, 0.999):
         with pytest.raises(ConfigError, match="can go 1"):
             structure.removed(6, wanted, "layers")
-    with pytest.raises(ConfigError, match="nothing that could go of 4"):
-        structure.removed(4, 0.5, "query heads", 4)
+    with pytest.raises(ConfigError, match="nothing that could go of 1"):
+        structure.removed(1, 0.5, "heads")
 
 
 def test_bfloat16_weights_have_saliences_in_float32() -> None:

@@ -1,0 +1,220 @@
+"""Steps that put two thin matrices in the place of one."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.compress import lowrank
+from jaxllm.compress.lowrank import Spectrum
+from jaxllm.compress.moments import Moments
+from jaxllm.compress.recipe import Argument, Fraction, On, Shapes, Subject, Work, matched
+from jaxllm.compress.sparsity import share
+from jaxllm.compress.stream import Stage, at, each_layer, layer_by_layer, put
+from jaxllm.errors import ConfigError
+from jaxllm.models.family import Site
+from jaxllm.progress import steps_bar
+from jaxllm.weights.formats import Weight, dense, format_of, parse
+from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
+
+Decompose = Callable[[np.ndarray, Moments], Spectrum]
+Ranks = dict[str, int | None]  # by path; None: the matrix is left whole
+
+
+class Factor(On, frozen=True):
+    """format: of both factors, by default that of the matrix. ranks: even, each matrix by itself;
+    spread, those of all together where they lower relative errors most.
+    """
+
+    format: str = ""
+    ranks: Literal["even", "spread"] = "even"
+
+
+class Asvd(Factor, frozen=True):
+    """alpha: the power to which an input's size counts."""
+
+    alpha: Fraction = 0.5
+
+
+class Size(NamedTuple):
+    """How thin, by one of these. rank: of each matrix. kept: the share of its numbers that stays.
+    energy: the share of its squared singular values that does.
+    """
+
+    rank: int | None = None
+    kept: float | None = None
+    energy: float | None = None
+
+    def of(self, spectrum: Spectrum) -> int:
+        """The rank of one matrix."""
+        if self.energy is not None:
+            return lowrank.rank_of_energy(spectrum.sigma_R, self.energy)
+        if self.kept is not None:
+            return lowrank.rank_of_share(spectrum.shape, self.kept)
+        assert self.rank is not None
+        return self.rank
+
+
+def size(text: str) -> Size:
+    """`64`, a rank; `80%` of the numbers stay; `energy:95%` of the squared singular values do.
+
+    Raises ConfigError for what is none of them.
+    """
+    if re.fullmatch(r"[1-9]\d{0,6}", text):
+        return Size(rank=int(text))
+    try:
+        energy = text.removeprefix("energy:")
+        return Size(kept=share(text)) if energy == text else Size(energy=share(energy))
+    except ConfigError as error:
+        raise ConfigError(f"a rank such as 64, energy:95%, or {error}") from None
+
+
+SIZE = Argument("RANK|KEPT%|energy:KEPT%", size)
+
+
+def svd(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
+    """The matrices of a rank that are nearest to the weights."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(subject.params)}
+    paths, wanted = set(matched(shapes, options.on, "factor: svd")), size(argument)
+    with steps_bar("SVD", len(paths), work.show_progress) as done:
+
+        def decomposed(weight: Weight) -> Spectrum:
+            found = lowrank.plain(_array(weight))
+            done()
+            return found
+
+        ranks: Ranks | None = None
+        if options.ranks == "spread":
+            chosen = [(path, leaf) for path, leaf in flatten(subject.params) if path in paths]
+            ranks = _spread(
+                {path: decomposed(leaf).sigma_R for path, leaf in chosen}, shapes, wanted
+            )
+
+        def change(path: str, leaf: Weight) -> Weight:
+            if path not in paths:
+                return leaf
+            spectrum = decomposed(leaf)
+            rank = wanted.of(spectrum) if ranks is None else ranks[path]
+            return _factored(path, leaf, spectrum, rank, options, work)
+
+        return dataclasses.replace(subject, params=map_leaves(change, subject.params))
+
+
+def asvd(subject: Subject, argument: str, options: Asvd, work: Work) -> Subject:
+    """The same, with each input's weights counted by its size (ASVD)."""
+
+    def decompose(w_OI: np.ndarray, moments: Moments) -> Spectrum:
+        return lowrank.scaled(w_OI, np.asarray(moments.mean_abs_I), alpha=options.alpha)
+
+    return _by_inputs(subject, argument, options, work, "ASVD", decompose)
+
+
+def svdllm(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
+    """The matrices of a rank whose outputs are nearest (SVD-LLM)."""
+
+    def decompose(w_OI: np.ndarray, moments: Moments) -> Spectrum:
+        return lowrank.whitened(w_OI, np.asarray(moments.gram_II))
+
+    return _by_inputs(subject, argument, options, work, "SVD-LLM", decompose)
+
+
+def check(shapes: Shapes, argument: str, options: Factor) -> None:
+    """Raise ConfigError for a rank that a matrix has not, a share less than rank 1 takes, ranks
+    spread where there is nothing to share out, and factors of no format.
+    """
+    wanted = size(argument)
+    if options.ranks == "spread" and wanted.kept is None:
+        raise ConfigError("ranks=spread shares out what is KEPT%, such as 80%")
+    if options.format:
+        parse(f"rank1/{options.format}")
+    for path in matched(shapes, options.on, argument):
+        shape = shapes[path]
+        if len(shape) != 2:
+            raise ConfigError(f"{path} is a stack of matrices {shape}: name others with on=")
+        if wanted.rank is not None and wanted.rank > min(shape):
+            raise ConfigError(f"{path} {shape} has no rank {wanted.rank}, the most is {min(shape)}")
+        if wanted.kept is not None:
+            lowrank.rank_of_share((shape[0], shape[1]), wanted.kept)
+
+
+def _by_inputs(
+    subject: Subject, argument: str, options: Factor, work: Work, name: str, decompose: Decompose
+) -> Subject:
+    wanted, ranks = size(argument), None
+    if options.ranks == "spread":
+        ranks = _spread_by_inputs(subject, wanted, options, work, name, decompose)
+
+    def change(stage: Stage) -> Params:
+        params = stage.params
+        for site, linears in _chosen(stage, options.on):
+            moments = stage.moments(params, site)
+            for linear in linears:
+                path, weight = f"{stage.path}.{linear}.weight", at(params, linear)["weight"]
+                spectrum = decompose(_array(weight), moments)
+                rank = wanted.of(spectrum) if ranks is None else ranks[path]
+                leaf = _factored(path, weight, spectrum, rank, options, work)
+                params = put(params, linear, weight=leaf)
+        return params
+
+    return layer_by_layer(subject, work, name, change)
+
+
+def _spread_by_inputs(
+    subject: Subject, wanted: Size, options: Factor, work: Work, name: str, decompose: Decompose
+) -> Ranks:
+    """Ranks by what the model, as it is, makes of the text."""
+    assert work.calibration is not None
+    sigmas: dict[str, np.ndarray] = {}
+
+    def look(stage: Stage) -> Params:
+        for site, linears in _chosen(stage, options.on):
+            moments = stage.moments(stage.params, site)
+            for linear in linears:
+                w_OI = _array(at(stage.params, linear)["weight"])
+                sigmas[f"{stage.path}.{linear}.weight"] = decompose(w_OI, moments).sigma_R
+        return stage.params
+
+    token_NT, show = work.calibration.token_NT, work.show_progress
+    each_layer(
+        subject.model, subject.params, token_NT, look, name=f"{name}: ranks", show_progress=show
+    )
+    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(subject.params)}
+    return _spread(sigmas, shapes, wanted)
+
+
+def _spread(sigmas: dict[str, np.ndarray], shapes: Shapes, wanted: Size) -> Ranks:
+    mine = {path: (shapes[path][0], shapes[path][1]) for path in sigmas}
+    assert wanted.kept is not None
+    budget = int(wanted.kept * sum(rows * columns for rows, columns in mine.values()))
+    return lowrank.share_ranks(sigmas, mine, budget)
+
+
+def _factored(
+    path: str, weight: Weight, spectrum: Spectrum, rank: int | None, options: Factor, work: Work
+) -> Weight:
+    """The factors; the weight as it is, and said, where they would have no fewer numbers."""
+    if rank is None:
+        return weight
+    if not lowrank.gains(spectrum.shape, rank):
+        work.say(f"{path}: rank {rank} of {spectrum.shape} saves nothing, it is left whole")
+        return weight
+    own = format_of(weight)
+    inner = options.format or (own if "/" not in own else parse(own).exact_in)
+    return lowrank.as_factored(spectrum, rank, inner)
+
+
+def _chosen(stage: Stage, rule: str) -> list[tuple[Site, list[str]]]:
+    """The sites of which a path rule names linears, with those."""
+    found = []
+    for site in stage.sites:
+        paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
+        linears = [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
+        found += [(site, linears)] if linears else []
+    return found
+
+
+def _array(weight: Weight) -> np.ndarray:
+    return np.asarray(dense(weight, jnp.float32))

@@ -1,0 +1,165 @@
+"""The steps of a recipe that factor matrices and cut parts away: what is asked is what is made."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import Override
+from jaxllm.api import LM
+from jaxllm.compress import influence, lowrank, salience
+from jaxllm.compress.apply import compress
+from jaxllm.compress.calibration import from_tokens
+from jaxllm.errors import ConfigError
+from jaxllm.weights.formats import dense, format_of
+from jaxllm.weights.paths import flatten
+from tests.compress.models import tiny
+from tests.twins import tokens
+
+TEXT = from_tokens(tokens(6, 24))
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return tiny("llama")
+
+
+def leaves(lm: LM) -> dict[str, Any]:
+    return dict(flatten(lm.params))
+
+
+def parameters(lm: LM) -> int:
+    """The numbers of all matrices in layers, factors counted."""
+    return sum(
+        sum(piece.size for piece in getattr(leaf, "pieces", lambda x=leaf: {"": x})().values())
+        for path, leaf in leaves(lm).items()
+        if path.startswith("layers") and leaf.ndim == 2
+    )
+
+
+def logits(lm: LM) -> np.ndarray:
+    return np.asarray(jaxllm.forward(lm.model, lm.params, None, tokens(2, 24)).logits)
+
+
+def divergence(a: LM, b: LM) -> float:
+    p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in map(logits, (a, b)))
+    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+
+
+def test_svd_as_a_step_is_the_format_of_that_rank(lm: LM) -> None:
+    made = compress(lm, ["factor: svd 9 format=int8 on=.*mlp.*"])
+    for path, leaf in leaves(made).items():
+        if ".mlp." not in path:
+            assert format_of(leaf) == "float32"
+            continue
+        assert format_of(leaf) == "rank9/int8", path
+        wanted = jaxllm.quantize(lm.params, [(".*mlp.*", "rank9/int8")])
+        np.testing.assert_array_equal(dense(leaf), dense(dict(flatten(wanted))[path]))
+    assert made.recipe == ("factor: svd 9 on=.*mlp.* format=int8",)
+
+
+def test_what_is_nearer_in_outputs_is_nearer_at_equal_bytes(lm: LM, tmp_path: Path) -> None:
+    """SVD-LLM beats plain decomposition on the layers' outputs; all have the size asked for."""
+    whole, made = parameters(lm), {}
+    for line in ("svd 60%", "asvd 60%", "svdllm 60%", "svdllm 60% ranks=spread"):
+        made[line] = compress(lm, [f"factor: {line}"], calibration=TEXT)
+        assert 0.5 * whole < parameters(made[line]) <= 0.6 * whole, line
+    spread = {format_of(x) for x in leaves(made["svdllm 60% ranks=spread"]).values()}
+    even = {format_of(x) for x in leaves(made["svdllm 60%"]).values()}
+    assert len(spread) > len(even)
+    made["svdllm 60%"].save(tmp_path / "made")
+    again = jaxllm.load(tmp_path / "made")
+    np.testing.assert_array_equal(logits(again), logits(made["svdllm 60%"]))
+    # The first linears see the same inputs in all of them, so the promise holds for each exactly.
+    q_proj = "layers.0.self_attn.q_proj.weight"
+    trace = salience.trace(lm.model, lm.params, TEXT.token_NT)
+    x_RI = np.asarray(trace.layers[0].attention_norm, np.float64).reshape(-1, 40)
+    weight = np.asarray(leaves(lm)[q_proj], np.float64)
+    missed = {
+        line: np.linalg.norm(x_RI @ (weight - np.asarray(dense(leaves(x)[q_proj]), np.float64)).T)
+        for line, x in made.items()
+    }
+    assert missed["svdllm 60%"] < min(missed["svd 60%"], missed["asvd 60%"])
+    rank = lowrank.rank_of_share((48, 40), 0.6)
+    exact = lowrank.error(lowrank.whitened(weight, x_RI.T @ x_RI), rank)
+    np.testing.assert_allclose(missed["svdllm 60%"], exact, rtol=1e-4)
+
+
+def test_energy_and_what_gains_nothing(lm: LM) -> None:
+    told: list[str] = []
+    made = compress(lm, ["factor: svd energy:60% on=.*q_proj"], say=told.append)
+    for path in ("layers.0.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight"):
+        sigma = np.linalg.svd(np.asarray(leaves(lm)[path], np.float64), compute_uv=False)
+        kept = (np.cumsum(sigma**2) / (sigma**2).sum() < 0.6).sum() + 1
+        assert format_of(leaves(made)[path]) == f"rank{kept}/float32"
+    assert not told
+    made = compress(lm, ["factor: svd 40 on=.*q_proj"], say=told.append)  # 48 x 40
+    assert "layers.1.self_attn.q_proj.weight: rank 40 of (48, 40) saves nothing" in told[-1]
+    assert leaves(made).keys() == leaves(lm).keys()
+    assert {format_of(x) for x in leaves(made).values()} == {"float32"}
+
+
+def test_cut_parts_are_those_of_least_salience_and_influence(lm: LM, tmp_path: Path) -> None:
+    told: list[str] = []
+    steps = ["drop: channels 25% by=first", "drop: heads 1", "drop: layers 1 first=0"]
+    made = compress(lm, steps, calibration=TEXT, say=told.append)
+    config = made.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 6)
+    assert (config.intermediate_size, config.num_hidden_layers) == (42, 1)
+    first = compress(lm, steps[:1], calibration=TEXT)
+    found = salience.salience(lm.model, lm.params, "channels", "first", TEXT.token_NT)
+    kept = np.sort(np.argsort(found[0])[14:])
+    np.testing.assert_array_equal(
+        leaves(first)["layers.0.mlp.up_proj.weight"],
+        np.asarray(leaves(lm)["layers.0.mlp.up_proj.weight"])[kept],
+    )
+    narrow = compress(lm, steps[:2], calibration=TEXT)
+    each = influence.block_influence(narrow.model, narrow.params, TEXT.token_NT)
+    assert told[-1] == f"layers {each.argmin()} go"
+    made.save(tmp_path / "made")
+    again = jaxllm.load(tmp_path / "made")
+    assert again.config == config and again.recipe == tuple(steps)
+    np.testing.assert_array_equal(logits(again), logits(made))
+    smaller = compress(made, ["factor: svd 80%", "quantize: rtn int8 on=.*v_proj"])
+    assert divergence(made, smaller) > 0
+
+
+def test_lines_that_cannot_be_done_are_refused_before_any_work(lm: LM) -> None:
+    for line, says in {
+        "factor: svd 0": "a rank such as 64",
+        "factor: svd 120%": "a share is between",
+        "factor: svd energy:0%": "a share is between",
+        "factor: svd 41 on=.*q_proj": r"q_proj.weight \(48, 40\) has no rank 41",
+        "factor: svd 0.1%": "less than rank 1 takes",
+        "factor: svd 9 ranks=spread": "shares out what is KEPT",
+        "factor: svd 9 ranks=all": "ranks",
+        "factor: svd 9 format=int7": "weight format",
+        "factor: svd 9 format=rank4/int8": "factors are arrays",
+        "factor: svdllm 80%": "wants calibration",
+        "drop: heads 1": "wants calibration",
+        "drop: channels 0": "a share is between",
+        "drop: channels ²": "a share is between",
+        "drop: layers 1 by=size": "by",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            compress(lm, [line])
+    for line, says in {
+        "drop: heads 2": r"of 2 heads can go 1 \(50.0%\): got 2",
+        "drop: layers 25%": r"can go 1 \(50.0%\): got 25.0%",
+        "drop: layers 1 first=1 last=1": "cannot go while the first 1 and the last 1 stay",
+        "drop: channels 100": r"of 56 channels can go .* got 100",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            compress(lm, [line], calibration=TEXT)
+    with pytest.raises(ConfigError, match="heads of gpt2 cannot be cut"):
+        compress(tiny("gpt2"), ["drop: heads 1"], calibration=TEXT)
+    with pytest.raises(ConfigError, match=r"q_proj.weight is int8: heads are cut before"):
+        compress(lm, ["quantize: rtn int8", "drop: heads 1"], calibration=TEXT)
+    rows = ((r"layers\.1", Override(activations="bfloat16")),)
+    precision = dataclasses.replace(lm.model.precision, overrides=rows)
+    by_path = dataclasses.replace(lm, model=lm.model.clone(precision=precision))
+    with pytest.raises(ConfigError, match="before modules are given formats"):
+        compress(by_path, ["drop: layers 1"], calibration=TEXT)
