@@ -1,6 +1,7 @@
 """`jaxllm compress`: a recipe of steps that make a model smaller, and what each of them costs."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,6 +106,7 @@ def compress(
         from jaxllm.compress.report import Scale, as_table, in_words
         from jaxllm.compress.report import as_json as as_report
         from jaxllm.files import writing
+        from jaxllm.weights.paths import flatten
 
     lines = _recipe(recipe, step)
     claim(target)  # before the work, not after it
@@ -127,6 +129,7 @@ def compress(
     parts = _parts(target)
     journal = apply.journal_of(lm, calibration, parts, note)
     scale, subject = Scale(lm, loader, not no_speed), apply.subject_of(lm)
+    _note_room(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
     with journal.kept():
         table = [scale.first(journal)]
         for stage in apply.stages(lm, lines, calibration, journal, say=note):
@@ -185,6 +188,14 @@ def _parts(target: Path) -> Path:
     """Where what is finished is kept: beside the result."""
     whole = Path(os.path.realpath(target))
     return whole.with_name(f"{whole.name}.parts")
+
+
+def _note_room(parts: Path, size: int) -> None:
+    """Say where there may be too little room: for the result, and for what is finished before."""
+    folder = next(path for path in parts.parents if path.exists())
+    free = shutil.disk_usage(folder).free
+    if free < 2 * size:
+        note(f"{folder} has {free / 1e6:,.0f} MB left; the model is of {size / 1e6:,.0f} MB")
 
 
 def _save(made: "LM", target: Path, parts: Path) -> None:

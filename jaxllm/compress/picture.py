@@ -23,9 +23,9 @@ def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     """Write a PNG file: mean KL divergence (log scale) against bytes, the Pareto front marked.
 
-    runs: rows by the run's name, each a path through its steps. A point has its step's name, with
-    many runs the run's at the last one. What equals the original stands at the foot of the picture:
-    a logarithm has no zero.
+    runs: rows by the run's name, each a path through its steps; `report.read_rows` reads those of a
+    file. A point has its step's name, with several runs the last one of each the run's. What equals
+    the original stands at the foot of the picture: a logarithm has no zero.
 
     Raises ConfigError where matplotlib is not installed or no row has both numbers, CheckpointError
     where the file cannot be written.
@@ -43,7 +43,7 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     axes = figure.add_subplot()
     for name, found in points.items():
         xs, ys = [x for _, x, _ in found], [max(kl, foot) for _, _, kl in found]
-        axes.plot(xs, ys, "o-", alpha=0.7, linewidth=1, label=name)
+        axes.plot(xs, ys, "o-", alpha=0.7, linewidth=1, label=name if len(runs) < 9 else None)
         labels = [step for step, _, _ in found] if len(runs) == 1 else [name]
         for label, x, y in list(zip(labels[::-1], xs[::-1], ys[::-1], strict=False)):
             axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=8)
