@@ -38,7 +38,7 @@ from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 
 from .quantized import rules, take_quantized, their_names
-from .scheme import KEY, read_scheme
+from .scheme import KEY, Scheme, read_scheme
 from .tables import HEAD, Architecture
 
 
@@ -85,9 +85,9 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
         _drop_tied_head(tensors, f"{family(config.model_type).tokens}.weight", str(directory))
     precision, formats = native_precision(tensors), dict[str, str]()
     complaints: list[str] = []
-    if KEY in data:
-        formats = take_quantized(read_scheme(data[KEY]), tensors, _linears(config), complaints)
+    if (scheme := _scheme(directory, data, tensors)) is not None:
         paths = dict(flatten(param_shapes(build(config))))
+        formats = take_quantized(scheme, tensors, _linears(config), paths, complaints)
         precision = dataclasses.replace(precision, quantize=rules(formats, paths))
     check_names(tensors, config, str(directory), formats, complaints)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
@@ -106,7 +106,7 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
             f"config.json: model_type {kind.model_type!r:.40} is not supported"
             f" (known: {', '.join(READERS)})"
         )
-    if KEY in data:  # before the rest: what it says may be why
+    if data.get(KEY) is not None:  # before the rest: what it says may be why
         read_scheme(data[KEY])
     if "auto_map" in data:
         raise ConfigError(
@@ -175,6 +175,18 @@ def _ours(
             raise CheckpointError(f"{where}: {path} is there twice, with and without a prefix")
         found[path] = table.oriented(path, tensor)
     return found
+
+
+def _scheme(directory: Path, data: Mapping[str, Any], tensors: Iterable[str]) -> Scheme | None:
+    """How the weights are quantized; older files of AutoGPTQ say it in a file of its own."""
+    older = directory / "quantize_config.json"
+    if data.get(KEY) is not None:
+        return read_scheme(data[KEY])
+    if not any(name.endswith(".qweight") for name in tensors) or not is_there(older):
+        return None
+    return read_scheme(
+        {"quant_method": "gptq", **read_json(inside(directory, older.name))}, str(older)
+    )
 
 
 def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:

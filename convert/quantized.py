@@ -12,7 +12,7 @@ AWQ (AutoAWQ, version "gemm"): `qweight` int32 `[I, O / 8]`, `qzeros` `[G, O / 8
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Mapping, MutableMapping
 
 import numpy as np
 
@@ -40,13 +40,14 @@ def take_quantized(
     scheme: Scheme,
     tensors: MutableMapping[str, LazyTensor],
     linears: Mapping[str, tuple[int, int]],
+    paths: Container[str],
     complaints: list[str],
 ) -> dict[str, str]:
     """Put the pieces of leaves in place of GPTQ's or AWQ's; the formats of the leaves, by path.
 
     tensors: by our paths, theirs ending in one of `PIECES`. linears: the shapes `[O, I]` of all
-    weights that can be quantized. complaints: what is wrong with theirs is added. A bias of zeros
-    that the model has not, as AutoGPTQ wrote it, goes too.
+    weights that can be quantized. paths: of all parameters; a bias of zeros that is none of them,
+    as AutoGPTQ wrote it for every linear, goes. complaints: what is wrong with theirs is added.
     """
     formats = {}
     stems = [path.removesuffix(".weight") for path in linears]
@@ -54,6 +55,9 @@ def take_quantized(
         found = {p: t for p in PIECES if (t := tensors.get(f"{stem}.{p}")) is not None}
         if not found:
             continue
+        bias = f"{stem}.bias"
+        if bias in tensors and bias not in paths and not tensors[bias].read().any():
+            del tensors[bias]
         path, used = f"{stem}.weight", PIECES if scheme.method == "gptq" else PIECES[:3]
         for piece in used:
             tensors.pop(f"{stem}.{piece}", None)

@@ -107,13 +107,12 @@ _AWQ = _table(
 _READS = {"gptq": (_GPTQ, (2, 3, 4, 8)), "awq": (_AWQ, (4,))}
 
 
-def read_scheme(data: Mapping[str, Any], key: str = KEY) -> Scheme:
+def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> Scheme:
     """How the weights are stored of which `quantization_config` says `data`.
 
-    key: its place, for messages. Raises ConfigError with every option that is missing, unknown or
+    where: its place, for messages. Raises ConfigError with every option that is missing, unknown or
     not to be had.
     """
-    where = f"config.json: {key}"
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be an object, got {data!r:.60}")
     method = data.get("quant_method")

@@ -5,5 +5,7 @@ after the other. journal: what is finished, in files. report: what each step cos
 picture: quality against bytes. formats: the steps that change the format of each matrix by itself.
 layers: those that see what a text makes of each layer, over stream (the text layer by layer) and
 moments (of inputs), and what they do to a matrix: clip, scaling, surgery (GPTQ, SparseGPT),
-pruning, sparsity.
+pruning, sparsity, lowrank (two thin matrices for one). structure: heads, channels and layers cut
+away whole; salience, influence: which of them. tensors: Tucker and CP of stacked matrices, an
+experiment.
 """

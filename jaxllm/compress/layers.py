@@ -10,12 +10,13 @@ from jaxllm.compress.clip import rounded
 from jaxllm.compress.moments import Moments
 from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
 from jaxllm.compress.sparsity import parse as parse_sparsity
-from jaxllm.compress.stream import Stage, at, each_layer, put
+from jaxllm.compress.stream import Stage, at, layer_by_layer, put
 from jaxllm.compress.surgery import factor, solve
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import Site
 from jaxllm.weights.formats import Weight, dense, parse
 from jaxllm.weights.leaves.integers import Integer
+from jaxllm.weights.leaves.ordered import Ordered
 from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
 
 Linear = Callable[[str, Weight], Weight]  # of a matrix at a path, what it becomes
@@ -76,8 +77,6 @@ def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
             found = solve(array, by, to=to, static_groups=options.static_groups)
             assert found.codes_OI is not None and found.scale_OG is not None
             if options.act_order and not options.static_groups and to.group is not None:
-                from jaxllm.weights.leaves.ordered import Ordered
-
                 order_I = jnp.asarray(by.order_I, jnp.int32)
                 codes_OI = found.codes_OI[:, order_I]
                 return Ordered(to.of(codes_OI, found.scale_OG, found.zero_OG), order_I)
@@ -85,7 +84,7 @@ def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
 
         return change
 
-    return _by_inputs(subject, options, work, f"GPTQ, {to.name}", prepare)
+    return by_inputs(subject, options, work, f"GPTQ, {to.name}", prepare)
 
 
 def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -> Subject:
@@ -107,7 +106,7 @@ def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -
 
         return change
 
-    return _by_inputs(subject, options, work, f"SparseGPT, {sparsity.name}", prepare)
+    return by_inputs(subject, options, work, f"SparseGPT, {sparsity.name}", prepare)
 
 
 def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
@@ -117,7 +116,7 @@ def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
     def prepare(moments: Moments, where: str) -> Linear:
         return lambda path, weight: pruning.wanda(weight, moments, sparsity)
 
-    return _by_inputs(subject, options, work, f"Wanda, {sparsity.name}", prepare)
+    return by_inputs(subject, options, work, f"Wanda, {sparsity.name}", prepare)
 
 
 def magnitude(subject: Subject, argument: str, options: Magnitude, work: Work) -> Subject:
@@ -161,7 +160,7 @@ def awq(subject: Subject, argument: str, options: Awq, work: Work) -> Subject:
                 params = put(params, linear, weight=leaf)
         return params
 
-    return _layer_by_layer(subject, work, f"AWQ, {to.name}", change)
+    return layer_by_layer(subject, work, f"AWQ, {to.name}", change)
 
 
 def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) -> Subject:
@@ -179,7 +178,7 @@ def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) ->
                 params, _ = scaling.fold(params, site, scale_I)
         return params
 
-    return _layer_by_layer(subject, work, "SmoothQuant", change)
+    return layer_by_layer(subject, work, "SmoothQuant", change)
 
 
 def integers(name: str) -> Integer:
@@ -213,7 +212,7 @@ def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGpt) -> None:
         integers(options.quantize)
 
 
-def _by_inputs(
+def by_inputs(
     subject: Subject,
     options: On,
     work: Work,
@@ -233,30 +232,7 @@ def _by_inputs(
                 params = put(params, linear, weight=one(path, at(params, linear)["weight"]))
         return params
 
-    return _layer_by_layer(subject, work, name, change)
-
-
-def _layer_by_layer(
-    subject: Subject, work: Work, name: str, change: Callable[[Stage], Params]
-) -> Subject:
-    """Each layer changed once, and kept in the journal as soon as it is."""
-    assert work.calibration is not None
-
-    def kept(stage: Stage) -> Params:
-        made = change(stage)
-        work.journal.put(f"layer{stage.number}", made)
-        return made
-
-    params = each_layer(
-        subject.model,
-        subject.params,
-        work.calibration.token_NT,
-        kept,
-        name=name,
-        done=lambda number: work.journal.get(f"layer{number}"),
-        show_progress=work.show_progress,
-    )
-    return dataclasses.replace(subject, params=params)
+    return layer_by_layer(subject, work, name, change)
 
 
 def _chosen(stage: Stage, site: Site, rule: str) -> list[str]:

@@ -17,6 +17,7 @@ import flax.linen as nn
 import msgspec
 
 from jaxllm import models
+from jaxllm.compress import sparsity
 from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.journal import Journal
 from jaxllm.config import ModelConfig
@@ -283,38 +284,8 @@ def _format(text: str) -> None:
         raise ConfigError(f"{text} is the format of an array: store: {text}")
 
 
-def share(text: str) -> float:
-    """A share, as `25%` or `0.25`, of a whole that neither stays nor goes entirely.
-
-    Raises ConfigError for what is none.
-    """
-    number = text.removesuffix("%")
-    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
-        found = float(number) / (100 if text.endswith("%") else 1)
-        if 0 < found < 1:
-            return found
-    raise ConfigError(f"a share is between 0 and 100%, such as 25% or 0.25, got {text!r:.40}")
-
-
-def pattern(text: str) -> tuple[int, int] | float:
-    """What is pruned: `2:4` is (2, 4), two of each four columns stay; or a share that goes.
-
-    Raises ConfigError for what is neither.
-    """
-    if found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
-        n, m = int(found[1]), int(found[2])
-        if 0 < n < m:
-            return n, m
-        raise ConfigError(f"in N:M, N of each M columns stay, 0 < N < M, got {text!r}")
-    try:
-        return share(text)
-    except ConfigError as error:
-        raise ConfigError(f"N:M such as 2:4, or {error}") from None
-
-
 # What can stand after a method's name.
 FORMAT = Argument("FORMAT", parse)
 QUANTIZED = Argument("FORMAT", _format)
-SHARE = Argument("SHARE%", share)
-PATTERN = Argument("N:M|SHARE%", pattern)
+PATTERN = Argument("N:M|SHARE%", sparsity.parse)
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]  # of an option

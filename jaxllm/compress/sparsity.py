@@ -30,18 +30,28 @@ class Sparsity:
 
 def parse(text: str) -> Sparsity:
     """`50%`, `0.5` (half become zero) or `2:4` (two of each four stay). Raises ConfigError."""
-    if found := re.fullmatch(r"(\d+):(\d+)", text):
+    if found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
         n, m = int(found[1]), int(found[2])
         if 0 < n < m and m in (2, 4, 8, 16, 32, 64):
             return Sparsity(1 - n / m, (n, m))
-    elif found := re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text):
-        fraction = float(found[1]) / (100 if found[2] else 1)
-        if 0 < fraction < 1:
-            return Sparsity(fraction)
-    raise ConfigError(
-        f"a sparsity is a part that becomes zero (50%, 0.5) or N of M that stay (2:4, M a"
-        f" power of two up to 64), got {text!r}"
-    )
+        raise ConfigError(f"of N:M stay N, 0 < N < M, M a power of two up to 64, got {text!r}")
+    try:
+        return Sparsity(share(text))
+    except ConfigError as error:
+        raise ConfigError(f"N:M such as 2:4, or {error}") from None
+
+
+def share(text: str) -> float:
+    """A share, as `25%` or `0.25`, of a whole that neither stays nor goes entirely.
+
+    Raises ConfigError for what is none.
+    """
+    number = text.removesuffix("%")
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
+        found = float(number) / (100 if text.endswith("%") else 1)
+        if 0 < found < 1:
+            return found
+    raise ConfigError(f"a share is between 0 and 100%, such as 25% or 0.25, got {text!r:.40}")
 
 
 def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarray:

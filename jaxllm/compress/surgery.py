@@ -243,9 +243,9 @@ def _least(
     real_C = begin + jnp.arange(BLOCK) < columns
     score_CO = jnp.where(zero_CO, 0.0, w_CO**2 / jnp.diagonal(u_CC)[:, None] ** 2)
     score_CO = jnp.where(real_C[:, None], score_CO, jnp.inf)
-    count = jnp.floor(real_C.sum() * w_CO.shape[1] * fraction).astype(jnp.int32)
+    count = jnp.floor(real_C.sum().astype(jnp.float32) * w_CO.shape[1] * fraction)
     rank = jnp.argsort(jnp.argsort(score_CO.reshape(-1), stable=True), stable=True)
-    return rank.reshape(w_CO.shape) < count
+    return rank.reshape(w_CO.shape) < count.astype(jnp.int32)
 
 
 def _chosen(

@@ -9,7 +9,7 @@ import jax
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig, Rope, Tokens
-from jaxllm.models.family import Family, Site
+from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
     Angles,
     Attended,
@@ -209,5 +209,12 @@ FAMILY = Family(
         Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", "post_attention_layernorm"),
         Site("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
     ),
+    heads=(
+        Member("self_attn.q_proj", 0),
+        Member("self_attn.k_proj", 0),
+        Member("self_attn.v_proj", 0),
+        Member("self_attn.o_proj", 1),
+    ),
+    channels=(Member("mlp.gate_proj", 0), Member("mlp.up_proj", 0), Member("mlp.down_proj", 1)),
     aliases=("mistral",),
 )

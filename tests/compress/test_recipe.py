@@ -23,9 +23,7 @@ from jaxllm.compress.recipe import (
     check_again,
     parse_line,
     parse_lines,
-    pattern,
     read_recipe,
-    share,
 )
 from jaxllm.compress.steps import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
@@ -117,12 +115,6 @@ def test_a_line_that_is_none_is_refused_by_name(text: str, said: str) -> None:
 def test_a_recipe_has_a_step() -> None:
     with pytest.raises(ConfigError, match="has no step"):
         parse_lines(["", "# nothing"], TABLE)
-
-
-def test_shares_and_patterns() -> None:
-    assert share("25%") == share("0.25") == share(".25") == 0.25
-    assert pattern("2:4") == (2, 4)
-    assert pattern("62.5%") == 0.625
 
 
 def test_every_step_of_the_table_can_be_read_as_it_is_listed() -> None:

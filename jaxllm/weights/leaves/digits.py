@@ -22,8 +22,9 @@ QUARTER = 32  # of 2 bits: columns i, i + 32, i + 64 and i + 96 of a chunk share
 
 
 def packed(codes: Any, bits: int) -> Any:
-    """Codes uint8 `[..., I']`, I' in whole chunks, as bytes `[..., I' bits / 8]`: of an array of JAX
-    one of JAX, of one of numpy one of numpy.
+    """Codes uint8 `[..., I']`, I' in whole chunks, as bytes `[..., I' bits / 8]`.
+
+    Of an array of numpy it makes one of numpy, of any of JAX one of JAX.
     """
     lead, of = codes.shape[:-1], codes.__array_namespace__()
     if bits == 8:
