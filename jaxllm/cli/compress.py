@@ -31,10 +31,9 @@ def _listed(asked: bool) -> None:
     if asked:
         with waiting("starting"):
             from jaxllm.compress.steps import STEPS
-        width = max(len(step.usage) for step in STEPS)
         for step in STEPS:
-            wants = "; wants calibration" if step.calibrated else ""
-            write(f"{step.usage:{width}}  {step.help}{wants}\n")
+            wants = " (wants calibration)" if step.calibrated else ""
+            write(f"{step.usage}\n    {step.help}{wants}\n")
         raise typer.Exit
 
 

@@ -129,8 +129,9 @@ def test_what_cannot_work_is_one_line_before_the_work(
 def test_all_steps_are_listed(run: Run) -> None:
     status, out, _ = run("compress", "--list")
     assert status == 0
-    assert len(out.splitlines()) == len(steps.STEPS)
-    assert out.startswith("quantize: rtn FORMAT [on=.*]")
+    assert out.splitlines()[::2] == [step.usage for step in steps.STEPS]
+    assert "prune: wanda N:M|SHARE% [on=" in out
+    assert out.count("(wants calibration)") == sum(step.calibrated for step in steps.STEPS)
 
 
 @pytest.mark.usefixtures("halving")
