@@ -1,7 +1,9 @@
 """`jaxllm compress`: a recipe of steps that make a model smaller, and what each of them costs."""
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +13,11 @@ from jaxllm.cli.calibration import SOURCES, Document, calibrate, read_source, so
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.corpus import described, make_loader
 from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+    from jaxllm.compress.journal import Journal
     from jaxllm.compress.recipe import Recipe
     from jaxllm.evaluate.likelihood.data import Loader
 
@@ -129,13 +132,13 @@ def compress(
     journal = apply.journal_of(lm, calibration, parts, note)
     scale, subject = Scale(lm, loader, not no_speed), apply.subject_of(lm)
     _note_room(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
-    with journal.kept():
+    with _keeping(journal):
         table = [scale.first(journal)]
         for stage in apply.stages(lm, lines, calibration, journal, say=note):
             subject = stage.subject or subject
             table.append(scale.row(stage))
             note(f"{len(table) - 1} of {len(lines)}: {in_words(table[-1])}")
-        _save(apply.compressed(lm, lines, subject), target, parts)
+        apply.compressed(lm, lines, subject).save(target)
         journal.forget()
     about = {
         "model": model,
@@ -197,8 +200,14 @@ def _note_room(parts: Path, size: int) -> None:
         note(f"{folder} has {free / 1e6:,.0f} MB left; the model is of {size / 1e6:,.0f} MB")
 
 
-def _save(made: "LM", target: Path, parts: Path) -> None:
-    try:
-        made.save(target)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; what is finished is in {parts}") from None
+@contextlib.contextmanager
+def _keeping(journal: "Journal") -> Iterator[None]:
+    """Where the block fails, what is finished stays, and is said; measurements alone do not."""
+    with journal.kept():
+        try:
+            yield
+        except JaxllmError as error:
+            if all(".row." in path.name for path in journal.parts()):
+                journal.forget()
+                raise
+            raise type(error)(f"{error}; what is finished is in {journal.directory}") from None
