@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.models.family import Family, Site
+from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
     Attended,
     Embedding,
@@ -169,9 +169,11 @@ FAMILY = Family(
     norm="ln_f",
     block=Block,
     sites=(
-        Site("attention_norm", ("attn.c_attn",)),
-        Site("attention.heads", ("attn.c_proj",)),
-        Site("mlp_norm", ("mlp.c_fc",)),
-        Site("mlp_hidden", ("mlp.c_proj",)),
+        Site("attention_norm", ("attn.c_attn",), "attention.x", "ln_1"),
+        Site("attention.heads", ("attn.c_proj",), "attention.x", "attn.c_attn"),
+        Site("mlp_norm", ("mlp.c_fc",), "mlp", "ln_2"),
+        Site("mlp_hidden", ("mlp.c_proj",), "mlp", None),
     ),
+    heads=(Member("attn.c_attn", 0, runs=3), Member("attn.c_proj", 1)),
+    channels=(Member("mlp.c_fc", 0), Member("mlp.c_proj", 1)),
 )

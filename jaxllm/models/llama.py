@@ -9,7 +9,7 @@ import jax
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig, Rope, Tokens
-from jaxllm.models.family import Family, Site
+from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
     Angles,
     Attended,
@@ -199,10 +199,22 @@ FAMILY = Family(
     norm="norm",
     block=Block,
     sites=(
-        Site("attention_norm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        Site("attention.heads", ("self_attn.o_proj",)),
-        Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj")),
-        Site("mlp_hidden", ("mlp.down_proj",)),
+        Site(
+            "attention_norm",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attention.x",
+            "input_layernorm",
+        ),
+        Site("attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"),
+        Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", "post_attention_layernorm"),
+        Site("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
     ),
+    heads=(
+        Member("self_attn.q_proj", 0),
+        Member("self_attn.k_proj", 0),
+        Member("self_attn.v_proj", 0),
+        Member("self_attn.o_proj", 1),
+    ),
+    channels=(Member("mlp.gate_proj", 0), Member("mlp.up_proj", 0), Member("mlp.down_proj", 1)),
     aliases=("mistral",),
 )

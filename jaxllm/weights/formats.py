@@ -10,8 +10,9 @@ int3-g64, int2-g64             3 and 2 bits, the same
 ...-f16                        float16 scales in place of float32
 
 What is made of other weights has theirs after a slash:
-
 ordered/int4-g64               columns in an order in which those of a group lie together
+rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
+static/int8                    multiplied by inputs rounded on a grid found beforehand
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, integers, ordered, packed
-from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.leaves import arrays, factored, integers, ordered, packed, static
+from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
 Weight = jax.Array | Leaf  # what stands in the parameters
@@ -33,7 +34,11 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     integers.parse,
 )
 # Likewise for leaves composed of others, whose format a row reads by the function that it is given.
-COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (ordered.parse,)
+COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
+    factored.parse,
+    ordered.parse,
+    static.parse,
+)
 
 
 def parse(name: Any) -> Format:
@@ -50,11 +55,6 @@ def parse(name: Any) -> Format:
         " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales),"
         f" got {name!r:.40}"
     )
-
-
-def as_leaf(weight: Weight) -> Leaf:
-    """A weight as a `Leaf`, arrays too."""
-    return weight if isinstance(weight, Leaf) else Dense(weight)
 
 
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:

@@ -50,7 +50,7 @@ def linears(
     for leaf in leaves:
         if leaf.shape[1] != x.shape[-1]:
             raise ValueError(f"a weight of shape {leaf.shape} does not fit x of shape {x.shape}")
-    rounded = [int8_inputs and leaf.rounds_inputs for leaf in leaves]
+    rounded = [int8_inputs and leaf.rounds_inputs and x.dtype != jnp.int8 for leaf in leaves]
     composed = any(leaf.composed for leaf in leaves)
     if len(terms) > 1 and (composed or len(set(rounded)) > 1):
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
