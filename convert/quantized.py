@@ -168,7 +168,9 @@ class _Matrix:
         expected = kind.expected(self.shape)
 
         def data() -> np.ndarray:
-            codes = self.codes() if order is None else self.codes()[:, order]
+            codes = self.codes()
+            if order is not None:
+                codes = np.take(codes, order, axis=1)  # ten times as fast as an index
             rows, columns = self.shape
             zeros = np.full((rows, up(columns, digits.CHUNK)), kind.middle, np.uint8)
             if kind.zero_point:  # the code of zero, which what is added has
