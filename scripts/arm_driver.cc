@@ -57,6 +57,8 @@ jaxllm::Weight weight_from(Reader& in) {
   w.base = int32_t(in.number());
   w.nibble_stride = in.number();
   w.escapes = int32_t(in.number());
+  w.mask_stride = in.number();
+  w.values = in.number();
   w.data = in.array<uint8_t>();
   w.scale = in.array<uint8_t>();
   w.zero = in.array<uint8_t>();
@@ -64,6 +66,8 @@ jaxllm::Weight weight_from(Reader& in) {
   w.escape_begin = in.array<int32_t>();
   w.escape_column = in.array<int32_t>();
   w.escape_value = in.array<uint16_t>();
+  w.mask = in.array<uint8_t>();
+  w.begin = in.array<int32_t>();
   return w;
 }
 

@@ -31,6 +31,9 @@ FORMATS = {
     "float32": ("float32",), "bfloat16": ("bfloat16", "float32"), "float16": ("float32",),
     "bf16-packed": ("bfloat16", "float32"), "int8": ("float32", "bfloat16", "int8"),
     "int4-g64-f16": ("float32", "bfloat16", "int8"),
+    "float32-2:4": ("float32",), "bfloat16-2:4": ("bfloat16", "float32"),
+    "int8-2:4": ("float32", "bfloat16", "int8"), "float32-bitmap": ("float32",),
+    "bfloat16-bitmap": ("bfloat16", "float32"), "int8-bitmap": ("float32", "bfloat16", "int8"),
 }  # fmt: skip
 ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
 SHAPES = [(2048, 2048), (5632, 2048), (2048, 5632), (32000, 2048)]  # [out, in]
@@ -61,19 +64,21 @@ def measure(seconds: float) -> Iterator[Row]:
     import numpy as np
 
     from jaxllm.ops import native
+    from jaxllm.pruned import half_of
     from jaxllm.weights import linear
     from jaxllm.weights.formats import as_format, as_leaf
     from jaxllm.weights.leaves.leaf import Leaf
+    from jaxllm.weights.leaves.sparse import parse as parse_sparse
 
     assert native.enabled() and jax.default_backend() == "cpu"
     each = seconds / (len(ROWS) * sum(map(len, FORMATS.values())))
     rng = np.random.default_rng(0)
     for name, kinds in FORMATS.items():
         dtype = jnp.bfloat16 if name.startswith("bf") else jnp.float32
-        weights = [
-            as_format(jnp.asarray(rng.normal(0, 0.02, s).astype(np.float32)).astype(dtype), name)
-            for s in SHAPES
-        ]
+        drawn = [jnp.asarray(rng.normal(0, 0.02, s).astype(np.float32), dtype) for s in SHAPES]
+        if (sparse := parse_sparse(name)) is not None:
+            drawn = [half_of(array, sparse.pattern) for array in drawn]
+        weights = [as_format(array, name) for array in drawn]
         kind = as_leaf(weights[0]).matrix().kind.name.lower()
         for inputs in kinds:
             digits = 1 if inputs == "int8" else 3

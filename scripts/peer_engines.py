@@ -23,10 +23,12 @@ from jaxllm import bench
 from jaxllm.bench import Test
 from jaxllm.checkpoint import read_model_json
 from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.pruned import prune_for_timing
 from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.packed import NAME as PACKED
+from jaxllm.weights.leaves.sparse import SparseFormat
 
 Measure = Callable[[Test], float]
 
@@ -38,11 +40,12 @@ def precision_of(fmt: str) -> str:
     """
     name, plus, extra = fmt.partition("+")
     parsed = parse(name)
-    if plus and (extra != "int8_inputs" or not isinstance(parsed, Integer)):
+    integers = isinstance(parsed, Integer) or name.startswith("int8-")
+    if plus and (extra != "int8_inputs" or not integers):
         raise ConfigError(f"+int8_inputs may follow a format of integers, got {fmt!r}")
     if isinstance(parsed, Integer):
         return f"int{parsed.bits}"
-    return "bfloat16" if parsed.name == PACKED else parsed.name
+    return "bfloat16" if parsed.name == PACKED else parsed.name.partition("-")[0]
 
 
 class Contender:
@@ -167,9 +170,12 @@ def load_ours(directory: str, fmt: str) -> tuple[Measure, float]:
     from jaxllm.cli.options import load_model
 
     name, _, extra = fmt.partition("+")
-    dtype, quantize = (name, None) if name in DTYPES else ("bfloat16", name)
+    sparse = isinstance(parse(name), SparseFormat)
+    dtype, quantize = (name, None) if name in DTYPES else ("bfloat16", None if sparse else name)
     options = {"quantize": quantize, "int8_inputs": bool(extra), "reuse_compiled": False}
     lm = load_model(directory, dtype, **options)
+    if sparse:
+        lm = prune_for_timing(lm, name)
     runs = cache(lambda test: bench.prepared(lm, test, 512))
     return lambda test: timed(runs(test)), bench.weight_bytes(lm)
 

@@ -80,10 +80,13 @@ def _weight(matrix: Any) -> bytes:
         w.base,
         w.nibble_stride,
         w.escapes,
+        w.mask_stride,
+        w.values,
     )
     nibbles, _, begin, column, value = matrix.packed or [None] * 5
     arrays = (matrix.data, matrix.scale, matrix.zero, nibbles, begin, column, value)
-    return struct.pack("10q", *map(int, numbers)) + b"".join(map(_array, arrays))
+    arrays += (matrix.mask, matrix.begin)
+    return struct.pack("12q", *map(int, numbers)) + b"".join(map(_array, arrays))
 
 
 def cases(seed: int) -> bytes:

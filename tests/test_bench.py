@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -16,6 +17,8 @@ from jaxllm.bench import Row
 from jaxllm.bench import Test as Work  # a name that pytest does not collect
 from jaxllm.cli.quantize import quantize
 from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.pruned import prune_for_timing
+from jaxllm.weights.formats import dense, format_of
 from tests.twins import save_random
 
 ROW = Row("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
@@ -141,3 +144,21 @@ def test_the_memory_bus_is_the_fastest_of_three_readings(monkeypatch: pytest.Mon
     takes(monkeypatch, 0.5, 0.25, 1.0)
     probe = jnp.zeros(1 << 10, jnp.uint32)
     assert bench.bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)
+
+
+@pytest.mark.parametrize("name", ["bfloat16-2:4", "int8-bitmap"])
+def test_a_model_is_pruned_for_its_timing_to_the_larger_half(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    lm = jaxllm.load(tmp_path)
+    small = prune_for_timing(lm, name)
+    before, after = (m.params["layers.0"]["mlp"]["up_proj"]["weight"] for m in (lm, small))
+    w, kept = np.abs(np.asarray(before, np.float32)), np.asarray(dense(after), np.float32) != 0
+    groups = (-1, 4) if name.endswith("2:4") else w.shape
+    for row, here in zip(w.reshape(groups), kept.reshape(groups), strict=True):
+        assert len(row) // 2 - 1 <= here.sum() <= -(-len(row) // 2)  # a code may be 0
+        assert (row[~here] <= row[here].min()).all()
+    assert format_of(after) == name
+    assert format_of(small.params["embed_tokens"]["weight"]) == name.partition("-")[0]
+    assert bench.weight_bytes(small) < bench.weight_bytes(lm)
+    with pytest.raises(ConfigError, match="sparse format"):
+        prune_for_timing(lm, "int8")

@@ -21,6 +21,12 @@ def bench(
     dtype: Dtype = None,
     cache_dtype: CacheDtype = None,
     quantize: Quantize = None,
+    sparse: Annotated[
+        str | None,
+        typer.Option(
+            help="Prune by magnitude to bfloat16-2:4, int8-bitmap, ... first: for timing alone."
+        ),
+    ] = None,
     precision: PrecisionFile = None,
     int8_inputs: Annotated[
         bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
@@ -32,6 +38,8 @@ def bench(
         raise ConfigError(f"--output is md, csv or json, got {form!r}")
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be at least 1, got {repetitions}")
+    if sparse is not None and quantize is not None:
+        raise ConfigError("--sparse says what the weights become: leave --quantize out")
     lengths, levels, rows_at_once = map(_numbers, (prompts, depths, batches))
 
     import os
@@ -43,6 +51,7 @@ def bench(
         from jaxllm import bench as timing
         from jaxllm.ops import native
         from jaxllm.progress import steps_bar
+        from jaxllm.pruned import prune_for_timing
 
     start = time.perf_counter()
     lm = load_model(
@@ -55,6 +64,9 @@ def bench(
         reuse_compiled=False,  # compiling is timed too
     )
     loaded = time.perf_counter() - start
+    if sparse is not None:
+        lm = prune_for_timing(lm, sparse)
+        note(f"pruned by magnitude to {sparse}, for this timing alone: nothing it says is any good")
     context = lm.config.context_length
     asked = timing.tests_of(lengths, decode, levels, rows_at_once)
     fits = [t for t in asked if (t.prompt or t.depth + t.decode) <= context]

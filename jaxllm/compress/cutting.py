@@ -125,7 +125,8 @@ def _drawn(pieces: Pieces, width: int, cut: Cut) -> np.ndarray:
     Of one piece this is a uniform draw among all places where a whole row is left.
     """
     assert cut.rows is not None
-    rng, rows, refused = np.random.default_rng(cut.seed), [], 0
+    rng, refused = np.random.default_rng(cut.seed), 0
+    rows: list[np.ndarray] = []
     while len(rows) < cut.rows:
         if not len(pieces) or refused > 100 * cut.rows:  # a text of hardly a row
             pieces = Pieces([np.concatenate([np.zeros(0, np.int32), *pieces.after(0)])])

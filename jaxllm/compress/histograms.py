@@ -18,6 +18,8 @@ from jaxllm.whole import whole
 FINER = 16  # parts that a bin is cut into where the range grows
 SEARCH = 100_000  # steps of the search: each moves one end by a hundred thousandth of the mass
 
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
 
 class Histogram(Observer):
     """How many numbers fell into each of B bins of equal width from `low` to `high`.
@@ -111,11 +113,11 @@ def _least_error(state: Histogram, count: int) -> Range:
     outside_K = jnp.asarray(1 - step_K, jnp.float32) * mass_B[-1]
     right_K = jnp.searchsorted(mass_B, outside_K, side="right") - 1
 
-    def going_on(carry: tuple[jax.Array, ...]) -> jax.Array:
+    def going_on(carry: Carry) -> jax.Array:
         i, j, *_, done = carry
         return ~done & (i + j < SEARCH)
 
-    def move(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def move(carry: Carry) -> Carry:
         i, j, start, end, least, _ = carry
         left = jnp.clip(left_K[i + 1], start, end)
         right = jnp.clip(right_K[j + 1], start, end)

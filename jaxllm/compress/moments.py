@@ -33,11 +33,11 @@ class Moments(struct.PyTreeNode):
 
     def add(self, x_RI: jax.Array) -> "Moments":
         """With more tokens."""
-        x_RI = x_RI.astype(jnp.float32)
-        size_RI = jnp.abs(x_RI)
+        size_RI = jnp.abs(x_RI.astype(jnp.float32))
+        gram_II = jnp.matmul(x_RI.T, x_RI, preferred_element_type=jnp.float32)  # as x is: exact
         return Moments(
             self.count + x_RI.shape[0],
-            self.gram_II + x_RI.T @ x_RI,
+            self.gram_II + gram_II,
             self.abs_I + size_RI.sum(0),
             jnp.maximum(self.peak_I, size_RI.max(0)),
         )

@@ -8,6 +8,9 @@ int4-g64                       4 bits, the same; int4 alone means int4-g64
 int3-g64, int2-g64             3 and 2 bits, the same
 ...-zp                         with a zero point
 ...-f16                        float16 scales in place of float32
+bfloat16-2:4                   no more than 2 of each 4 columns are not 0: 9 bits a weight
+bfloat16-bitmap                any are not 0: a bit for each and 16 for those
+float32-..., int8-...          2:4 and bitmap of other numbers; int8 with a scale a row
 
 What is made of other weights has theirs after a slash:
 ordered/int4-g64               columns in an order in which those of a group lie together
@@ -21,7 +24,7 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, factored, integers, ordered, packed, static
+from jaxllm.weights.leaves import arrays, factored, integers, ordered, packed, sparse, static
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
@@ -32,6 +35,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     packed.parse,
     integers.parse,
+    sparse.parse,
 )
 # Likewise for leaves composed of others, whose format a row reads by the function that it is given.
 COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
@@ -52,8 +56,8 @@ def parse(name: Any) -> Format:
                 return found
     raise ConfigError(
         f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
-        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales),"
-        f" got {name!r:.40}"
+        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), bfloat16-2:4,"
+        f" bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema, compile_pattern
 from jaxllm.weights.formats import Weight, as_format, dense, parse
+from jaxllm.weights.leaves import sparse
 from jaxllm.weights.paths import Params, first_match, map_leaves
 
 Rules = str | Sequence[tuple[str, str | None]]
@@ -16,7 +17,7 @@ POSITIONS: tuple[str, str | None] = (
     None,
 )  # a table of positions is small, and added to everything
 # What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
-# other matrices take fewer, as in llama.cpp's mixtures.
+# other matrices take fewer, as in llama.cpp's mixtures; they are not pruned where these are.
 _TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
 
 
@@ -30,6 +31,8 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
         rows = [POSITIONS]
         if rules.startswith(("int4", "int3", "int2")):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
+        if sparse.parse(rules) is not None:
+            rows.append((_TOKENS_AND_HEAD, rules.partition("-")[0]))
         return [*rows, (".*", rules)]
     rows = as_schema(rules, list[tuple[str, str | None]], "quantization rules", ConfigError)
     for regex, name in rows:
@@ -51,8 +54,8 @@ def quantize(params: Params, rules: Rules) -> Params:
     rules: ordered rows `(regex, format or None)` as `weights.paths` reads them, such as
     `[(r"lm_head", None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
     `weights.formats`; or the name of one format for all matrices ("int8", "int4", "bf16-packed"),
-    where 4 bits or fewer leave the tokens' table and the head at 8 and nothing changes the
-    positions' table. Norms and biases stay as they are. Quantized leaves are `QTensor` or `Packed`.
+    where 4 bits or fewer leave the tokens' table and the head at 8, "int8-2:4" and its like leave
+    them as int8 and its like, and nothing changes the positions' table. Norms and biases stay.
 
     Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """

@@ -70,9 +70,12 @@ def theirs(kind: str, arrays: list[np.ndarray], **options: Any) -> Any:
 
 def ours(state: Any, arrays: list[np.ndarray]) -> Any:
     """Our observer after a stream, in one compiled scan."""
-    return jax.jit(lambda s, x: jax.lax.scan(lambda c, a: (observe(c, a), None), s, x)[0])(
-        state, np.stack(arrays)
-    )
+    return _scanned(state, np.stack(arrays))
+
+
+@jax.jit
+def _scanned(state: Any, arrays: jax.Array) -> Any:
+    return jax.lax.scan(lambda carry, x: (observe(carry, x), None), state, arrays)[0]
 
 
 def assert_same_parameters(got: Parameters, observer: Any) -> None:
@@ -177,7 +180,7 @@ def test_a_histogram_of_one_number_then_of_others_equals_torchs() -> None:
 @pytest.mark.parametrize("percent", [99.9, 99.0, 90.0, 100.0])
 def test_percentiles_are_those_of_all_numbers_to_a_bin(percent: float) -> None:
     arrays = stream()
-    state = ours(histogram(), arrays)
+    state: Histogram = ours(histogram(), arrays)
     low, high = state.percentile(percent)
     sides = np.percentile(np.stack(arrays), [(100 - percent) / 2, (100 + percent) / 2])
     # Numbers between which there is a gap: the percentile is anywhere in it.

@@ -33,7 +33,8 @@ Weight = structure(
     "Weight", kind=c_int32, rows=c_int64, columns=c_int64, stride=c_int64, data=c_void_p,
     group=c_int64, groups=c_int64, half=c_bool, scale=c_void_p, zero=c_void_p, nibbles=c_void_p,
     nibble_stride=c_int64, base=c_int32, escape_begin=c_void_p, escape_column=c_void_p,
-    escape_value=c_void_p, escapes=c_int32,
+    escape_value=c_void_p, escapes=c_int32, mask=c_void_p, mask_stride=c_int64, begin=c_void_p,
+    values=c_int64,
 )  # fmt: skip
 Input = structure("Input", x=c_void_p, bf16=c_bool, rows=c_int64, columns=c_int64, rounded=c_bool)
 Part = structure(
@@ -98,13 +99,15 @@ class Matrix:
     scale: np.ndarray | None = None
     zero: np.ndarray | None = None
     packed: Sequence[np.ndarray] = field(default_factory=list)  # nibbles, base, escapes
+    mask: np.ndarray | None = None  # of sparse weights; data are their numbers
+    begin: np.ndarray | None = None  # of bitmaps
 
     @property
     def native(self) -> Any:
         rows, columns = self.numbers.shape
         w = Weight(
             kind=self.kind, rows=rows, columns=columns, data=address(self.data),
-            stride=self.data.shape[1] * self.data.itemsize, scale=address(self.scale),
+            stride=self.data.shape[-1] * self.data.itemsize, scale=address(self.scale),
             zero=address(self.zero),
         )  # fmt: skip
         if self.scale is not None:
@@ -115,6 +118,14 @@ class Matrix:
             w.nibbles, w.nibble_stride, w.base = address(nibbles), nibbles.shape[1], int(base)
             w.escape_begin, w.escape_column = address(begin), address(column)
             w.escape_value, w.escapes = address(value), len(column)
+        if self.mask is not None:
+            w.mask, w.mask_stride, w.begin = (
+                address(self.mask),
+                self.mask.shape[1],
+                address(self.begin),
+            )
+        if self.begin is not None:
+            w.values, w.stride = len(self.data), self.data.nbytes // max(rows, 1)
         return w
 
 

@@ -42,7 +42,7 @@ def linear(rng: Rng, isa: str) -> bool:
     rows = int(rng.integers(0, 7)) if columns in WIDE else int(rng.choice(ROWS))
     dtype = bfloat16 if rng.random() < 0.5 else np.dtype(np.float32)
     x = inputs(rng, str(rng.choice(list(INPUTS))), (rows, columns), dtype)
-    whole = matrix.kind in (Kind.INT8, Kind.INT4) and rng.random() < 0.5
+    whole = matrix.scale is not None and rng.random() < 0.5
     wild = rng.random(rows) < 0.1
     if columns:
         x[wild, rng.integers(columns)] = rng.choice([np.nan, np.inf, -np.inf])

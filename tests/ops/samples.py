@@ -16,6 +16,7 @@ INTEGERS = [  # bits, columns that share a scale (0: a row), zero points, type o
     (4, 64, False, "float32"), (4, 128, False, "float32"), (4, 32, True, "float32"),
     (4, 64, True, "float16"), (4, 128, True, "float32"),
 ]  # fmt: skip
+SPARE = 128  # numbers behind those of a bitmap
 ROUNDED = 512  # columns that share a step where inputs are rounded
 
 
@@ -77,6 +78,47 @@ def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
     return Matrix(Kind.PACKED, numbers, placed(byte), packed=[placed(a) for a in pieces])
 
 
+SPARSE = {  # numbers: the kinds of 2:4 and of bitmaps
+    "float32": (Kind.SPARSE24_F32, Kind.BITMAP_F32),
+    "bfloat16": (Kind.SPARSE24_BF16, Kind.BITMAP_BF16),
+    "int8": (Kind.SPARSE24_INT8, Kind.BITMAP_INT8),
+}
+
+
+def _sparse(name: str, pattern: int) -> Callable[..., Matrix]:
+    """See `weights.leaves.sparse.Sparse`. Rows of bitmaps are of any density, none and all too."""
+    kind = SPARSE[name][pattern]
+
+    def draw(rng: Rng, rows: int, columns: int) -> Matrix:
+        width = _up(columns, 128)
+        if pattern == 0:
+            there = rng.random((rows, width // 4, 4)).argsort(axis=2).reshape(rows, width) < 2
+        else:
+            share = rng.choice([0, 0.1, 0.5, 0.9, 1], (rows, 1))
+            there = rng.random((rows, width)) < share
+            there[:, columns:] = False
+        scale = rng.normal(0, 0.01, (rows, 1)).astype(np.float32)
+        if name == "int8":
+            value = rng.integers(-127, 128, (rows, width)).astype(np.int8)
+            numbers = np.where(there, value * scale.astype(np.float64), 0)[:, :columns]
+        else:
+            dtype = bfloat16 if name == "bfloat16" else np.dtype(np.float32)
+            value = rng.normal(0, 0.02, (rows, width)).astype(dtype)
+            numbers = np.where(there, value.astype(np.float64), 0)[:, :columns]
+        counts = np.concatenate([[0], there.sum(axis=1)])
+        if pattern == 0:
+            data = value[there].reshape(rows, width // 2)
+        else:
+            data = np.concatenate([value[there], np.full(SPARE, 7).astype(value.dtype)])
+        return Matrix(
+            kind, numbers, placed(data), scale=placed(scale) if name == "int8" else None,
+            mask=placed(np.packbits(there, axis=1, bitorder="little")),
+            begin=placed(np.cumsum(counts).astype(np.int32)) if pattern else None,
+        )  # fmt: skip
+
+    return draw
+
+
 FORMATS: dict[str, Callable[..., Matrix]] = {
     **{name: _floats(kind) for name, kind in FLOATS.items()},
     **{
@@ -85,6 +127,11 @@ FORMATS: dict[str, Callable[..., Matrix]] = {
         for bits, group, zero, scales in INTEGERS
     },
     "bf16-packed": _packed,
+    **{
+        f"{name}-{pattern}": _sparse(name, i)
+        for name in SPARSE
+        for i, pattern in enumerate(("2:4", "bitmap"))
+    },
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ SHAPES = [(1, 1), (7, 100), (33, 200), (18, 1300)]
 ROWS = (1, 2, 3, 5, 16, 40)
 TYPES = [np.dtype(np.float32), bfloat16]
 INTEGERS = [name for name in FORMATS if name.startswith("int")]
+SPARSE = [name for name in FORMATS if name.endswith(("2:4", "bitmap"))]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -86,7 +87,7 @@ def test_what_is_no_number_shows_in_its_row_alone(isa: str, wrong: float) -> Non
             assert y[1:].tobytes() == before[1:].tobytes(), (name, dtype, rows, whole)
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", [name for name in INTEGERS if name not in SPARSE])
 def test_rounded_inputs_are_those_of_round_to_int8_bit_for_bit(isa: str, name: str) -> None:
     """Weights of 1 on the diagonal, and nothing else, give the rounded inputs themselves."""
     rng = np.random.default_rng(4)
@@ -170,6 +171,35 @@ def test_escapes_that_fit_no_matrix_are_left_out(isa: str) -> None:
     column[1::2] = -(2**31)
     for rows in (1, 6):
         product(isa, matrix, inputs(rng, "normal", (rows, 200), bfloat16))
+    widen(isa, matrix, bfloat16)
+
+
+@pytest.mark.parametrize("name", [name for name in SPARSE if name in INTEGERS])
+def test_sparse_integers_times_rounded_inputs_have_the_bits_of_dense_ones(
+    isa: str, name: str
+) -> None:
+    rng = np.random.default_rng(11)
+    sparse, dense = FORMATS[name](rng, 33, 640), FORMATS["int8"](rng, 33, 640)
+    assert sparse.scale is not None and dense.scale is not None
+    dense.data[...] = np.round(sparse.numbers / sparse.scale)
+    dense.scale[...], dense.numbers = sparse.scale, sparse.numbers
+    for dtype, rows in ((d, r) for d in TYPES for r in (1, 4, 40)):
+        x = inputs(rng, "normal", (rows, 640), dtype)
+        ours, same = (product(isa, m, x, rounded=True) for m in (sparse, dense))
+        assert ours.tobytes() == same.tobytes(), (dtype, rows)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_bits_that_fit_no_numbers_read_nothing_outside_them(isa: str, name: str) -> None:
+    """As with escapes: a checkpoint is refused, a leaf that a program made is not."""
+    rng = np.random.default_rng(12)
+    matrix = FORMATS[name](rng, 5, 700)
+    assert matrix.mask is not None
+    matrix.mask[...] = 255
+    if matrix.begin is not None:
+        matrix.begin[...] = [-(2**31), 2**31 - 1, len(matrix.data) - 129, 0, 10**6, 2]
+    for rows, whole in ((1, False), (6, False), (1, True)):
+        product(isa, matrix, inputs(rng, "normal", (rows, 700), bfloat16), rounded=whole)
     widen(isa, matrix, bfloat16)
 
 

@@ -22,12 +22,16 @@ pytestmark = pytest.mark.usefixtures("kernels")
 FORMATS = [
     "float32", "bfloat16", "float16", "bf16-packed", "int8", "int8-g32", "int8-g64-f16",
     "int8-g128", "int4-g32", "int4-g64", "int4-g128-zp", "int4-g32-zp-f16",
+    "bfloat16-2:4", "float32-bitmap", "int8-2:4", "int8-bitmap",
 ]  # fmt: skip
 apply = jax.jit(linear, static_argnames="int8_inputs")
 
 
 def matrix(rng: np.random.Generator, shape: tuple[int, int], name: str) -> Any:
-    weight = jnp.asarray(rng.normal(0, 0.02, shape).astype(np.float32))
+    numbers = rng.normal(0, 0.02, shape).astype(np.float32)
+    if name.endswith(("2:4", "bitmap")):
+        numbers[:, 1::2] = 0
+    weight = jnp.asarray(numbers)
     if name.startswith("bf"):
         weight = weight.astype(jnp.bfloat16).at[0, 0].set(0)  # zero is an escape
     return as_format(weight, name)

@@ -58,6 +58,12 @@ class Kind(IntEnum):
     INT8 = 3
     INT4 = 4
     PACKED = 5
+    SPARSE24_F32 = 6
+    SPARSE24_BF16 = 7
+    SPARSE24_INT8 = 8
+    BITMAP_F32 = 9
+    BITMAP_BF16 = 10
+    BITMAP_INT8 = 11
 
 
 class Path(NamedTuple):

@@ -3,14 +3,18 @@
 
 #include "floats.h"
 #include "rounded.h"
+#include "sparse.h"
 
 namespace jaxllm {
 namespace {
 
-// Whether they stay bfloat16; otherwise they become floats.
-inline bool pairs(const Weight& w, const Input& in) {
-  return kPairs && in.bf16 && w.kind != Kind::kF32 && w.kind != Kind::kF16;
+// Whether a product of bfloat16 pairs can be had of them.
+inline bool halves(const Weight& w, const Input& in) {
+  return in.bf16 && dense_of(w.kind) != Kind::kF32 && w.kind != Kind::kF16;
 }
+
+// Whether they stay bfloat16; otherwise they become floats.
+inline bool pairs(const Weight& w, const Input& in) { return kPairs && !sparse(w) && halves(w, in); }
 
 // Of 128 columns, which one the i-th number is of.
 struct Order {
@@ -34,9 +38,10 @@ inline const Order* order_of(const Weight& w, bool pairs) {
   static constexpr Order kNibbles = order_by([](int i) { return nibble_column(i); });
   static constexpr Order kNibblesEvenOdd = order_by([](int i) { return nibble_column(even_odd(i)); });
   constexpr bool kWidened = columns_of<NibbleValue>() == kHalves;
-  if (w.kind == Kind::kInt8) return pairs ? &kNarrowed : nullptr;
-  if (w.kind == Kind::kInt4) return pairs || !kWidened ? &kNibbles : &kNibblesEvenOdd;
-  return (w.kind == Kind::kBF16 || w.kind == Kind::kPacked) && !pairs ? &kEvenOdd : nullptr;
+  const Kind kind = dense_of(w.kind);
+  if (kind == Kind::kInt8) return pairs ? &kNarrowed : nullptr;
+  if (kind == Kind::kInt4) return pairs || !kWidened ? &kNibbles : &kNibblesEvenOdd;
+  return (kind == Kind::kBF16 || kind == Kind::kPacked) && !pairs ? &kEvenOdd : nullptr;
 }
 
 inline size_t prepared_bytes(const Weight& w, const Input& in) {

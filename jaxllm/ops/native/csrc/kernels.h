@@ -6,7 +6,23 @@
 
 namespace jaxllm {
 
-enum class Kind : int32_t { kF32, kBF16, kF16, kInt8, kInt4, kPacked };
+enum class Kind : int32_t {
+  kF32,
+  kBF16,
+  kF16,
+  kInt8,
+  kInt4,
+  kPacked,
+  kSparse24F32,
+  kSparse24BF16,
+  kSparse24Int8,
+  kBitmapF32,
+  kBitmapBF16,
+  kBitmapInt8
+};
+
+// Numbers at the end of a bitmap's that are none of it: what a register may read too much.
+constexpr int64_t kSpare = 128;
 
 // A weight matrix [rows, columns] in any of the formats of jaxllm/weights/leaves/, which says
 // how each is laid out. `stride` is the distance between rows of `data`, in bytes. Here as in all
@@ -27,6 +43,12 @@ struct Weight {
   const int32_t *escape_begin, *escape_column;
   const uint16_t* escape_value;
   int32_t escapes;  // of all rows
+  // Sparse: a bit for each column. Of bitmaps where each row's numbers begin, how many are stored (with kSpare), and
+  // `stride` is what a row has on average.
+  const uint8_t* mask;
+  int64_t mask_stride;
+  const int32_t* begin;
+  int64_t values;
 };
 
 // Activations [rows, columns]. `rounded`: where weights are integers, these are too, with a step for

@@ -18,7 +18,7 @@ constexpr int64_t kTileFloats = kTile * kTile;
 // Weight rows that are taken at once: of more than two strips of inputs so many that these are read seldom.
 constexpr int64_t kFew = kTiles * kTile, kMost = 4 * kFew;
 
-inline bool by_matrix(const Weight& w, const Input& in) { return pairs(w, in) || rounded(w, in); }
+inline bool by_matrix(const Weight& w, const Input& in) { return halves(w, in) || rounded(w, in); }
 
 // How a prepared input lies: strips of 16 rows, of each its columns in turn (64 bytes for 4 bytes of all 16 rows),
 // and then the steps of its blocks, of all 16 rows.
@@ -280,9 +280,8 @@ void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t
   }
 }
 
-inline void multiply_matrix(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end,
-                            float* y) {
-  const uint8_t* x = static_cast<const uint8_t*>(prepared);
+inline void multiply_dense_matrix(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
+                                  float* y) {
   if (rounded(w, in)) {
     if (w.kind == Kind::kInt8) return multiply_panels<false, PlainPanels<1>>(w, in, x, begin, end, y);
     return w.zero ? multiply_panels<false, Int4Panels<false, true>>(w, in, x, begin, end, y)
@@ -297,6 +296,14 @@ inline void multiply_matrix(const Weight& w, const Input& in, const void* prepar
              : multiply_panels<true, Int4Panels<true, false>>(w, in, x, begin, end, y);
   }
   mend(w, in, begin, end, y);
+}
+
+inline void multiply_matrix(const Weight& w, const Input& in, const void* prepared, int64_t begin, int64_t end,
+                            float* y) {
+  const uint8_t* x = static_cast<const uint8_t*>(prepared);
+  if (!sparse(w)) return multiply_dense_matrix(w, in, x, begin, end, y);
+  by_blocks(w, begin, end, kMost,
+            [&](const Weight& rows, int64_t o, int64_t count) { multiply_dense_matrix(rows, in, x, 0, count, y + o); });
 }
 
 }  // namespace

@@ -34,7 +34,24 @@ inline float element(Kind kind, const void* data, int64_t i) {
   }
 }
 
-inline bool integers(const Weight& w) { return w.kind == Kind::kInt8 || w.kind == Kind::kInt4; }
+inline bool sparse(const Weight& w) { return w.kind >= Kind::kSparse24F32; }
+
+// What the numbers of a sparse kind are; another kind itself.
+inline Kind dense_of(Kind kind) {
+  switch (kind) {
+    case Kind::kSparse24F32:
+    case Kind::kBitmapF32: return Kind::kF32;
+    case Kind::kSparse24BF16:
+    case Kind::kBitmapBF16: return Kind::kBF16;
+    case Kind::kSparse24Int8:
+    case Kind::kBitmapInt8: return Kind::kInt8;
+    default: return kind;
+  }
+}
+
+inline int64_t number_bytes(Kind dense) { return dense == Kind::kF32 ? 4 : (dense == Kind::kInt8 ? 1 : 2); }
+
+inline bool integers(const Weight& w) { return dense_of(w.kind) == Kind::kInt8 || w.kind == Kind::kInt4; }
 
 inline float scale_at(const Weight& w, int64_t i) { return element(w.half ? Kind::kF16 : Kind::kF32, w.scale, i); }
 

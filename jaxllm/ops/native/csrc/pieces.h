@@ -73,6 +73,38 @@ inline Type type_of(Kind kind) {
 
 inline int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
+// A sparse weight: bits [rows, whole 128 columns / 8], numbers, of bitmaps where each row's begin, and of integers the
+// rows' scales.
+inline ffi::ErrorOr<Weight> sparse_of(Weight w, const std::vector<ffi::AnyBuffer>& piece) {
+  const int64_t width = whole(w.columns, 128);
+  const bool bitmap = w.kind >= Kind::kBitmapF32;
+  const Kind kinds[] = {Kind::kF32, Kind::kBF16, Kind::kInt8};
+  const Kind kind = kinds[(int32_t(w.kind) - int32_t(Kind::kSparse24F32)) % 3];
+  const size_t count = 2 + bitmap + (kind == Kind::kInt8);
+  if (piece.size() != count || !is(piece[0], Type::U8, {w.rows, width / 8}))
+    return ffi::Unexpected(wrong("the pieces of sparse weights do not fit each other"));
+  const bool numbers = bitmap ? is(piece[1], type_of(kind), {kAny}) && piece[1].dimensions()[0] >= kSpare &&
+                                    is(piece[2], Type::S32, {w.rows + 1})
+                              : is(piece[1], type_of(kind), {w.rows, width / 2});
+  if (!numbers || (kind == Kind::kInt8 && !is(piece[count - 1], Type::F32, {w.rows, 1})))
+    return ffi::Unexpected(wrong("the numbers of sparse weights do not fit their bits"));
+  w.mask = data_of<uint8_t>(piece[0]);
+  w.mask_stride = width / 8;
+  w.data = data_of<uint8_t>(piece[1]);
+  w.stride = width / 2 * element_bytes(piece[1]);
+  if (bitmap) {
+    w.begin = data_of<int32_t>(piece[2]);
+    w.values = piece[1].dimensions()[0];
+    w.stride = w.rows ? w.values * element_bytes(piece[1]) / w.rows : 0;
+  }
+  if (kind == Kind::kInt8) {
+    w.group = width;
+    w.groups = 1;
+    w.scale = piece[count - 1].untyped_data();
+  }
+  return w;
+}
+
 // The weight of these pieces; `group` 0: a scale for a whole row.
 inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, int32_t kind, int64_t group,
                                       int64_t columns) {
@@ -125,6 +157,12 @@ inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, 
       w.escapes = int32_t(piece[4].dimensions()[0]);
       return w;
     }
+    case Kind::kSparse24F32:
+    case Kind::kSparse24BF16:
+    case Kind::kSparse24Int8:
+    case Kind::kBitmapF32:
+    case Kind::kBitmapBF16:
+    case Kind::kBitmapInt8: return sparse_of(w, piece);
   }
   return ffi::Unexpected(wrong("no weight is of kind " + std::to_string(kind)));
 }

@@ -19,6 +19,7 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
     }
     by_floats(w, in, x, begin, end, y);
   };
+  if (sparse(w)) return multiply_sparse(w, in, x, begin, end, y);
   switch (w.kind) {
     case Kind::kF32: return multiply_floats<Kind::kF32, false>(w, in, x, begin, end, y);
     case Kind::kF16: return multiply_floats<Kind::kF16, false>(w, in, x, begin, end, y);
@@ -30,13 +31,20 @@ void multiply(const Weight& w, const Input& in, const void* prepared, int64_t be
   }
 }
 
+void widen_any(const Weight& w, int64_t begin, int64_t end, bool bf16, void* out) {
+  if (!sparse(w)) return widen(w, begin, end, bf16, out);
+  by_blocks(w, begin, end, 4, [&](const Weight& rows, int64_t o, int64_t count) {
+    widen(rows, 0, count, bf16, static_cast<uint8_t*>(out) + o * w.columns * (bf16 ? 2 : 4));
+  });
+}
+
 bool always(const Weight&, const Input&) { return true; }
 
 }  // namespace
 
 const Kernels* JAXLLM_NAMED(JAXLLM_SET, _kernels)() {
   static constexpr Kernels kernels = {
-      {always, prepared_bytes, prepare, multiply}, widen, state_bytes, fold, merge, put, {}};
+      {always, prepared_bytes, prepare, multiply}, widen_any, state_bytes, fold, merge, put, {}};
   return &kernels;
 }
 

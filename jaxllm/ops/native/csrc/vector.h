@@ -24,7 +24,14 @@
 //                             i-th number; any order in which lane l of each register is of columns of the same
 //                             32 as byte 4 l;
 //      Spread(count)          .floats(p), .halves(p), .bytes(p): `count` neighbours (1, 2 or 4; no more than the
-//                             32 columns of a register of nibbles), each over its share of the lanes.
+//                             32 columns of a register of nibbles), each over its share of the lanes;
+//      joined(part[N / 4])    a register of so many times sixteen bytes;
+//      eights(p)              2 N bytes from p on, eight of them to the lower half of each sixteen;
+//      picked(from, place)    each byte that which `place` (0 to 15) says of the same sixteen of `from`; 0 from 128 on.
+//    Where it can put numbers to the places of a register that bits name, it defines JAXLLM_SPREADS, and
+//      spreads(bytes)         whether this processor does so for numbers of that size;
+//      spread(p, half, bits)  the numbers from p on (half a register of them, or a whole), uint32_t, uint16_t or
+//                             uint8_t, in turn where a bit is set, else 0.
 //    Where it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
 //      add_pairs(sum, a, b)   a b of two neighbours added to each lane;
 //      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; 16-bit numbers in turn.

@@ -60,6 +60,17 @@ JAXLLM_INLINE __m256i twice(const uint8_t (&table)[16]) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
 }
 
+JAXLLM_INLINE Bytes joined(const Sixteen (&part)[2]) {
+  return Bytes(_mm256_inserti128_si256(_mm256_castsi128_si256(__m128i(part[0])), __m128i(part[1]), 1));
+}
+JAXLLM_INLINE Bytes eights(const void* p) {
+  const __m128i all = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return Bytes(_mm256_permute4x64_epi64(_mm256_castsi128_si256(all), 0x50));
+}
+JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
+  return Bytes(_mm256_shuffle_epi8(__m256i(from), __m256i(place)));
+}
+
 struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
   __m256i high, low;
 

@@ -95,6 +95,47 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with
 }
 #endif
 
+JAXLLM_INLINE Bytes joined(const Sixteen (&part)[4]) {
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(__m128i(part[0])), __m128i(part[1]), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(__m128i(part[2])), __m128i(part[3]), 1);
+  return Bytes(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+JAXLLM_INLINE Bytes eights(const void* p) {
+  const __m256i all = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  return Bytes(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(all)));
+}
+JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
+  return Bytes(_mm512_shuffle_epi8(__m512i(from), __m512i(place)));
+}
+
+// Every AVX-512 spreads lanes of 32 bits; VBMI2, which comes with most processors that have VNNI, narrower ones. It is
+// asked for beside the set, and said in assembly, as no set is compiled for it.
+#define JAXLLM_SPREADS
+inline bool spreads(size_t bytes) {
+#ifdef __AVX512VNNI__
+  static const bool narrow = __builtin_cpu_supports("avx512vbmi2");
+  return narrow || bytes == 4;
+#else
+  return bytes == 4;
+#endif
+}
+JAXLLM_INLINE __m512i some(const void* p, bool half) {
+  return half ? _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p))) : _mm512_loadu_si512(p);
+}
+JAXLLM_INLINE Bytes spread(const uint32_t* p, bool half, uint16_t bits) {
+  return Bytes(_mm512_maskz_expand_epi32(bits, some(p, half)));
+}
+JAXLLM_INLINE Bytes spread(const uint16_t* p, bool half, uint32_t bits) {
+  __m512i out;
+  asm("vpexpandw %2, %0%{%1%}%{z%}" : "=v"(out) : "Yk"(__mmask32(bits)), "v"(some(p, half)));
+  return Bytes(out);
+}
+JAXLLM_INLINE Bytes spread(const uint8_t* p, bool half, uint64_t bits) {
+  __m512i out;
+  asm("vpexpandb %2, %0%{%1%}%{z%}" : "=v"(out) : "Yk"(__mmask64(bits)), "v"(some(p, half)));
+  return Bytes(out);
+}
+
 struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
   __m512i high, low;
 

@@ -24,6 +24,8 @@
   typedef uint16_t Words __attribute__((vector_size(2 * N)));  \
   typedef int8_t Signed __attribute__((vector_size(N)))
 
+typedef uint8_t Sixteen __attribute__((vector_size(16)));  // bytes, of any layer
+
 namespace jaxllm {
 namespace {
 

@@ -61,6 +61,13 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {
 }
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
 
+JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
+JAXLLM_INLINE Bytes eights(const void* p) {
+  const uint8x8_t all = vld1_u8(static_cast<const uint8_t*>(p));
+  return Bytes(vcombine_u8(all, all));
+}
+JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) { return Bytes(vqtbl1q_u8(uint8x16_t(from), uint8x16_t(place))); }
+
 struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
   uint8x16_t high, low;
 

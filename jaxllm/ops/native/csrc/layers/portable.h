@@ -52,6 +52,15 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products of 
 }
 JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
 
+JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
+JAXLLM_INLINE Bytes eights(const void* p) { return Bytes(Longs{load<uint64_t>(p), 0}); }
+JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
+  uint8_t some[32] = {}, out[16];  // what is not there is one of the zeros
+  store(some, from);
+  for (int i = 0; i < 16; i++) out[i] = some[place[i] < 16 ? place[i] : 16];
+  return load<Bytes>(out);
+}
+
 struct Exponents {
   Bytes base;
 

@@ -1,0 +1,250 @@
+// Sparse weights: of a row a bit for each column, and its numbers one after the other, in the columns' order
+// (weights/leaves/sparse.py). A register of columns is put together sixteen bytes at a time, by what a table says of
+// the bits: which number comes to which place, and where none does.
+//
+// One row of inputs meets the weights as they are read; more of them meet blocks of rows that were written out, in the
+// same order of additions. Inputs are floats in any set: products of bfloat16 pairs need the ports of a processor that
+// putting registers together needs.
+#pragma once
+
+#include "floats.h"
+#include "rounded.h"
+#include "rows.h"
+
+namespace jaxllm {
+namespace {
+
+// For so many columns as make sixteen bytes of 32-bit and of 16-bit numbers, and for eight of bytes, by their bits:
+// of each byte, which it is of the numbers that are there; 128 where there is none.
+struct Places {
+  uint8_t words[16][16], halves[256][16], bytes[256][8];
+};
+
+constexpr Places all_places() {
+  Places places = {};
+  for (int bits = 0; bits < 256; bits++) {
+    int number = 0;
+    for (int i = 0; i < 8; i++) {
+      const bool there = bits >> i & 1;
+      for (int b = 0; b < 2; b++) places.halves[bits][2 * i + b] = uint8_t(there ? 2 * number + b : 128);
+      for (int b = 0; b < 4 && bits < 16 && i < 4; b++)
+        places.words[bits][4 * i + b] = uint8_t(there ? 4 * number + b : 128);
+      places.bytes[bits][i] = uint8_t(there ? number : 128);
+      number += there;
+    }
+  }
+  return places;
+}
+
+alignas(64) constexpr Places kPlaces = all_places();
+
+typedef uint64_t Eights __attribute__((vector_size(16)));
+
+// Bits of a register's columns.
+template <class T>
+struct BitsOf {
+  typedef uint64_t Type;
+};
+template <>
+struct BitsOf<uint16_t> {
+  typedef uint32_t Type;
+};
+template <>
+struct BitsOf<uint32_t> {
+  typedef uint16_t Type;
+};
+
+// The numbers of a row, T: as many bits. TwoOfFour: of each four columns two are stored; otherwise as many as bits
+// are set, and registers are asked for in turn. Spread: by the processor's own instruction.
+template <class T, bool TwoOfFour, bool Spread>
+struct Numbers {
+  const uint8_t* mask;
+  const T *at, *last;  // beyond which no register may begin
+
+  // A register of columns, from c on.
+  JAXLLM_INLINE Bytes next(int64_t c) {
+    if (!TwoOfFour) at = at < last ? at : last;
+#ifdef JAXLLM_SPREADS
+    if constexpr (Spread) {
+      const auto bits = load<typename BitsOf<T>::Type>(mask + c / 8);
+      const Bytes all = spread(TwoOfFour ? at + c / 2 : at, TwoOfFour, bits);
+      if (!TwoOfFour) at += __builtin_popcountll(bits);
+      return all;
+    }
+#endif
+    constexpr int kParts = kBytes / 16, kColumns = 16 / sizeof(T);
+    Sixteen place[kParts], number[kParts];
+    JAXLLM_UNROLL
+    for (int i = 0; i < kParts; i++) {
+      const int64_t column = c + i * kColumns;
+      unsigned bits = mask[column / 8], more = 0;
+      if constexpr (sizeof(T) == 4) bits = bits >> (column & 4) & 15;
+      if constexpr (sizeof(T) == 1) more = mask[column / 8 + 1];
+      const int count = TwoOfFour ? 0 : __builtin_popcount(bits);
+      if constexpr (sizeof(T) == 4)
+        place[i] = load<Sixteen>(kPlaces.words[bits]);
+      else if constexpr (sizeof(T) == 2)
+        place[i] = load<Sixteen>(kPlaces.halves[bits]);
+      else
+        place[i] = Sixteen(Eights{load<uint64_t>(kPlaces.bytes[bits]),
+                                  load<uint64_t>(kPlaces.bytes[more]) + (TwoOfFour ? 4 : 8) * 0x0101010101010101u});
+      if constexpr (!TwoOfFour) {
+        if constexpr (sizeof(T) == 1)
+          number[i] = Sixteen(Eights{load<uint64_t>(at), load<uint64_t>(at + count)});
+        else
+          number[i] = load<Sixteen>(at);
+        at += count + __builtin_popcount(more);
+      }
+    }
+    if constexpr (TwoOfFour)
+      return picked(eights(at + c / 2), joined(place));
+    else
+      return picked(joined(number), joined(place));
+  }
+};
+
+template <class T, bool TwoOfFour, bool Spread>
+JAXLLM_INLINE Numbers<T, TwoOfFour, Spread> numbers_of(const Weight& w, int64_t o) {
+  const T* values = reinterpret_cast<const T*>(w.data);
+  const uint8_t* mask = w.mask + o * w.mask_stride;
+  if (TwoOfFour) return {mask, reinterpret_cast<const T*>(w.data + o * w.stride), nullptr};
+  const int64_t last = w.values - kSpare, begin = w.begin[o];
+  return {mask, values + (begin < 0 ? 0 : (begin < last ? begin : last)), values + last};
+}
+
+// call(T(), TwoOfFour, Spread) for what a kind is.
+template <class Call>
+void by_kind(const Weight& w, const Call& call) {
+  const auto spread = [&](auto number, auto two_of_four) {
+#ifdef JAXLLM_SPREADS
+    if (spreads(sizeof number)) return call(number, two_of_four, Int<1>());
+    if (sizeof number == 4) return;
+#endif
+    call(number, two_of_four, Int<0>());
+  };
+  switch (w.kind) {
+    case Kind::kSparse24F32: return spread(uint32_t(), Int<1>());
+    case Kind::kSparse24BF16: return spread(uint16_t(), Int<1>());
+    case Kind::kSparse24Int8: return spread(uint8_t(), Int<1>());
+    case Kind::kBitmapF32: return spread(uint32_t(), Int<0>());
+    case Kind::kBitmapBF16: return spread(uint16_t(), Int<0>());
+    default: return spread(uint8_t(), Int<0>());
+  }
+}
+
+// Asks for the numbers of columns c to c + 127 of a later row, and for its bits.
+template <class N>
+JAXLLM_INLINE void fetch_numbers(const N& row, int64_t c, bool two_of_four, int64_t distance, int64_t mask_distance) {
+  const uint8_t* from = reinterpret_cast<const uint8_t*>(row.at + (two_of_four ? c / 2 : 0));
+  for (size_t line = 0; line < 64 * sizeof *row.at; line += 64) ahead(from + line, distance);
+  if (!(c & 511)) ahead(row.mask + c / 8, mask_distance);
+}
+
+// A row written out, with its zeros, in whole 128 columns.
+inline void write_row(const Weight& w, int64_t o, uint8_t* to) {
+  by_kind(w, [&](auto number, auto two_of_four, auto spread) {
+    typedef decltype(number) T;
+    auto row = numbers_of<T, two_of_four, spread>(w, o);
+    const int64_t distance = distance_of(w.stride), mask_distance = distance_of(w.mask_stride);
+    for (int64_t c = 0; c < w.columns; c += 128) {
+      fetch_numbers(row, c, two_of_four, distance, mask_distance);
+      JAXLLM_UNROLL
+      for (int i = 0; i < 128; i += int(kBytes / sizeof(T))) store(to + (c + i) * sizeof(T), row.next(c + i));
+    }
+  });
+}
+
+// dense(rows, o, count) for `most` rows at a time, written out: weights whose row 0 is row o of these.
+template <class Dense>
+void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense) {
+  Weight rows = {};
+  rows.kind = dense_of(w.kind);
+  rows.rows = w.rows;  // by which its outputs lie
+  rows.columns = w.columns;
+  rows.stride = up(w.columns, 128) * number_bytes(rows.kind) + 64 * 3;
+  rows.group = w.group;
+  rows.groups = w.groups;
+  uint8_t* memory = space<Dense>(most * rows.stride);
+  rows.data = memory;
+  for (int64_t o = begin; o < end; o += most) {
+    const int64_t count = end - o < most ? end - o : most;
+    for (int64_t i = 0; i < count; i++) write_row(w, o + i, memory + i * rows.stride);
+    if (w.scale) rows.scale = static_cast<const float*>(w.scale) + o;
+    dense(rows, o, count);
+  }
+}
+
+// A source (product.h) whose numbers come in the order of the dense weights'.
+template <class T, bool TwoOfFour, bool Spread>
+struct Sparse {
+  static constexpr bool kPairs = false, kTail = false, kEnds = true, kMany = false, kInteger = sizeof(T) == 1;
+  static constexpr int kUnit = kInteger ? kBytes : 64, kChunk = 128;
+  static constexpr Scales kScales = kInteger ? Scales::kRow : Scales::kNone;
+  struct Choose {
+    static auto value() {
+      if constexpr (sizeof(T) == 2)
+        return Halves{};
+      else
+        return Floats{};
+    }
+  };
+  typedef decltype(Choose::value()) Value;
+  struct Row {
+    Numbers<T, TwoOfFour, Spread> numbers;
+    int64_t distance, mask_distance;
+
+    JAXLLM_INLINE void fetch(int64_t c) const { fetch_numbers(numbers, c, TwoOfFour, distance, mask_distance); }
+    template <int N>
+    JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) {
+      if constexpr (kInteger) {
+        alignas(64) int8_t q[kBytes];
+        store(q, numbers.next(c));
+        asm("" : "+m"(q));  // parts of it are to be read from there: taking registers apart costs as much as joining
+        JAXLLM_UNROLL
+        for (int n = 0; n < N; n++) out[n] = from_int8(q + n * kLanes);
+      } else {
+        JAXLLM_UNROLL
+        for (int n = 0; n < N; n++) out[n] = Value(numbers.next(c + n * columns_of<Value>()));
+      }
+    }
+    JAXLLM_INLINE Floats scale(int64_t) const { return Floats{}; }
+  };
+  const Weight& w;
+  int64_t distance, mask_distance;
+  explicit Sparse(const Weight& w) : w(w), distance(distance_of(w.stride)), mask_distance(distance_of(w.mask_stride)) {}
+
+  JAXLLM_INLINE Row row(int64_t o) const { return {numbers_of<T, TwoOfFour, Spread>(w, o), distance, mask_distance}; }
+};
+
+// One row of inputs.
+template <class S>
+void multiply_one(const Weight& w, const Input& in, const uint8_t* prepared, int64_t begin, int64_t end, float* y) {
+  const S source(w);
+  const X<S>* x = reinterpret_cast<const X<S>*>(prepared);
+  const int64_t stride = stride_of(in);
+  for (int64_t o = begin; o < end && end - begin >= 4; o += 4)
+    tile<S, 4, 1>(source, w, x, stride, o + 4 <= end ? o : end - 4, 0, y);
+  for (int64_t o = begin; o < end && end - begin < 4; o++) tile<S, 1, 1>(source, w, x, stride, o, 0, y);
+}
+
+inline void multiply_sparse(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  const auto dense = [&](const Weight& rows, int64_t o, int64_t count) {
+    if (in.rounded && integers(rows)) return multiply_rounded(rows, in, x, 0, count, y + o);
+    switch (rows.kind) {
+      case Kind::kF32: return multiply_floats<Kind::kF32, false>(rows, in, x, 0, count, y + o);
+      case Kind::kBF16: return multiply_floats<Kind::kBF16, false>(rows, in, x, 0, count, y + o);
+      default: return multiply_exact<false>(rows, in, x, 0, count, y + o);
+    }
+  };
+  if (in.rows > 1 || rounded(w, in))
+    return by_blocks(w, begin, end, in.rows > 1 ? rows_in_cache(2 * w.columns) : 4, dense);
+  if (!in.rows) return;
+  by_kind(w, [&](auto number, auto two_of_four, auto spread) {
+    multiply_one<Sparse<decltype(number), two_of_four, spread>>(w, in, x, begin, end, y);
+  });
+  for (int64_t o = begin; o < end && integers(w); o++)  // which `mend` does for dense ones
+    if (!__builtin_isfinite(y[o])) by_blocks(w, o, o + 1, 1, dense);
+}
+
+}  // namespace
+}  // namespace jaxllm

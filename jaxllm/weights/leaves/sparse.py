@@ -1,0 +1,364 @@
+"""Sparse weights: a bit for each weight, and the numbers of those that are there."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.ops import native
+from jaxllm.weights.files import aligned
+from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.leaves.integers import CHUNK, Integer, QTensor
+from jaxllm.weights.leaves.leaf import ROWS, Blocks, Leaf, Shape, on_device, or_nan, up
+
+TWO_OF_FOUR, BITMAP = PATTERNS = ("2:4", "bitmap")
+SPARE = 128  # numbers at the end of a bitmap's that are none: what a kernel may read too much
+
+_CODES = Integer(8, None)  # of int8: how numbers become integers with a scale a row
+_BITS = (1 << np.arange(8)).astype(np.uint8)
+
+
+class Sparse(Leaf, struct.PyTreeNode):
+    """`weight[o, i]`: where bit i of row o is set the number that is stored for it, elsewhere 0.
+
+    mask: uint8 `[..., O, I' / 8]`, bit i % 8 of byte i // 8 for column i; I' is `columns` rounded
+    up to whole chunks of 128. values: the numbers, in the order of the columns; float32, bfloat16,
+    or int8 from -127 to 127 (`SparseInt8`) with scale, float32 `[..., O, 1]`, of a row: the codes
+    and scales that a QTensor int8 has. columns: I.
+
+    pattern "2:4": of each aligned 4 columns exactly two bits are set; values `[..., O, I' / 2]`, 0
+    where the weight is 0 and beyond `columns`. begin: None.
+    pattern "bitmap": the bits of the weights that are not 0 are set, and none beyond `columns`;
+    values `[V]`: of all rows, one after the other, and then `SPARE` that are none. begin: int32
+    `[R + 1]`, where the values of each of all R rows begin.
+    """
+
+    has_kernels = True
+
+    mask: jax.Array
+    values: jax.Array
+    begin: jax.Array | None
+    scale: jax.Array | None
+    columns: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.mask.shape[:-1], self.columns)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.float32) if self.scale is not None else self.values.dtype
+
+    @property
+    def pattern(self) -> str:
+        return TWO_OF_FOUR if self.begin is None else BITMAP
+
+    @property
+    def format(self) -> str:
+        return SparseFormat(str(self.values.dtype), self.pattern).name
+
+    def filled(self) -> jax.Array | QTensor:
+        """The same weight with its zeros: an array, or integers with the same codes and scales."""
+        numbers = self._numbers()
+        if self.scale is None:
+            return numbers[..., : self.columns]
+        return QTensor(numbers, self.scale, None, 8, None, self.columns)
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        """The weights themselves; of integers computed in float32."""
+        return _leaf(self.filled()).dense(dtype)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        def row(x: jax.Array) -> jax.Array:
+            return x.at[index.reshape(-1)].get(mode="clip")
+
+        if self.begin is None:
+            return or_nan(jax.tree.map(row, self).dense(), index, self.mask.shape[0])
+        scale = None if self.scale is None else row(self.scale)
+        # Only where a row begins is looked up: its numbers lie where they are.
+        part = self.replace(mask=row(self.mask), begin=row(self.begin[:-1]), scale=scale)
+        return or_nan(part.dense(), index, self.mask.shape[0])
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        return _leaf(self.filled()).product(x_RI)
+
+    def matrix(self) -> native.Matrix:
+        return native.Matrix(_KINDS[str(self.values.dtype), self.pattern], jax.tree.leaves(self))
+
+    def pieces(self) -> dict[str, jax.Array]:
+        parts = {f".{name}": getattr(self, name) for name in ("mask", "values", "begin", "scale")}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @jax.jit
+    def _numbers(self) -> jax.Array:
+        """`[..., O, I']`, zeros where no bit is set."""
+        *rows, width = self.mask.shape
+        byte, bit = self.mask[..., None], _BITS.reshape(*(1 for _ in self.mask.shape), 8)
+        rank = jax.lax.population_count(byte & (bit - 1)).astype(jnp.int32)  # in its byte
+        if self.begin is None:  # two for each four columns: four for each byte
+            place = jnp.minimum(rank, 3)
+            number = jnp.take_along_axis(self.values.reshape(*rows, width, 4), place, axis=-1)
+        else:
+            count = jax.lax.population_count(self.mask).astype(jnp.int32)
+            before = jnp.cumsum(count, axis=-1) - count
+            begin = self.begin[: math.prod(rows)].reshape(*rows, 1)
+            number = self.values.at[(begin + before)[..., None] + rank].get(mode="clip")
+        number = jnp.where((byte & bit) != 0, number, jnp.zeros((), number.dtype))
+        return number.reshape(*rows, 8 * width)
+
+
+class SparseInt8(Sparse):
+    """Of integers with a scale a row."""
+
+    rounds_inputs = True
+
+    def widened(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
+        if dtype != jnp.bfloat16 or self.scale is None:
+            return self.matrix(), None
+        # As of QTensor: integers times powers of two are exact in bfloat16.
+        scale_O, power = jnp.frexp(self.scale[:, 0])
+        powers = self.replace(scale=jnp.ldexp(jnp.float32(1), power)[:, None])
+        return powers.matrix(), scale_O
+
+
+_KINDS = {
+    ("float32", TWO_OF_FOUR): native.Kind.SPARSE24_F32,
+    ("bfloat16", TWO_OF_FOUR): native.Kind.SPARSE24_BF16,
+    ("int8", TWO_OF_FOUR): native.Kind.SPARSE24_INT8,
+    ("float32", BITMAP): native.Kind.BITMAP_F32,
+    ("bfloat16", BITMAP): native.Kind.BITMAP_BF16,
+    ("int8", BITMAP): native.Kind.BITMAP_INT8,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseFormat:
+    """Numbers of a dtype (`int8`: with a scale a row) in a pattern: see `Sparse`."""
+
+    dtype: str
+    pattern: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}-{self.pattern}"
+
+    @property
+    def exact_in(self) -> str:
+        return "float32" if self.dtype == "int8" else self.dtype
+
+    def make(self, array: jax.Array) -> Sparse:
+        """Integers are rounded as `int8` rounds them; what they, or the numbers, are 0 is left out.
+
+        Raises ConfigError where more than 2 of 4 columns are not 0 and the pattern is 2:4, and for
+        int8 without columns.
+        """
+        rows = _rows(array)
+        return self.collect(array.shape, lambda: map(np.asarray, _blocks(rows)))
+
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> Sparse:
+        if self.dtype == "int8" and not shape[-1]:
+            raise ConfigError(f"{self.name} needs columns to scale, the matrix is {shape}")
+
+        def rounded() -> Iterable[tuple[np.ndarray, np.ndarray | None]]:
+            for block in blocks():
+                given = jax.device_put(block, may_alias=True)
+                if self.dtype != "int8":
+                    yield np.asarray(given.astype(DTYPES[self.dtype])), None
+                else:
+                    codes = _CODES.make(given)
+                    yield np.asarray(codes.data)[:, : shape[-1]], np.asarray(codes.scale)
+
+        return self._packed(shape, rounded)
+
+    def _packed(
+        self,
+        shape: tuple[int, ...],
+        blocks: Callable[[], Iterable[tuple[np.ndarray, np.ndarray | None]]],
+    ) -> Sparse:
+        """A leaf of blocks of rows and their scales, as they are. Bitmaps' are read twice."""
+        *rows, columns = shape
+        total, crowded, counts = math.prod(rows), 0, [np.zeros(1, np.int64)]
+        if self.pattern == BITMAP:
+            counts += [np.count_nonzero(block, axis=1) for block, _ in blocks()]
+            begin = np.cumsum(np.concatenate(counts))
+            if begin[-1] + SPARE > np.iinfo(np.int32).max:
+                raise ConfigError(f"{self.name}: {begin[-1]} numbers are more than 2**31 - 129")
+        sizes = self._sizes(shape, 0 if self.pattern == TWO_OF_FOUR else int(begin[-1]) + SPARE)
+        pieces = {name: aligned(size, dtype) for name, (size, dtype) in sizes.items()}
+        mask = pieces[".mask"].reshape(total, -1)
+        if self.pattern == BITMAP:
+            pieces[".begin"][...] = begin
+            pieces[".values"][begin[-1] :] = 0
+        done = 0
+        for block, scale in blocks():
+            now = slice(done, done + len(block))
+            wide = np.pad(block, ((0, 0), (0, up(columns, CHUNK) - columns)))
+            if self.pattern == TWO_OF_FOUR:
+                bits, two, more = map(np.asarray, _two_of_four(wide))
+                pieces[".values"].reshape(total, -1)[now] = two
+                crowded += int(more)
+            else:
+                there = wide != 0
+                bits = np.packbits(there, axis=1, bitorder="little")
+                pieces[".values"][begin[done] : begin[done + len(block)]] = wide[there]
+            mask[now] = bits
+            if scale is not None:
+                pieces[".scale"].reshape(total, 1)[now] = scale
+            done += len(block)
+        if crowded:
+            raise ConfigError(
+                f"{self.name}: in {crowded} of {total * up(columns, 4) // 4} groups of 4 columns"
+                f" more than 2 weights are not 0; prune the matrix {shape} to 2:4 first"
+            )
+        return self._of(pieces, columns)
+
+    def _sizes(self, shape: tuple[int, ...], values: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+        *rows, columns = shape
+        width = up(columns, CHUNK)
+        sizes: dict[str, tuple[tuple[int, ...], Any]] = {".mask": ((*rows, width // 8), np.uint8)}
+        dtype = np.int8 if self.dtype == "int8" else DTYPES[self.dtype]
+        if self.pattern == TWO_OF_FOUR:
+            sizes[".values"] = ((*rows, width // 2), dtype)
+        else:
+            sizes[".values"] = ((values,), dtype)
+            sizes[".begin"] = ((math.prod(rows) + 1,), np.int32)
+        return {**sizes, ".scale": ((*rows, 1), np.float32)} if self.dtype == "int8" else sizes
+
+    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        found: dict[str, tuple[Shape, Any]] = dict(self._sizes(shape, 0))
+        if self.pattern == BITMAP:
+            found[".values"] = ((None,), found[".values"][1])
+        return found
+
+    def _of(self, pieces: Mapping[str, np.ndarray], columns: int) -> Sparse:
+        device = on_device(pieces)
+        kind = SparseInt8 if self.dtype == "int8" else Sparse
+        return kind(
+            device[".mask"], device[".values"], device.get(".begin"), device.get(".scale"), columns
+        )
+
+    def assemble(
+        self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
+    ) -> Sparse:
+        values, width = pieces[".values"], pieces[".mask"].shape[-1]
+        mask = pieces[".mask"].reshape(-1, width)
+        if self.pattern == TWO_OF_FOUR:
+            _check_groups(path, mask, values.reshape(-1, 4 * width), shape[-1])
+        else:
+            _check_counts(path, mask, values, shape[-1], pieces[".begin"])
+        if self.dtype == "int8" and not np.isfinite(pieces[".scale"]).all():
+            raise CheckpointError(f"{path}.scale holds NaN or infinity")
+        if self.dtype == "int8" and values.min(initial=0) < -127:
+            raise CheckpointError(f"{path}.values holds -128: integers run from -127 to 127")
+        return self._of(pieces, shape[-1])
+
+
+def parse(name: str) -> SparseFormat | None:
+    """`bfloat16-2:4`, `int8-bitmap` and so on; None for other names."""
+    found = re.fullmatch(r"(float32|bfloat16|int8)-(2:4|bitmap)", name)
+    return SparseFormat(found[1], found[2]) if found else None
+
+
+def sparse_of(weight: jax.Array | Leaf, pattern: str) -> Sparse:
+    """A weight as it is, bit for bit, without its zeros; pattern: "2:4" or "bitmap".
+
+    weight: an array of float32 or bfloat16, or a QTensor of 8 bits with float32 scales a row, whose
+    codes and scales are kept. Zeros lose their sign.
+
+    Raises ConfigError for another kind of weight, an unknown pattern, and for 2:4 where more than 2
+    of 4 columns are not 0, with their number.
+    """
+    if pattern not in PATTERNS:
+        raise ConfigError(f"a sparse pattern is one of {', '.join(PATTERNS)}, got {pattern!r:.40}")
+    if isinstance(weight, QTensor) and weight.format == "int8":
+        codes, scale_O = _rows(weight.data), np.asarray(weight.scale).reshape(-1, 1)
+
+        def integers() -> Iterable[tuple[np.ndarray, np.ndarray]]:
+            for at, block in enumerate(_blocks(codes)):
+                now = slice(at * ROWS, at * ROWS + len(block))
+                yield np.asarray(block)[:, : weight.columns], scale_O[now]
+
+        return SparseFormat("int8", pattern)._packed(weight.shape, integers)
+    if not isinstance(weight, jax.Array | np.ndarray) or weight.dtype not in (
+        "float32",
+        "bfloat16",
+    ):
+        kind = weight.format if isinstance(weight, Leaf) else weight.dtype
+        raise ConfigError(
+            f"sparse weights are float32, bfloat16 or int8 (a scale a row), got {kind}"
+        )
+    return SparseFormat(str(weight.dtype), pattern)._packed(
+        weight.shape, lambda: ((np.asarray(block), None) for block in _blocks(_rows(weight)))
+    )
+
+
+def _leaf(weight: jax.Array | QTensor) -> Leaf:
+    return weight if isinstance(weight, Leaf) else Dense(weight)
+
+
+def _rows(x: Any) -> Any:
+    """All rows of a stack of matrices."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _blocks(rows: Any) -> Iterable[Any]:
+    return (rows[at : at + ROWS] for at in range(0, len(rows), ROWS))
+
+
+@jax.jit
+def _two_of_four(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bits `[n, I' / 8]` and values `[n, I' / 2]` of a block `[n, I']`, and how many groups have
+    too many.
+
+    Numbers are looked at as bits: XLA's threads take the smallest floats for 0, and sums would
+    change what NaN says.
+    """
+    whole = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[block.dtype.itemsize]
+    number = jax.lax.bitcast_convert_type(block.reshape(block.shape[0], -1, 4), whole)
+    there = (number if block.dtype == jnp.int8 else number << 1) != 0  # a float's sign falls off
+    count = there.sum(axis=-1, keepdims=True)
+    kept = there | (jnp.cumsum(~there, axis=-1) <= 2 - count)  # with as many zeros as it takes
+    rank = jnp.cumsum(kept, axis=-1) - 1
+    two = [jnp.where(there & (rank == k), number, jnp.zeros((), whole)) for k in (0, 1)]
+    values = jnp.stack([x[..., 0] | x[..., 1] | x[..., 2] | x[..., 3] for x in two], axis=-1)
+    values = jax.lax.bitcast_convert_type(values, block.dtype).reshape(block.shape[0], -1)
+    eight = kept.reshape(block.shape[0], -1, 8)
+    bits = jnp.where(eight, _BITS.reshape(1, 1, 8), np.uint8(0)).sum(axis=-1, dtype=jnp.uint8)
+    return bits, values, (count > 2).sum()
+
+
+def _check_groups(path: str, mask: np.ndarray, values: np.ndarray, columns: int) -> None:
+    wrong = int((_ONES[mask & 15] != 2).sum() + (_ONES[mask >> 4] != 2).sum())
+    if wrong:
+        raise CheckpointError(f"{path}.mask has {wrong} groups of 4 columns without 2 bits")
+    first = columns // 4  # the group from which on a column may be beyond
+    bits = np.unpackbits(mask[:, first // 2 :], axis=1, bitorder="little")
+    there = bits.astype(bool)[:, first % 2 * 4 :]
+    beyond = np.nonzero(there)[1].reshape(len(mask), -1) >= columns - 4 * first
+    if (values[:, 2 * first :][beyond] != 0).any():
+        raise CheckpointError(f"{path}.values has numbers beyond its {columns} columns")
+
+
+def _check_counts(
+    path: str, mask: np.ndarray, values: np.ndarray, columns: int, begin: np.ndarray
+) -> None:
+    beyond = np.packbits(np.arange(mask.shape[1] * 8) >= columns, bitorder="little")
+    if (mask & beyond[None]).any():
+        raise CheckpointError(f"{path}.mask has bits beyond its {columns} columns")
+    counts = _ONES[mask].sum(axis=1, dtype=np.int64)
+    if begin[0] != 0 or (np.diff(begin.astype(np.int64)) != counts).any():
+        raise CheckpointError(f"{path}.begin does not fit the rows' bits in {path}.mask")
+    if len(values) != begin[-1] + SPARE:
+        raise CheckpointError(
+            f"{path}.values has {len(values)} numbers, {path}.begin says {begin[-1]} + {SPARE}"
+        )
+
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)

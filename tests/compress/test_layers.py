@@ -1,0 +1,232 @@
+"""Steps through a model layer by layer: what they see, what they leave, what they gain."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import models
+from jaxllm.compress import calibration, scaling
+from jaxllm.compress.journal import Journal
+from jaxllm.compress.recipe import Subject, Work, parse_line
+from jaxllm.compress.steps import STEPS
+from jaxllm.compress.stream import Stage, at, each_layer, put
+from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.weights.formats import as_format, dense, format_of
+from jaxllm.weights.leaves.integers import parse
+from jaxllm.weights.paths import flatten, map_leaves
+
+FAMILIES = ("llama", "gpt2")
+SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # of one shape, so that little is compiled
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lm(request: pytest.FixtureRequest, shallow_demos: Path) -> jaxllm.LM:
+    return jaxllm.load(shallow_demos / request.param, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def rows(lm: jaxllm.LM) -> calibration.Calibration:
+    """What the model says, so that its inputs are of its kind."""
+    prompt = jax.random.randint(jax.random.key(0), (24, 1), 3, lm.config.vocab_size)
+    tokens = np.random.default_rng(0).integers(3, lm.config.vocab_size, (24, 48))
+    tokens[:, :1] = prompt
+    return calibration.from_tokens(tokens)
+
+
+def logits(lm: jaxllm.LM, params: Any, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(jaxllm.forward(lm.model, params, None, tokens).logits)
+
+
+def done(lm: jaxllm.LM, line: str, rows: Any, *, said: list[str] | None = None) -> Subject:
+    read = parse_line(line, STEPS)
+    say = (lambda _: None) if said is None else said.append
+    subject = Subject(lm.config, lm.params, lm.model.precision)
+    return read.step.run(subject, read.argument, read.options, Work(rows, Journal(), False, say))
+
+
+def off(lm: jaxllm.LM, made: Subject, tokens: np.ndarray) -> float:
+    """The mean KL divergence from the model as it was."""
+    p = jax.nn.log_softmax(logits(lm, lm.params, tokens))
+    q = jax.nn.log_softmax(jaxllm.forward(made.model, made.params, None, tokens).logits)
+    return float((jnp.exp(p) * (p - q)).sum(-1).mean())
+
+
+def test_a_layer_by_itself_is_the_layer_of_the_model(lm: jaxllm.LM, rows: Any) -> None:
+    tokens = rows.token_NT[:2]
+    position = jnp.broadcast_to(jnp.arange(48, dtype=jnp.int32), tokens.shape)
+    length = jnp.full((2,), 48, jnp.int32)
+    trace: Any = lm.model.apply({"params": lm.params}, tokens, position, length)
+    seen: list[Stage] = []
+
+    def look(stage: Stage) -> Any:
+        seen.append(stage)
+        return stage.params
+
+    each_layer(lm.model, lm.params, tokens, look, name="looking", show_progress=False)
+    entering = [trace.embeddings, *(layer.x for layer in trace.layers)]
+    for stage, x, layer in zip(seen, entering, trace.layers, strict=False):
+        np.testing.assert_allclose(stage.x_NTD, x, atol=1e-5)
+        for site in stage.sites:
+            got = stage.entries(stage.params, site.input)
+            want = {
+                "attention_norm": layer.attention_norm,
+                "attention.heads": layer.attention.heads.reshape(2, 48, -1),
+                "mlp_norm": layer.mlp_norm,
+                "mlp_hidden": layer.mlp_hidden,
+            }[site.input]
+            np.testing.assert_allclose(got, want, atol=1e-5)
+            moments = stage.moments(stage.params, site)
+            x_RI = np.asarray(want).reshape(-1, want.shape[-1])
+            np.testing.assert_allclose(moments.gram_II, x_RI.T @ x_RI, rtol=1e-3, atol=1e-3)
+
+
+def test_the_second_layer_sees_what_has_become_of_the_first(lm: jaxllm.LM, rows: Any) -> None:
+    inputs: list[np.ndarray] = []
+
+    def blank(stage: Stage) -> Any:
+        inputs.append(stage.x_NTD)
+        return map_leaves(lambda _, x: jnp.zeros_like(x), stage.params)
+
+    each_layer(lm.model, lm.params, rows.token_NT, blank, name="blank", show_progress=False)
+    np.testing.assert_array_equal(inputs[0], inputs[1])  # a layer of zeros adds nothing
+
+
+def test_nan_is_named_by_its_layer(lm: jaxllm.LM, rows: Any) -> None:
+    family = models.family(lm.config.model_type)
+    path = f"{family.layers}.1"
+    linear = family.sites[-1].linears[0]
+    weight = at(lm.params[path], linear)["weight"].at[3, 5].set(jnp.nan)
+    broken = {**lm.params, path: put(lm.params[path], linear, weight=weight)}
+    with pytest.raises(NonFiniteError, match=rf"{family.layers}\.1 makes NaN"):
+        each_layer(
+            lm.model, broken, rows.token_NT, lambda s: s.params, name="", show_progress=False
+        )
+
+
+def test_smoothing_leaves_the_model_as_it_was(lm: jaxllm.LM, rows: Any) -> None:
+    made = done(lm, "smooth: smoothquant alpha=0.7", rows)
+    tokens = rows.token_NT[:4]
+    np.testing.assert_allclose(
+        logits(lm, made.params, tokens), logits(lm, lm.params, tokens), atol=3e-4
+    )
+    moved = [
+        p
+        for (p, a), (_, b) in zip(flatten(lm.params), flatten(made.params), strict=True)
+        if not np.array_equal(a, b)
+    ]
+    assert len(moved) >= 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folded_scale_changes_nothing(lm: jaxllm.LM, dtype: str) -> None:
+    """For every input that has a source; in bfloat16 the scale is what the norm can have."""
+    family = models.family(lm.config.model_type)
+    path = f"{family.layers}.0"
+    params = map_leaves(lambda _, x: x.astype(dtype), lm.params)
+    rng, tokens = np.random.default_rng(1), np.arange(3, 43).reshape(2, 20)
+    folded = 0
+    for site in family.sites:
+        if not scaling.foldable(params[path], site):
+            continue
+        folded += 1
+        columns = at(params[path], site.linears[0])["weight"].shape[1]
+        scale_I = jnp.asarray(np.exp(rng.standard_normal(columns)), jnp.float32)
+        layer, used_I = scaling.fold(params[path], site, scale_I)
+        assert np.abs(np.log(used_I / scale_I)).max() < (1e-6 if dtype == "float32" else 0.01)
+        a, b = (logits(lm, {**params, path: x}, tokens) for x in (params[path], layer))
+        np.testing.assert_allclose(a, b, atol=1e-3 if dtype == "float32" else 0.3)
+    assert folded == 3
+
+
+def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
+    lm: jaxllm.LM, rows: Any
+) -> None:
+    family, to = models.family(lm.config.model_type), parse("int3-g64-zp")
+    assert to is not None
+    site = family.sites[0]
+    checked: list[int] = []
+
+    def look(stage: Stage) -> Any:
+        norm = at(stage.params, str(site.source))
+        loud = norm["weight"].at[7].multiply(100.0)
+        params = put(stage.params, str(site.source), **{**norm, "weight": loud})
+        moments = stage.moments(params, site)
+        found = scaling.search(stage, params, site, moments, to)
+        assert found.loss <= found.plain
+        weight = at(params, site.linears[0])["weight"]
+        scale_I = found.scale_I[None]
+        plain, guarded = (
+            np.abs(np.asarray(q - weight))[:, 7].mean()
+            for q in (to.make(weight).dense(), to.make(weight * scale_I).dense() / scale_I)
+        )
+        assert found.ratio > 0 and guarded < plain
+        checked.append(stage.number)
+        return stage.params
+
+    each_layer(lm.model, lm.params, rows.token_NT[:8], look, name="awq", show_progress=False)
+    assert checked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "quantize: gptq int3-g64",
+        "quantize: gptq int3-g64 act_order=true",
+        "quantize: gptq int3-g64 act_order=true static_groups=false",
+        "quantize: awq int3-g64",
+    ],
+)
+def test_calibrated_integers_are_nearer_than_rounded_ones(
+    line: str, lm: jaxllm.LM, rows: Any
+) -> None:
+    made, plain = (done(lm, f"{one} {SQUARE}", rows) for one in (line, "quantize: rtn int3-g64"))
+    assert off(lm, made, rows.token_NT) < off(lm, plain, rows.token_NT)
+    formats = {format_of(x) for p, x in flatten(made.params) if x.ndim == 2}
+    assert formats == {"float32", "ordered/int3-g64" if "static" in line else "int3-g64"}
+
+
+def test_what_is_pruned_stays_so_when_it_is_rounded(lm: jaxllm.LM, rows: Any) -> None:
+    pruned = done(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
+    joint = done(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
+    read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
+    after = read.step.run(pruned, read.argument, read.options, Work(rows, Journal(), False, print))
+    family = models.family(lm.config.model_type)
+    for made in (pruned, joint, after):
+        linear = family.sites[1].linears[0]
+        weight = np.asarray(dense(at(made.params[f"{family.layers}.1"], linear)["weight"]))
+        assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
+    others = [done(lm, f"prune: {one} 2:4 {SQUARE}", rows) for one in ("wanda", "magnitude")]
+    assert off(lm, pruned, rows.token_NT) < min(off(lm, one, rows.token_NT) for one in others)
+
+
+def test_static_grids_of_every_kind(lm: jaxllm.LM, rows: Any) -> None:
+    plain = done(lm, f"quantize: rtn int8 {SQUARE}", rows)
+    base = off(lm, plain, rows.token_NT)
+    for kind in ("minmax", "percentile"):
+        read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
+        work = Work(rows, Journal(), False, print)
+        made = read.step.run(plain, "", read.options, work)
+        assert base < off(lm, made, rows.token_NT) < base + 0.1
+        assert "static/int8" in {format_of(x) for _, x in flatten(made.params)}
+    with pytest.raises(ConfigError, match="is not of int8"):
+        done(lm, "activations: static", rows)
+
+
+def test_a_whole_model_is_pruned_by_one_bound(lm: jaxllm.LM, rows: Any) -> None:
+    made = done(lm, "prune: magnitude 40% scope=model", rows)
+    chosen = [np.asarray(x) for p, x in flatten(made.params) if x.ndim == 2 and p.count(".") > 2]
+    zero = sum((x == 0).sum() for x in chosen) / sum(x.size for x in chosen)
+    assert zero == pytest.approx(0.4, abs=1e-3)
+    shares = [float((x == 0).mean()) for x in chosen]
+    assert max(shares) - min(shares) > 0.01
+
+
+def test_formats_survive_a_second_look(lm: jaxllm.LM) -> None:
+    """What GPTQ chose is kept by steps that ask for the format that it has."""
+    leaf = as_format(lm.params["wte" if "wte" in lm.params else "embed_tokens"]["weight"], "int4")
+    assert as_format(leaf, "int4-g64") is leaf
