@@ -369,6 +369,7 @@ def test_quantize_refuses_before_it_writes(run: Run, tmp_path: Path) -> None:
         ("nowhere", small): "nowhere is not a directory",
         ("demo:llama", small, "--bits", 5): "a weight format is one of",
         ("demo:llama", small, "--group", 48): "a group is of 32, 64 or 128 columns",
+        ("demo:llama", small, "--bits", 3, "--group", 16): "a group is of 32, 64 or 128 columns",
         ("demo:llama", small, "--format", "int5"): "got 'int5'",
         ("demo:llama", small, "--rules", broken): f"--rules {broken}",
         ("demo:llama", small, "--rules", "nowhere.json"): "--rules: cannot read nowhere.json",
