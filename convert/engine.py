@@ -4,6 +4,7 @@ Strict in both directions: every tensor of the model is found, every tensor foun
 complaints come in one error. Nothing outside the directory is opened and nothing in it is run.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -36,6 +37,8 @@ from jaxllm.weights.files import LazyTensor, open_tensors
 from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 
+from .quantized import rules, take_quantized, their_names
+from .scheme import KEY, Scheme, read_scheme
 from .tables import HEAD, Architecture
 
 
@@ -70,6 +73,8 @@ GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a Hugging Face checkpoint (Llama, Mistral or GPT-2; one safetensors file or shards).
 
+    What GPTQ or AWQ have quantized (`quantization_config`) becomes leaves of the same integers.
+
     data: its config.json, where that has been read. Raises ConfigError or CheckpointError with all
     that is wrong; no tensor has been read then.
     """
@@ -78,11 +83,16 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
     tensors = _ours(_open_files(directory), config, table, str(directory))
     if config.tie_word_embeddings and HEAD in tensors:
         _drop_tied_head(tensors, f"{family(config.model_type).tokens}.weight", str(directory))
-    check_names(tensors, config, str(directory))
+    precision, formats = native_precision(tensors), dict[str, str]()
+    complaints: list[str] = []
+    if (scheme := _scheme(directory, data, tensors)) is not None:
+        paths = dict(flatten(param_shapes(build(config))))
+        formats = take_quantized(scheme, tensors, _linears(config), paths, complaints)
+        precision = dataclasses.replace(precision, quantize=rules(formats, paths))
+    check_names(tensors, config, str(directory), formats, complaints)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
     generation = check_ids({**ids, **read_generation(directory)}, f"{directory / 'config.json'}")
-    precision = native_precision(tensors)
-    return Checkpoint(directory, config, tensors, generation, precision, form=FORM)
+    return Checkpoint(directory, config, tensors, generation, precision, formats, form=FORM)
 
 
 def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
@@ -96,11 +106,8 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
             f"config.json: model_type {kind.model_type!r:.40} is not supported"
             f" (known: {', '.join(READERS)})"
         )
-    if "quantization_config" in data:
-        raise ConfigError(
-            "config.json: the weights are quantized by another tool (quantization_config);"
-            " load the original checkpoint"
-        )
+    if data.get(KEY) is not None:  # before the rest: what it says may be why
+        read_scheme(data[KEY])
     if "auto_map" in data:
         raise ConfigError(
             "config.json: the checkpoint brings code of its own (auto_map), which is never run"
@@ -113,7 +120,7 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
                 f" (known for {kind.model_type}: {', '.join(table.architectures)}); if its tensors"
                 " are those of one, name that one there"
             )
-    return read(table, data), table
+    return read(table, {name: value for name, value in data.items() if name != KEY}), table
 
 
 def write_hf(
@@ -156,7 +163,8 @@ def _ours(
     tensors: dict[str, LazyTensor], config: ModelConfig, table: Architecture, where: str
 ) -> dict[str, LazyTensor]:
     """Their tensors under our paths; what the model has not keeps its name, to be complained of."""
-    known = {HEAD, *dict(flatten(param_shapes(build(config))))}
+    linears = _linears(config)
+    known = {HEAD, *dict(flatten(param_shapes(build(config)))), *their_names(linears)}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         path = name.removeprefix(table.prefix)
@@ -167,6 +175,28 @@ def _ours(
             raise CheckpointError(f"{where}: {path} is there twice, with and without a prefix")
         found[path] = table.oriented(path, tensor)
     return found
+
+
+def _scheme(directory: Path, data: Mapping[str, Any], tensors: Iterable[str]) -> Scheme | None:
+    """How the weights are quantized; older files of AutoGPTQ say it in a file of its own."""
+    older = directory / "quantize_config.json"
+    if data.get(KEY) is not None:
+        return read_scheme(data[KEY])
+    if not any(name.endswith(".qweight") for name in tensors) or not is_there(older):
+        return None
+    return read_scheme(
+        {"quant_method": "gptq", **read_json(inside(directory, older.name))}, str(older)
+    )
+
+
+def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The shapes `[O, I]` of the weights that are multiplied with: no norms, and no tables."""
+    shapes, tables = flatten(param_shapes(build(config))), family(config.model_type).tables
+    return {
+        path: leaf.shape
+        for path, leaf in shapes
+        if len(leaf.shape) == 2 and path.removesuffix(".weight") not in tables
+    }
 
 
 def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> None:

@@ -77,6 +77,7 @@ class LM:
 
     generation: generation_config.json. tokenizer: None where the checkpoint has none.
     chat_template: itself, or the reason why there is none, which is raised when it is needed.
+    recipe: the steps that made it smaller (`jaxllm.compress`), a line each.
     """
 
     config: ModelConfig
@@ -88,6 +89,7 @@ class LM:
     chat_template: ChatTemplate | JaxllmError = dataclasses.field(
         default=TemplateError("this model has no chat template: pass a plain prompt"), repr=False
     )
+    recipe: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def parts(self) -> Parts:
@@ -265,7 +267,9 @@ class LM:
         Raises CheckpointError where `directory` already holds a checkpoint.
         """
         precision = self.model.precision
-        opened = checkpoint.Checkpoint(self.path, self.config, {}, self.generation, precision)
+        opened = checkpoint.Checkpoint(
+            self.path, self.config, {}, self.generation, precision, recipe=self.recipe
+        )
         checkpoint.save(
             Path(directory),
             checkpoint.in_memory(opened, self.params, precision),
@@ -351,6 +355,7 @@ def load_opened(
         generation=opened.generation,
         path=opened.directory,
         chat_template=texts.chat_template,
+        recipe=opened.recipe,
     )
 
 

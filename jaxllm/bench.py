@@ -118,11 +118,11 @@ def bench(
     size = weight_bytes(lm)
     for test in tests:
         run = prepared(lm, test, chunk)
-        first = _timed(run)
+        first = timed(run)
         seconds, bus = [], []
         for _ in range(repetitions):
             bus.append(bandwidth(probe))
-            seconds.append(_timed(run))
+            seconds.append(timed(run))
         middle = statistics.median(seconds)
         streamed = size * test.decode / middle / 1e9 if test.decode else None
         yield Row(
@@ -177,7 +177,7 @@ def bandwidth(probe: jax.Array) -> float:
     by_kernel = native.enabled() and jax.default_backend() == "cpu"
     read = jax.jit(native.read) if by_kernel else _sum
     jax.block_until_ready(read(probe))
-    return max(probe.nbytes / _timed(lambda: read(probe).block_until_ready()) / 1e9 for _ in "123")
+    return max(probe.nbytes / timed(lambda: read(probe).block_until_ready()) / 1e9 for _ in "123")
 
 
 def weight_bytes(lm: LM) -> int:
@@ -229,7 +229,8 @@ def _sum(x: jax.Array) -> jax.Array:
     return x.sum(dtype=jnp.uint32)
 
 
-def _timed(run: Callable[[], Any]) -> float:
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds that it takes."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

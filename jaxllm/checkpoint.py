@@ -5,7 +5,7 @@ lies. Loading from lazy tensors, with every check, is shared with `convert`.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,7 +48,8 @@ class Checkpoint:
     tensors: by our paths, in the shapes that the configuration demands. generation: the contents
     of generation_config.json, or what an older config.json said in its place. precision: as the
     checkpoint keeps its weights, unless it says otherwise. formats: of the quantized ones, by path;
-    their tensors are the leaf's pieces (see `weights.leaves`). form: what it is on disk.
+    their tensors are the leaf's pieces (see `weights.leaves`). form: what it is on disk. recipe:
+    what was done to the model since it was another's, a step a line.
     """
 
     directory: Path
@@ -58,16 +59,20 @@ class Checkpoint:
     precision: Precision
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
     form: str = FORMAT
+    recipe: tuple[str, ...] = ()
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
-    """config.json in our own form. formats: of the quantized tensors, by path."""
+    """config.json in our own form. formats: of the quantized tensors, by path. recipe: the steps
+    that were done, where there are any.
+    """
 
     format: Literal["jaxllm"]
     version: int
     model: dict[str, Any]
     precision: dict[str, Any]
     formats: dict[str, str] = {}
+    recipe: list[str] = []
 
 
 _Id = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]  # -1: what some files say for none
@@ -98,7 +103,15 @@ def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Check
     tensors = ahead.mapped(inside(directory, WEIGHTS))
     check_names(tensors, config, str(directory), header.formats)
     generation = read_generation(directory)
-    return Checkpoint(directory, config, tensors, generation, precision, header.formats)
+    return Checkpoint(
+        directory,
+        config,
+        tensors,
+        generation,
+        precision,
+        header.formats,
+        recipe=tuple(header.recipe),
+    )
 
 
 def save(
@@ -114,13 +127,15 @@ def save(
     CheckpointError if `directory` already holds a checkpoint, or cannot be written.
     """
     claim(directory)
-    header = {
+    header: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "model": checkpoint.config.to_dict(),
         "precision": dataclasses.asdict(checkpoint.precision),
         "formats": dict(checkpoint.formats),
     }
+    if checkpoint.recipe:
+        header["recipe"] = list(checkpoint.recipe)
     write_checkpoint(
         directory,
         checkpoint.tensors,
@@ -274,13 +289,15 @@ def check_names(
     config: ModelConfig,
     where: str,
     formats: Mapping[str, str] | None = None,
+    found: Sequence[str] = (),
 ) -> None:
     """Raise CheckpointError with every missing, unexpected, misshapen or mistyped tensor.
 
-    formats: of the quantized leaves, by path.
+    formats: of the quantized leaves, by path. found: what else is known to be wrong.
     """
     leaves, formats = dict(flatten(models.param_shapes(models.build(config)))), formats or {}
-    complaints = [
+    complaints = list(found)
+    complaints += [
         f"{path} is quantized, and not part of this model"
         for path in formats.keys() - leaves.keys()
     ]

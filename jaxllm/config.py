@@ -144,6 +144,11 @@ class ModelConfig:
         """How many of the last positions a query of this layer sees, itself included."""
         return None
 
+    def like(self, layer: int) -> int:
+        """The first layer that computes as this one does, with other parameters."""
+        windows = [self.window(i) for i in range(layer + 1)]
+        return windows.index(windows[-1])
+
     def memory(self, layer: int) -> Any:
         """The form of what this layer keeps beside keys and values, of one size however long the
         text: a pytree of `jax.ShapeDtypeStruct`, of one row; None for nothing.

@@ -115,6 +115,7 @@ STOREYS = """
     serving
     api
     bench harness batchfile verifying
+    compress
     cli
     __main__
 """

@@ -1,8 +1,9 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
-generate, chat, batch (`generate --batch`), embed; convert, quantize, export; info, bench; verify,
-vectors, perplexity, sensitivity. Shared: options (flags of generation), corpus (flags of texts),
-console (what is said, and errors), compiled (programs kept for the next process).
+generate, chat, batch (`generate --batch`), embed; convert, quantize, compress, export; info, bench;
+verify, vectors, perplexity, sensitivity. Shared: options (flags of generation), corpus (flags of
+texts), calibration (what a recipe sees), console (what is said, and errors), compiled (programs
+kept for the next process).
 """
 
 import sys
@@ -15,6 +16,7 @@ from jaxllm import __version__
 from jaxllm.cli import (
     bench,
     chat,
+    compress,
     convert,
     embed,
     export,
@@ -43,6 +45,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "bench": (bench.bench, bench.EXAMPLE),
     "convert": (convert.convert, convert.EXAMPLES),
     "quantize": (quantize.quantize, quantize.EXAMPLE),
+    "compress": (compress.compress, compress.EXAMPLES),
 }
 
 app = typer.Typer(

@@ -1,6 +1,7 @@
 """`jaxllm info`: what a checkpoint is."""
 
 import json
+from collections import Counter
 
 from jaxllm.cli.console import waiting, write
 from jaxllm.cli.options import AsJson, ModelArgument
@@ -36,6 +37,8 @@ def info(
         "bytes": size,
         "dtype": opened.precision.weights,
         "quantized": opened.precision.quantize,
+        "formats": dict(sorted(Counter(opened.formats.values()).items())),
+        "recipe": list(opened.recipe),
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
         "tokenizer": has_tokenizer(opened.directory),
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
@@ -47,6 +50,12 @@ def info(
     width = max(map(len, facts))
     for name, value in facts.items():
         shown = f"{value:,}" if type(value) is int else value
-        if isinstance(value, dict):
+        if name == "quantized" and isinstance(value, tuple):
+            shown = f"by {len(value)} rules"
+        elif name == "formats":
+            shown = ", ".join(f"{count} {format}" for format, count in value.items())
+        elif name == "recipe":
+            shown = f"\n{'':{width}}  ".join(value)
+        elif isinstance(value, dict):
             shown = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
         write(f"{name:{width}}  {shown}\n")

@@ -18,6 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema
 from jaxllm.models import gpt2, llama
 from jaxllm.models.family import Family
+from jaxllm.models.layers import Layer, Scope, angles_of
 from jaxllm.programs import recalled
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
@@ -42,6 +43,26 @@ def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
     module: Any = family(config.model_type).module
     built: nn.Module = module(config=config, precision=precision or Precision())
     return built
+
+
+def run_layer(
+    model: nn.Module,
+    layer: int,
+    params: Params,
+    x_BTD: jax.Array,
+    position_BT: jax.Array,
+    length_B: jax.Array,
+) -> Layer:
+    """What one layer makes of what the layers before it made of a text, without a cache.
+
+    params: the layer's own. Formats that a module has by its path do not apply here.
+    """
+    c: ModelConfig = model.config
+    block = family(c.model_type).block
+    made: Any = block(config=c, precision=model.precision, layer=layer, parent=None)
+    scope = Scope(position_BT, angles=angles_of(c, position_BT, length_B))
+    ran: Layer = made.apply({"params": params}, x_BTD, scope)
+    return ran
 
 
 def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig:

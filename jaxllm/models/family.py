@@ -1,10 +1,37 @@
 """What is to be known of a family of models, beside the models themselves."""
 
 import dataclasses
+from typing import NamedTuple
 
 import flax.linen as nn
 
 from jaxllm.config import ModelConfig
+
+
+class Site(NamedTuple):
+    """Linears of a layer that multiply one input.
+
+    input: its name in `layers.Layer`. output: likewise, what the layer's part that they are in adds
+    to the stream. source: the module that makes the input, up to a product by element: a scale of
+    the input's channels can be taken out of it. A norm, or a linear whose last rows these are.
+    """
+
+    input: str
+    linears: tuple[str, ...]
+    output: str
+    source: str | None
+
+
+class Member(NamedTuple):
+    """A linear of a layer of which each head, or each channel, has a share of its own.
+
+    axis: 0 where that is rows, what it puts out, with the bias; 1 where it is columns. runs: how
+    many runs of all shares stand one after the other in it.
+    """
+
+    linear: str
+    axis: int
+    runs: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,6 +42,9 @@ class Family:
     another name. tokens, positions: the paths of the tables of tokens and of
     learned positions (None: there is none). The rest is what stages are called: embeddings, norm,
     and within the layers, whose path is `layers`, the norms, attention, and the MLP's last linear.
+    block: the class of a layer. sites: its linears, in the order in which it runs them. heads,
+    channels: what goes together with a key/value head and its query heads, or with a number of the
+    MLP's hidden ones.
     """
 
     config: type[ModelConfig]
@@ -28,6 +58,10 @@ class Family:
     mlp_norm: str
     mlp_down: str
     norm: str
+    block: type[nn.Module]
+    sites: tuple[Site, ...]
+    heads: tuple[Member, ...]
+    channels: tuple[Member, ...]
     aliases: tuple[str, ...] = ()
 
     @property

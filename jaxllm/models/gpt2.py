@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
     Attended,
     Embedding,
@@ -44,6 +44,9 @@ class GPT2Config(ModelConfig):
     def position_limit(self) -> int:
         """Positions are rows of a table."""
         return self.max_position_embeddings
+
+    def like(self, layer: int) -> int:
+        return layer if self.scale_attn_by_inverse_layer_idx else 0
 
     def _complaints(self) -> list[str]:
         complaints = super()._complaints()
@@ -164,4 +167,13 @@ FAMILY = Family(
     mlp_norm="ln_2",
     mlp_down="mlp.c_proj",
     norm="ln_f",
+    block=Block,
+    sites=(
+        Site("attention_norm", ("attn.c_attn",), "attention.x", "ln_1"),
+        Site("attention.heads", ("attn.c_proj",), "attention.x", "attn.c_attn"),
+        Site("mlp_norm", ("mlp.c_fc",), "mlp", "ln_2"),
+        Site("mlp_hidden", ("mlp.c_proj",), "mlp", None),
+    ),
+    heads=(Member("attn.c_attn", 0, runs=3), Member("attn.c_proj", 1)),
+    channels=(Member("mlp.c_fc", 0), Member("mlp.c_proj", 1)),
 )

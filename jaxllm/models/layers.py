@@ -21,6 +21,7 @@ from jaxllm.ops.masked import attend_masked, attention_weights
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
 
+Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, H/2]
 Mass = bool | Literal["heads"]  # none, summed over queries and heads, or each one's weights
 
 
@@ -30,13 +31,14 @@ class Scope(NamedTuple):
     position_BT: int32, of the new tokens, -1 for padding. segments: of the cache, oldest first.
     mask_BTS: what each query sees of all slots and then the new tokens, as `attend_masked` takes
     it, in place of what positions and windows say. mass: what to say of the weights; nothing under
-    a mask.
+    a mask. angles: what queries and keys are turned by; None where they are not.
     """
 
     position_BT: jax.Array
     segments: tuple[Segment, ...] = ()
     mask_BTS: jax.Array | None = None
     mass: Mass = False
+    angles: Angles | None = None
 
 
 class Attended(NamedTuple):
@@ -146,6 +148,19 @@ def attend(
             mass = attention_weights(q, at, parts, scale=scale, window=window)
     x = project_out(out.reshape(*out.shape[:2], -1))
     return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
+
+
+def angles_of(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles | None:
+    """What tokens at these positions, of texts of these lengths, are turned by."""
+    if config.rotary is None:
+        return None
+    return ops.rope_angles(
+        config.rotary,
+        position_BT,
+        length_B,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+    )
 
 
 def leaf(module: nn.Module, name: str, *shape: int) -> Any:

@@ -9,8 +9,9 @@ import jax
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig, Rope, Tokens
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
+    Angles,
     Attended,
     Embedding,
     Layer,
@@ -19,14 +20,13 @@ from jaxllm.models.layers import (
     RMSNorm,
     Scope,
     Trace,
+    angles_of,
     attend,
     pick,
     project,
     unembed,
 )
 from jaxllm.weights.precision import Precision
-
-Angles = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,17 +95,11 @@ class Llama(nn.Module):
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name="embed_tokens")(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
-        angles = angles or ops.rope_angles(
-            c.rope,
-            position_BT,
-            length_B,
-            head_dim=c.head_dim,
-            max_position_embeddings=c.max_position_embeddings,
-        )
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass)
+        angles = angles or angles_of(c, position_BT, length_B)
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
-            layers.append(self.block(i)(x, angles, scope))
+            layers.append(self.block(i)(x, scope))
             x = layers[-1].x
         norm = RMSNorm(c.norm_eps, name="norm")(x)
         logits = unembed(c, p, table, pick(norm, column_B))
@@ -124,10 +118,10 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: Angles, scope: Scope) -> Layer:
+    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
         c, p = self.config, self.precision
         normed = RMSNorm(c.norm_eps, name="input_layernorm")(x)
-        attended = self.attention()(normed, angles, scope)
+        attended = self.attention()(normed, scope)
         x = x + attended.x
         mlp_normed = RMSNorm(c.norm_eps, name="post_attention_layernorm")(x)
         hidden, y = MLP(c, p, name="mlp")(mlp_normed)
@@ -146,9 +140,10 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: Angles, scope: Scope) -> Attended:
+    def __call__(self, x: jax.Array, scope: Scope) -> Attended:
         c, p = self.config, self.precision
         B, T, D = x.shape
+        assert scope.angles is not None
 
         def linear(name: str, heads: int) -> Linear:
             return Linear(heads * c.head_dim, c.attention_bias, p, name=name)
@@ -162,8 +157,8 @@ class Attention(nn.Module):
         return attend(
             scope,
             self.layer,
-            ops.rotate(q, *angles),
-            ops.rotate(k, *angles),
+            ops.rotate(q, *scope.angles),
+            ops.rotate(k, *scope.angles),
             v,
             Linear(D, c.attention_bias, p, name="o_proj"),
             cache_dtype=p.cache,
@@ -202,5 +197,24 @@ FAMILY = Family(
     mlp_norm="post_attention_layernorm",
     mlp_down="mlp.down_proj",
     norm="norm",
+    block=Block,
+    sites=(
+        Site(
+            "attention_norm",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attention.x",
+            "input_layernorm",
+        ),
+        Site("attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"),
+        Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", "post_attention_layernorm"),
+        Site("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
+    ),
+    heads=(
+        Member("self_attn.q_proj", 0),
+        Member("self_attn.k_proj", 0),
+        Member("self_attn.v_proj", 0),
+        Member("self_attn.o_proj", 1),
+    ),
+    channels=(Member("mlp.gate_proj", 0), Member("mlp.up_proj", 0), Member("mlp.down_proj", 1)),
     aliases=("mistral",),
 )

@@ -5,11 +5,17 @@ bf16-packed                    bfloat16 in 12 bits, losslessly
 int8                           8 bits, a scale a row
 int8-g64                       8 bits, a scale for each 64 columns (32, 64 or 128)
 int4-g64                       4 bits, the same; int4 alone means int4-g64
-int4-g64-zp                    4 bits with a zero point
+int3-g64, int2-g64             3 and 2 bits, the same
+...-zp                         with a zero point
 ...-f16                        float16 scales in place of float32
 bfloat16-2:4                   no more than 2 of each 4 columns are not 0: 9 bits a weight
 bfloat16-bitmap                any are not 0: a bit for each and 16 for those
 float32-..., int8-...          2:4 and bitmap of other numbers; int8 with a scale a row
+
+What is made of other weights has theirs after a slash:
+ordered/int4-g64               columns in an order in which those of a group lie together
+rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
+static/int8                    multiplied by inputs rounded on a grid found beforehand
 """
 
 from collections.abc import Callable
@@ -18,8 +24,8 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, integers, packed, sparse
-from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.leaves import arrays, factored, integers, ordered, packed, sparse, static
+from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
 Weight = jax.Array | Leaf  # what stands in the parameters
@@ -31,23 +37,28 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     integers.parse,
     sparse.parse,
 )
+# Likewise for leaves composed of others, whose format a row reads by the function that it is given.
+COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
+    factored.parse,
+    ordered.parse,
+    static.parse,
+)
 
 
 def parse(name: Any) -> Format:
     """A format by its name. Raises ConfigError for an unknown name."""
-    for parser in PARSERS:
-        if isinstance(name, str) and (found := parser(name)) is not None:
-            return found
+    if isinstance(name, str):
+        for parser in PARSERS:
+            if (found := parser(name)) is not None:
+                return found
+        for reader in COMPOSED:
+            if (found := reader(name, parse)) is not None:
+                return found
     raise ConfigError(
         f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
-        f" int4-g64-zp (-f16 for float16 scales), bfloat16-2:4, bfloat16-bitmap (or"
-        f" float32-, int8-), got {name!r:.40}"
+        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), bfloat16-2:4,"
+        f" bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
     )
-
-
-def as_leaf(weight: Weight) -> Leaf:
-    """A weight as a `Leaf`, arrays too."""
-    return weight if isinstance(weight, Leaf) else Dense(weight)
 
 
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:

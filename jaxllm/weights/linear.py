@@ -46,14 +46,18 @@ def linears(
 ) -> list[jax.Array]:
     """`linear` of one x with each weight and bias, which the kernels do in one call."""
     x_RI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    weights = tuple(weight for weight, _ in terms)
-    for weight in weights:
-        if weight.shape[1] != x.shape[-1]:
-            raise ValueError(f"a weight of shape {weight.shape} does not fit x of shape {x.shape}")
-    rounded = [int8_inputs and as_leaf(weight).rounds_inputs for weight in weights]
-    if len(set(rounded)) > 1:
+    leaves = [as_leaf(weight) for weight, _ in terms]
+    for leaf in leaves:
+        if leaf.shape[1] != x.shape[-1]:
+            raise ValueError(f"a weight of shape {leaf.shape} does not fit x of shape {x.shape}")
+    rounded = [int8_inputs and leaf.rounds_inputs and x.dtype != jnp.int8 for leaf in leaves]
+    composed = any(leaf.composed for leaf in leaves)
+    if len(terms) > 1 and (composed or len(set(rounded)) > 1):
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
-    products = _PRODUCTS[1 if all(rounded) else 3](x_RI, weights)
+    if composed:
+        products: Products = (leaves[0].through(x_RI, partial(linear, int8_inputs=int8_inputs)),)
+    else:
+        products = _PRODUCTS[1 if all(rounded) else 3](x_RI, tuple(weight for weight, _ in terms))
     return [
         (y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]).reshape(
             *x.shape[:-1], y_RO.shape[-1]

@@ -4,6 +4,7 @@ Norms, rotary angles, softmax, accumulation and logits are float32 whatever is c
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema, compile_pattern, complaints_of
-from jaxllm.weights.formats import Weight, as_format, parse
+from jaxllm.weights.formats import Weight, as_format, format_of, parse
 from jaxllm.weights.leaves.arrays import DTYPES
-from jaxllm.weights.paths import Params, first_match, map_leaves
+from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
 from jaxllm.weights.quantize import Rules, format_at, rules_of
 
 CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
@@ -111,7 +112,9 @@ class Precision:
         return quantized or self.weights
 
     def cast(self, path: str, weight: Weight) -> Weight:
-        """The parameter at `path` in the format that it is kept in."""
+        """The parameter at `path` in the format that it is kept in; as it is where it has it."""
+        if format_of(weight) == parse(self.format_at(path, weight.ndim)).name:
+            return weight
         for name in self.formats_at(path, weight.ndim):
             weight = as_format(weight, name)
         return weight
@@ -140,6 +143,36 @@ def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
     """Quantization rules as a value that hashes. Raises what `rules_of` raises."""
     rows = rules_of(rules)
     return rules if isinstance(rules, str) else tuple(rows)
+
+
+def exactly(params: Params, precision: Precision) -> Precision:
+    """The same but for the weights, of which each is kept in the format that it has.
+
+    Matrices that differ by their layer's number alone have one rule where they have one format.
+    """
+    leaves = {path: (leaf.ndim, format_of(leaf)) for path, leaf in flatten(params)}
+    kinds: dict[str, set[str]] = {}  # the formats of all that a general rule names
+    for path, (ndim, name) in leaves.items():
+        if ndim >= 2:
+            kinds.setdefault(_any_layer(path), set()).add(name)
+    rows, vectors = {}, {}
+    for path, (ndim, name) in leaves.items():
+        if ndim >= 2 and name != precision.weights:
+            general = _any_layer(path)
+            rows[general if len(kinds[general]) == 1 else re.escape(path)] = name
+        elif name != precision.weights:  # `quantize` leaves it alone
+            vectors[re.escape(path)] = Override(weights=name)
+    others = [(regex, dataclasses.replace(o, weights=None)) for regex, o in precision.overrides]
+    return dataclasses.replace(
+        precision,
+        quantize=tuple(rows.items()) or None,
+        overrides=(*vectors.items(), *((r, o) for r, o in others if o != Override())),
+    )
+
+
+def _any_layer(path: str) -> str:
+    """A regex for the path, whatever the numbers in it."""
+    return re.sub(r"(?<=\.)\d+(?=\\)", r"\\d+", re.escape(path))
 
 
 def cast(params: Params, precision: Precision) -> Params:

@@ -17,7 +17,8 @@ POSITIONS: tuple[str, str | None] = (
     None,
 )  # a table of positions is small, and added to everything
 # What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
-# other matrices take 4, as in llama.cpp's mixtures; neither is pruned where these are (SparseGPT).
+# other matrices take fewer, as in llama.cpp's mixtures; neither is pruned where these are, as in
+# SparseGPT.
 _TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
 
 
@@ -29,7 +30,7 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
     if isinstance(rules, str):
         parse(rules)
         rows = [POSITIONS]
-        if rules.startswith("int4"):
+        if rules.startswith(("int4", "int3", "int2")):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         if sparse.parse(rules) is not None:
             rows.append((_TOKENS_AND_HEAD, rules.partition("-")[0]))
@@ -54,9 +55,9 @@ def quantize(params: Params, rules: Rules) -> Params:
     rules: ordered rows `(regex, format or None)` as `weights.paths` reads them, such as
     `[(r"lm_head", None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
     `weights.formats`; or the name of one format for all matrices ("int8", "int4", "bf16-packed"),
-    where 4 bits leave the tokens' table and the head at 8, "int8-2:4" and its like leave them as
-    int8 and its like, and nothing changes the positions' table. Norms and biases stay as they are.
-    Quantized leaves are `QTensor`, `Packed` or `Sparse`.
+    where 4 bits or fewer leave the tokens' table and the head at 8, "int8-2:4" and its like leave
+    them as int8 and its like, and nothing changes the positions' table. Norms and biases stay as
+    they are. Quantized leaves are `QTensor`, `Packed` or `Sparse`.
 
     Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """

@@ -111,7 +111,7 @@ def test_a_matrix_without_columns_has_nothing_to_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["int7", "int8-g48", "int8-zp", "int4-g", "float8", "", "int4-f16-zp", None]
+    "name", ["int7", "int8-g48", "int3-g16", "int4-g", "float8", "", "int4-f16-zp", None]
 )
 def test_unknown_formats_are_refused(name: Any) -> None:
     with pytest.raises(ConfigError):

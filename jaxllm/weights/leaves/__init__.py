@@ -1,4 +1,6 @@
-"""The kinds of weights, a file each: arrays, integers with scales, packed bfloat16 in 12 bits.
+"""The kinds of weights, a file each: arrays, integers with scales (`digits.py`: in bytes), packed
+bfloat16 in 12 bits, weights with their columns in another order (`ordered.py`), and two of low rank
+in place of one (`factored.py`).
 
 `leaf.py` says what a leaf and a format of leaves are; `formats.py`, beside this folder, has a row
 for each. Another kind is a file here and its row there; with native kernels, `Matrix` for them.

@@ -65,6 +65,11 @@ class Dense(Leaf):
         return {"": self.array}
 
 
+def as_leaf(weight: jax.Array | Leaf) -> Leaf:
+    """A weight as a `Leaf`, arrays too."""
+    return weight if isinstance(weight, Leaf) else Dense(weight)
+
+
 @dataclasses.dataclass(frozen=True)
 class Float:
     """A floating-point format, by its name."""

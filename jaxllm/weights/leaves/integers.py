@@ -13,7 +13,9 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native, pallas
+from jaxllm.weights.leaves import digits
 from jaxllm.weights.leaves.arrays import DTYPES, product
+from jaxllm.weights.leaves.digits import CHUNK
 from jaxllm.weights.leaves.leaf import (
     ROWS,
     Blocks,
@@ -25,8 +27,6 @@ from jaxllm.weights.leaves.leaf import (
     up,
 )
 
-CHUNK = 128  # columns of a row are stored in whole chunks; the kernels walk by them
-HALF = 16  # a byte holds columns i (low four bits) and i + 16 (high) of each 32
 GROUPS = (32, 64, 128)
 FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16, in plain JAX
 
@@ -34,17 +34,16 @@ FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16, in plain JAX
 class QTensor(Leaf, struct.PyTreeNode):
     """`weight[o, i] = (q[o, i] - zero[o, g]) * scale[o, g]`, with g = i // group.
 
-    bits 8: `data` is int8 `[..., O, I']`, q from -127 to 127, no zero point. bits 4: `data` is
-    uint8 `[..., O, I' / 2]`, q from 0 to 15: byte 16 b + j of a row holds columns 32 b + j (low
-    four bits) and 32 b + j + 16 (high). I' is `columns` rounded up to whole chunks of 128; what is
-    added is zero.
+    bits 8: `data` is int8 `[..., O, I']`, q from -127 to 127; with a zero point uint8, q from 0 to
+    255. bits 4, 3 and 2: `data` is uint8 `[..., O, I' bits / 8]`, q from 0 to 2^bits - 1, packed as
+    `digits` says. I' is `columns` rounded up to whole chunks of 128; what is added is zero.
 
     scale: float32 or float16 `[..., O, G]`, G = I' / group, or 1 where `group` is None: one scale a
-    row. May be negative. zero: uint8 `[..., O, G]`, or None: 8 for 4 bits, 0 for 8. columns: I.
+    row. May be negative. zero: uint8 `[..., O, G]`, or None: 2^(bits - 1), and 0 for 8 bits.
+    columns: I. The native kernels and the GPU's know 8 bits without a zero point, and 4 bits.
     """
 
     rounds_inputs = True
-    has_kernels = True
 
     data: jax.Array
     scale: jax.Array
@@ -52,6 +51,10 @@ class QTensor(Leaf, struct.PyTreeNode):
     bits: int = struct.field(pytree_node=False)
     group: int | None = struct.field(pytree_node=False)
     columns: int = struct.field(pytree_node=False)
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.bits == 4 or (self.bits == 8 and self.zero is None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,21 +65,26 @@ class QTensor(Leaf, struct.PyTreeNode):
         return jnp.dtype(jnp.float32)
 
     @property
-    def format(self) -> str:
+    def kind(self) -> "Integer":
+        """Its format."""
         scale = "float16" if self.scale.dtype == jnp.float16 else "float32"
-        return Integer(self.bits, self.group, self.zero is not None, scale).name
+        return Integer(self.bits, self.group, self.zero is not None, scale)
+
+    @property
+    def format(self) -> str:
+        return self.kind.name
+
+    @property
+    def codes(self) -> jax.Array:
+        """q itself: `[..., O, I']`."""
+        return digits.unpacked(self.data, self.bits)
 
     def integers(self) -> jax.Array:
-        """q less its zero point: int8 `[..., O, I']`."""
-        if self.bits == 8:
-            return self.data
-        byte = self.data.reshape(*self.data.shape[:-1], -1, HALF)
-        q = jnp.stack([byte & 15, byte >> 4], axis=-2).astype(jnp.int8)
-        q = q.reshape(*self.data.shape[:-1], 2 * self.data.shape[-1])
+        """q less its zero point: int8 `[..., O, I']`, int16 for 8 bits with a zero point."""
         if self.zero is None:
-            return q - 8
-        size = q.shape[-1] // self.zero.shape[-1]
-        return q - jnp.repeat(self.zero.astype(jnp.int8), size, axis=-1)
+            return self.codes.astype(jnp.int8) - jnp.int8(self.kind.middle)
+        kept, size = jnp.int16 if self.bits == 8 else jnp.int8, self.kind.size(self.columns)
+        return self.codes.astype(kept) - jnp.repeat(self.zero.astype(kept), size, axis=-1)
 
     def dense(self, dtype: Any = None) -> jax.Array:
         """The weights themselves, computed in float32."""
@@ -101,7 +109,7 @@ class QTensor(Leaf, struct.PyTreeNode):
         return product(x_RI, self.dense(jnp.bfloat16 if many else jnp.float32))
 
     def fits_gpu(self, x_RI: jax.Array) -> bool:
-        return pallas.fits(x_RI, self.data)
+        return self.has_kernels and pallas.fits(x_RI, self.data)
 
     def gpu_product(self, x_RI: jax.Array) -> jax.Array:
         return pallas.multiply(
@@ -128,12 +136,99 @@ class QTensor(Leaf, struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Integer:
-    """Integers with scales: see `QTensor`. group None is one scale a row (8 bits only)."""
+    """Integers with scales: see `QTensor`. group None is one scale a row (8 bits only).
+
+    `grid`, `codes`, `values` and `of` are what rounding to it means, for whoever chooses integers
+    in a way of his own: scales and codes come from here alone, so that all of them agree bit for
+    bit. They are pure and can be compiled.
+    """
 
     bits: int
     group: int | None
     zero_point: bool = False
     scale: str = "float32"
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """The least and the largest code."""
+        return (0, 2**self.bits - 1) if self.zero_point or self.bits < 8 else (-127, 127)
+
+    @property
+    def middle(self) -> int:
+        """The code of zero where there is no zero point."""
+        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
+
+    @property
+    def code_dtype(self) -> Any:
+        return jnp.dtype(jnp.int8 if self.levels[0] < 0 else jnp.uint8)
+
+    def size(self, columns: int) -> int:
+        """Columns of a group, where rows have so many."""
+        return self.group or up(columns, CHUNK)
+
+    def grid(
+        self, w_OGg: jax.Array, shrink: jax.Array | float = 1.0
+    ) -> tuple[jax.Array, jax.Array]:
+        """Scales and zero points `[..., G]` of groups `[..., G, g]`, the scale as it is stored.
+
+        Symmetric, 8 bits: the largest magnitude is 127 steps. Symmetric, fewer bits: it is minus
+        half of the levels, -8 steps of 4 bits, which uses all of them (as llama.cpp's Q4_0); the
+        zero points are all `middle`. With a zero point: from the least number to the largest, zero
+        among them, are all steps that there are.
+
+        shrink: what that range is times, `[..., G]` or one number, where a search tries to clip.
+        """
+        w_OGg, kept = w_OGg.astype(jnp.float32), jnp.dtype(self.scale)
+        least, most = self.levels
+        if self.zero_point:
+            low = jnp.minimum(w_OGg.min(-1), 0) * shrink
+            high = jnp.maximum(w_OGg.max(-1), 0) * shrink
+            scale = ((high - low) / most).astype(kept)
+            wide = scale.astype(jnp.float32)
+            zero = jnp.clip(jnp.round(-low / jnp.where(wide == 0, 1.0, wide)), least, most)
+            return scale, zero.astype(jnp.uint8)
+        if self.bits == 8:
+            end = jnp.abs(w_OGg).max(-1) * shrink / most
+        else:
+            largest = jnp.abs(w_OGg).argmax(-1, keepdims=True)
+            end = jnp.take_along_axis(w_OGg, largest, -1)[..., 0] * shrink / -self.middle
+        return end.astype(kept), jnp.full(end.shape, self.middle, jnp.uint8)
+
+    def codes(self, w: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
+        """The code nearest to each number (half to even); the three have shapes that broadcast."""
+        wide, (least, most) = scale.astype(jnp.float32), self.levels
+        steps = jnp.round(w.astype(jnp.float32) / jnp.where(wide == 0, 1.0, wide))
+        return jnp.clip(steps + zero.astype(jnp.float32), least, most).astype(self.code_dtype)
+
+    def values(self, codes: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
+        """What codes stand for, float32, bit for bit what `dense` gives of them."""
+        steps = codes.astype(jnp.float32) - zero.astype(jnp.float32)
+        return steps * scale.astype(jnp.float32)
+
+    def of(self, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> QTensor:
+        """The leaf of codes `[..., O, I]` that are chosen, with scales and zero points
+        `[..., O, G]`; of as many groups as I columns need. Nothing is rounded, scales only to the
+        format that they are stored in.
+        """
+        columns, width = codes.shape[-1], up(codes.shape[-1], CHUNK)
+        size = self.size(columns)
+
+        def wide(x: jax.Array, to: int, value: int) -> jax.Array:
+            rows = [(0, 0)] * (x.ndim - 1)
+            return jnp.pad(x, [*rows, (0, to - x.shape[-1])], constant_values=value)
+
+        scale = wide(scale.astype(jnp.dtype(self.scale)), width // size, 0)
+        codes = codes.astype(self.code_dtype)
+        if not self.zero_point:
+            data = digits.packed(wide(codes, width, self.middle), self.bits)
+            return QTensor(data, scale, None, self.bits, self.group, columns)
+        assert zero is not None
+        zero = wide(zero.astype(jnp.uint8), width // size, 0)
+        added = jnp.arange(width) >= columns
+        added = added.reshape(*[1] * (codes.ndim - 1), width)
+        filler = jnp.repeat(zero, size, axis=-1)  # what is added stands for zero
+        data = digits.packed(jnp.where(added, filler, wide(codes, width, 0)), self.bits)
+        return QTensor(data, scale, zero, self.bits, self.group, columns)
 
     @property
     def name(self) -> str:
@@ -174,7 +269,7 @@ class Integer:
         width = up(columns, CHUNK)
         groups = (*rows, width // (self.group or width))
         found: dict[str, tuple[tuple[int, ...], Any]] = {
-            ".data": ((*rows, width * self.bits // 8), np.uint8 if self.bits == 4 else np.int8),
+            ".data": ((*rows, width * self.bits // 8), self.code_dtype),
             ".scale": (groups, DTYPES[self.scale]),
         }
         return {**found, ".zero": (groups, np.uint8)} if self.zero_point else found
@@ -194,59 +289,70 @@ class Integer:
         zero = pieces.get(".zero")
         if not np.isfinite(pieces[".scale"].astype(np.float32)).all():
             raise CheckpointError(f"{path}.scale holds NaN or infinity")
-        if zero is not None and zero.max(initial=0) > 15:
-            raise CheckpointError(f"{path}.zero holds {zero.max()}: a zero point is at most 15")
-        if self.bits == 8 and pieces[".data"].min(initial=0) < -127:
+        if zero is not None and zero.max(initial=0) > self.levels[1]:
+            raise CheckpointError(
+                f"{path}.zero holds {zero.max()}: a zero point is at most {self.levels[1]}"
+            )
+        if self.levels[0] < 0 and pieces[".data"].min(initial=0) < -127:
             raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
         return self._of(pieces, shape[-1])
 
 
 def parse(name: str) -> Integer | None:
-    """`int8`, `int8-g64`, `int4-g64`, `int4-g64-zp`, each also with `-f16`; None for other names.
+    """`int8`, `int8-g64`, `int4-g64`, `int3-g64`, `int2-g64`, each also with `-zp`, `-f16` or both;
+    None for other names.
 
-    Raises ConfigError for a group or a zero point that there is not.
+    Raises ConfigError for a group that there is not.
     """
-    found = re.fullmatch(r"int(8|4)(?:-g(\d+))?(-zp)?(-f16)?", name)
+    found = re.fullmatch(r"int([8432])(?:-g(\d+))?(-zp)?(-f16)?", name)
     if not found:
         return None
-    bits, zero_point = int(found[1]), bool(found[3])
+    bits = int(found[1])
     group = int(found[2]) if found[2] else (None if bits == 8 else 64)
     if group not in (*GROUPS, None):
         raise ConfigError(f"{name}: a group is of 32, 64 or 128 columns, got {group}")
-    if zero_point and bits == 8:
-        raise ConfigError(f"{name}: zero points are for 4 bits")
-    return Integer(bits, group, zero_point, "float16" if found[4] else "float32")
+    return Integer(bits, group, bool(found[3]), "float16" if found[4] else "float32")
 
 
 def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
     """One row times integers: their bytes where they lie, scaled first, which XLA:CPU fuses."""
-    data, size = weight.data, weight.data.shape[1] // weight.scale.shape[1]
-    scale = jnp.repeat(weight.scale.astype(jnp.float32), size, axis=1)
-    width = data.shape[1] * 8 // weight.bits
+    bits, size = weight.bits, weight.kind.size(weight.columns)
+    scale, zero = weight.scale.astype(jnp.float32), weight.zero
+    width = weight.data.shape[1] * 8 // bits
     x_1I = jnp.pad(x_1I.astype(jnp.float32), ((0, 0), (0, width - x_1I.shape[1])))
-    if weight.bits == 8:
-        return (data.astype(jnp.float32) * scale * x_1I).sum(axis=1)[None]
-    low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
-    zero = 8.0 if weight.zero is None else jnp.repeat(weight.zero.astype(jnp.float32), size, axis=1)
-    product = ((data & 15).astype(jnp.float32) - zero) * scale * low
-    product += ((data >> 4).astype(jnp.float32) - zero) * scale * high
-    return product.sum(axis=1)[None]
+    if bits == 8:
+        q, wide = weight.data.astype(jnp.float32), jnp.repeat(scale, size, axis=1)
+        q = q if zero is None else q - jnp.repeat(zero.astype(jnp.float32), size, axis=1)
+        return (q * wide * x_1I).sum(axis=1)[None]
+    places = digits.parts(weight.data, bits)  # each [O, B, W]
+    rows, blocks, span = places[0].shape
+
+    def spread(x_OG: jax.Array) -> jax.Array:
+        """Of each 32 columns what is their group's, by blocks: `[O, B, 32s of a block, 1]`."""
+        x_OGn = jnp.broadcast_to(x_OG[..., None], (*x_OG.shape, size // 32))
+        return x_OGn.astype(jnp.float32).reshape(rows, blocks, -1, 1)
+
+    x_1BAW = x_1I.reshape(1, blocks, -1, span)
+    scale, zero = spread(scale), None if zero is None else spread(zero)
+    product = jnp.zeros((), jnp.float32)
+    for at, q_OBW in enumerate(places):
+        group, q = at * span // 32, q_OBW.astype(jnp.float32)
+        q -= jnp.float32(weight.kind.middle) if zero is None else zero[:, :, group]
+        product += q * scale[:, :, group] * x_1BAW[:, :, at]
+    return product.sum(axis=(1, 2))[None]
 
 
 @partial(jax.jit, static_argnums=1)
 def _rounded(array: jax.Array, to: Integer) -> tuple[jax.Array, jax.Array, jax.Array]:
     rows, columns = array.shape
-    width = up(columns, CHUNK)
-    group = to.group or width
+    width, group = up(columns, CHUNK), to.size(columns)
 
     def some(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         w = jnp.pad(w.astype(jnp.float32), ((0, 0), (0, width - columns)))
-        q, scale, zero = _round_groups(w.reshape(w.shape[0], width // group, group), to)
-        q = q.reshape(w.shape)
-        if to.bits == 4:
-            low, high = jnp.moveaxis(q.reshape(w.shape[0], width // 32, 2, HALF), 2, 0)
-            q = (low | (high << 4)).reshape(w.shape[0], width // 2)
-        return q, scale, zero
+        w_OGg = w.reshape(w.shape[0], width // group, group)
+        scale, zero = to.grid(w_OGg)
+        q = to.codes(w_OGg, scale[..., None], zero[..., None])
+        return digits.packed(q.reshape(w.shape), to.bits), scale, zero
 
     blocks = rows // ROWS
     if not blocks:
@@ -260,31 +366,3 @@ def _rounded(array: jax.Array, to: Integer) -> tuple[jax.Array, jax.Array, jax.A
     if rows % ROWS:
         done = jax.tree.map(lambda *x: jnp.concatenate(x), done, some(array[blocks * ROWS :]))
     return done
-
-
-def _round_groups(w_OGg: jax.Array, to: Integer) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Integers `[O, G, g]`, scales and zero points `[O, G]`; the scale is rounded first.
-
-    Symmetric, 8 bits: the largest magnitude is 127 steps. Symmetric, 4 bits: it is -8 steps, which
-    uses all 16 levels (as llama.cpp's Q4_0). With a zero point: 15 steps from least to largest.
-    """
-    kept = jnp.dtype(to.scale)
-
-    def steps(scale: jax.Array) -> jax.Array:
-        wide = scale.astype(jnp.float32)[:, :, None]
-        return jnp.round(w_OGg / jnp.where(wide == 0, 1.0, wide))
-
-    if to.zero_point:
-        low, high = jnp.minimum(w_OGg.min(-1), 0), jnp.maximum(w_OGg.max(-1), 0)
-        scale = ((high - low) / 15).astype(kept)
-        wide = scale.astype(jnp.float32)
-        zero = jnp.clip(jnp.round(-low / jnp.where(wide == 0, 1.0, wide)), 0, 15)
-        q = jnp.clip(steps(scale) + zero[:, :, None], 0, 15)
-        return q.astype(jnp.uint8), scale, zero.astype(jnp.uint8)
-    none = jnp.zeros(w_OGg.shape[:2], jnp.uint8)
-    if to.bits == 8:
-        scale = (jnp.abs(w_OGg).max(-1) / 127).astype(kept)
-        return jnp.clip(steps(scale), -127, 127).astype(jnp.int8), scale, none
-    largest = jnp.abs(w_OGg).argmax(-1, keepdims=True)
-    scale = (jnp.take_along_axis(w_OGg, largest, -1)[..., 0] / -8).astype(kept)
-    return (jnp.clip(steps(scale), -8, 7) + 8).astype(jnp.uint8), scale, none

@@ -16,6 +16,7 @@ from jaxllm.weights.files import aligned
 
 Shape = tuple[int | None, ...]  # None: of any size
 Blocks = Callable[[], Iterable[np.ndarray]]  # from the first block each time
+Linear = Callable[[jax.Array, Any], jax.Array]  # of inputs [R, I] and a weight, float32 [R, O]
 ROWS = 512  # of a matrix that a block has: what is quantized at a time
 
 
@@ -23,11 +24,16 @@ class Leaf:
     """A weight stored in a form of its own: a frozen pytree whose arrays are its pieces.
 
     rounds_inputs: whether `Precision.int8_inputs` applies to products with it. has_kernels: whether
-    the native kernels know it (`matrix`); elsewhere `product` does it all.
+    the native kernels know it (`matrix`); elsewhere `product` does it all. composed: whether it is
+    made of other weights, and a product with it of products with them (`through`).
     """
 
     rounds_inputs = False
-    has_kernels = False
+    composed = False
+
+    @property
+    def has_kernels(self) -> bool:
+        return False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,6 +74,10 @@ class Leaf:
 
     def product(self, x_RI: jax.Array) -> jax.Array:
         """`x @ weight.T` in plain JAX, float32 `[R, O]`: what every other way of it means."""
+        raise NotImplementedError
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        """Where it is composed, `x @ weight.T`, float32 `[R, O]`, by `linear` of its parts."""
         raise NotImplementedError
 
     def fits_gpu(self, x_RI: jax.Array) -> bool:

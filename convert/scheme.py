@@ -1,0 +1,178 @@
+"""What a `quantization_config` says: how GPTQ or AWQ files hold their integers.
+
+It is read by a table, as the model's own fields are; what no table knows is refused by name.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.errors import ConfigError
+
+from .tables import REQUIRED, Architecture, Field, read_fields, refuse
+
+KEY = "quantization_config"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How the quantized matrices of a checkpoint are stored.
+
+    method: "gptq" or "awq". group: columns that share a scale, None for a row. less: what zero
+    points are stored less, 1 in the first version of GPTQ's format. symmetric: whether all zero
+    points must be the middle of the levels; None: they may be anything. act_order: whether a column
+    may be in any group.
+    """
+
+    method: str
+    bits: int
+    group: int | None
+    less: int = 0
+    symmetric: bool | None = None
+    act_order: bool = False
+
+
+# How the integers were found, what they were found with, and which kernels are wanted.
+_IGNORED = frozenset(
+    {
+        "act_group_aware",
+        "backend",
+        "batch_size",
+        "block_name_to_quantize",
+        "cache_block_outputs",
+        "damp_auto_increment",
+        "damp_percent",
+        "dataset",
+        "disable_exllama",
+        "do_fuse",
+        "exllama_config",
+        "fuse_max_seq_len",
+        "lm_head",  # its tensors say
+        "max_input_length",
+        "meta",
+        "model_file_base_name",
+        "model_name_or_path",
+        "model_seqlen",
+        "modules_in_block_to_quantize",  # as before
+        "modules_to_fuse",
+        "modules_to_not_convert",  # as before
+        "module_name_preceding_first_block",
+        "mse",
+        "pad_token_id",
+        "quant_method",
+        "static_groups",
+        "tokenizer",
+        "true_sequential",
+        "use_cuda_fp16",
+        "use_exllama",
+    }
+)
+
+
+_FORMATS = ("gptq", "gptq_v2")
+_COMMON = (Field("bits", "bits", REQUIRED), Field("group_size", "group", REQUIRED))
+
+
+def _table(fields: tuple[Field, ...], allowed: Mapping[str, tuple[Any, ...]]) -> Architecture:
+    return Architecture(
+        architectures=(),
+        fields=(*_COMMON, *fields),
+        allowed=allowed,
+        ignored=_IGNORED,
+        prefix="",
+        writes_prefix=False,
+    )
+
+
+_GPTQ = _table(
+    (
+        Field("sym", "symmetric", True),
+        Field("desc_act", "act_order", False),
+        Field("checkpoint_format", "version", None),
+        Field("format", "same_version", None),  # as newer files call it too
+        Field("dynamic", "dynamic", None),
+    ),
+    {"pack_dtype": ("int32",), "is_marlin_format": (False,)},
+)
+_AWQ = _table(
+    (),
+    {
+        "version": ("gemm", "GEMM"),
+        "format": ("gemm", "GEMM"),
+        "zero_point": (True, False),  # the zero points are there, and say themselves
+        "sym": (True, False),  # what transformers writes with every class of options
+        "desc_act": (False,),
+    },
+)
+_READS = {"gptq": (_GPTQ, (2, 3, 4, 8)), "awq": (_AWQ, (4,))}
+
+
+def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> Scheme:
+    """How the weights are stored of which `quantization_config` says `data`.
+
+    where: its place, for messages. Raises ConfigError with every option that is missing, unknown or
+    not to be had.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} must be an object, got {data!r:.60}")
+    method = data.get("quant_method")
+    if method not in _READS:
+        raise ConfigError(
+            f"{where}: quant_method {method!r:.40} is not supported (known: {', '.join(_READS)});"
+            " load the checkpoint that was quantized"
+        )
+    table, widths = _READS[method]
+    fields, complaints = read_fields(table, {k: v for k, v in data.items() if v is not None})
+    bits, group = fields.get("bits"), fields.get("group")
+    if "bits" in fields and (type(bits) is not int or bits not in widths):
+        known = ", ".join(map(str, widths))
+        complaints.append(f"bits {bits!r:.40} is not supported (known for {method}: {known})")
+    if "group" in fields and (type(group) is not int or not (group == -1 or group > 0)):
+        complaints.append(f"group_size must be -1 or a positive number, got {group!r:.40}")
+    if method == "awq":
+        if data.get("backend") == "llm-awq":
+            complaints.append("backend 'llm-awq' is another layout, which is not supported")
+    else:
+        complaints += _of_gptq(fields)
+    refuse(where, complaints)
+    assert isinstance(bits, int)
+    assert isinstance(group, int)
+    group = None if group == -1 else group
+    if method == "awq":
+        return Scheme(method=method, bits=bits, group=group)
+    version = fields["version"] or fields["same_version"] or _FORMATS[0]
+    return Scheme(
+        method=method,
+        bits=bits,
+        group=group,
+        less=1 if version == "gptq" else 0,
+        symmetric=True if fields["symmetric"] else None,
+        act_order=fields["act_order"],
+    )
+
+
+def _of_gptq(fields: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the fields that GPTQ alone has."""
+    complaints = [
+        f"{theirs} must be true or false, got {fields[ours]!r:.40}"
+        for theirs, ours in (("sym", "symmetric"), ("desc_act", "act_order"))
+        if type(fields[ours]) is not bool
+    ]
+    said = [v for v in (fields["version"], fields["same_version"]) if v is not None]
+    for version in said:
+        if version not in _FORMATS:
+            known = ", ".join(_FORMATS)
+            complaints.append(
+                f"checkpoint_format {version!r:.40} is not supported (known: {known})"
+            )
+    if len(said) == 2 and said[0] != said[1]:
+        complaints.append(f"checkpoint_format {said[0]!r:.40} differs from format {said[1]!r:.40}")
+    dynamic = fields["dynamic"]
+    if dynamic is not None and not (
+        isinstance(dynamic, Mapping) and all(rule.startswith("-:") for rule in dynamic)
+    ):
+        complaints.append(
+            "dynamic has options of their own for some modules, which is not supported:"
+            f" {dynamic!r:.80}"
+        )
+    return complaints

@@ -1,0 +1,106 @@
+"""What a recipe is calibrated on, and what its result is measured on: never the same text."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxllm.cli.corpus import bos_id
+from jaxllm.errors import ConfigError, TokenError
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM
+    from jaxllm.compress.calibration import Calibration
+
+SOURCES = "--text FILE, --documents FILE, --wikitext FILE or --samples N"
+SHARE = 10  # one part in so many of a text is for measuring
+
+Document = str | list[int]
+
+
+class Source(NamedTuple):
+    """Where calibration comes from. file: by the option that names it; samples: rows that the model
+    says by itself; neither: there is none. rows, length: of what is cut out of a file.
+    """
+
+    file: tuple[str, Path] | None
+    samples: int | None
+    rows: int
+    length: int | None
+    seed: int
+
+
+def source_of(
+    files: dict[str, Path | None], samples: int | None, rows: int, length: int | None, seed: int
+) -> Source:
+    """The one source that is given, or none. Raises ConfigError for more than one."""
+    given = [(option, path) for option, path in files.items() if path is not None]
+    if len(given) + (samples is not None) > 1:
+        raise ConfigError(f"give one of {SOURCES}")
+    return Source(given[0] if given else None, samples, rows, length, seed)
+
+
+def read_source(source: Source, evaluated: Path | None) -> tuple[Document | None, Document | None]:
+    """The text to calibrate on and the text to measure on; None for what there is not.
+
+    Without a text to measure on, it is the end of the other. Raises CheckpointError for a file that
+    cannot be read, TokenError for a text that is too short to be parted.
+    """
+    whole = None if source.file is None else _read(*source.file)
+    if evaluated is not None:
+        kind = "--wikitext" if evaluated.suffix == ".parquet" else "--text"
+        return whole, _read(kind, evaluated)
+    if whole is None:
+        return None, None
+    begin = len(whole) * (SHARE - 1) // SHARE
+    if isinstance(whole, str):  # not within a line, nor within a word
+        begin = next((at + 1 for c in "\n " if (at := whole.rfind(c, 0, begin)) >= 0), begin)
+    if not begin:
+        raise TokenError(f"{source.file[1]} is too short to be parted" if source.file else "")
+    return whole[:begin], whole[begin:]
+
+
+def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibration":
+    """The rows that a recipe sees. Raises what making them raises, and what does not fit the model.
+
+    document: what `read_source` gave for it.
+    """
+    from jaxllm.compress.calibration import from_samples, from_texts, from_tokens
+    from jaxllm.compress.cutting import Cut, Pieces, cut_rows
+
+    length = min(512, lm.config.context_length) if source.length is None else source.length
+    if source.samples is not None:
+        made = from_samples(
+            lm.model, lm.params, bos_id=bos_id(lm), rows=source.samples, width=length,
+            seed=source.seed,
+        )  # fmt: skip
+        made.check(lm.config)
+        return made
+    cut = Cut(width=length, rows=source.rows, seed=source.seed)
+    assert document is not None and source.file is not None
+    about: dict[str, Any] = {"kind": source.file[0].lstrip("-"), "file": source.file[1].name}
+    if isinstance(document, str):
+        made = from_texts(document, lm.tokenizer, cut)
+    else:
+        import numpy as np
+
+        made = from_tokens(cut_rows(Pieces([np.array(document, np.int32)]), length, cut))
+    made = dataclasses.replace(made, source={**made.source, **about, "seed": source.seed})
+    made.check(lm.config)
+    return made
+
+
+def _read(option: str, path: Path) -> Document:
+    """A file as one document, in the form that an option says."""
+    from jaxllm.compress.calibration import SEPARATOR
+    from jaxllm.compress.corpora import MOST, read_wikitext
+    from jaxllm.evaluate.likelihood.data import read_documents
+    from jaxllm.files import read_text
+
+    if option == "--wikitext":
+        return SEPARATOR.join(read_wikitext(path))
+    if option == "--text":
+        return read_text(path, MOST)
+    found: Any = read_documents(path)
+    if isinstance(found[0], str):
+        return SEPARATOR.join(found)
+    return [token for document in found for token in document]

@@ -1,0 +1,92 @@
+"""The grid on which a linear's inputs are rounded, found once from a text: static quantization."""
+
+from typing import Annotated
+
+import msgspec
+
+from jaxllm.compress import observers
+from jaxllm.compress.histograms import histogram
+from jaxllm.compress.observers import observe
+from jaxllm.compress.ranges import TENSOR, Levels, Parameters, Range, parameters
+from jaxllm.compress.recipe import On, Subject, Work
+from jaxllm.compress.stream import Stage, at, layer_by_layer, put
+from jaxllm.errors import ConfigError
+from jaxllm.models.family import Site
+from jaxllm.weights.formats import parse
+from jaxllm.weights.leaves.integers import QTensor
+from jaxllm.weights.leaves.static import LEAST, MOST, Static, fits
+from jaxllm.weights.paths import Params, first_match
+
+LEVELS = Levels(LEAST, MOST)
+
+
+class StaticInputs(On, frozen=True):
+    """range: from the least input to the largest (minmax), their moving averages (average), all but
+    a few (percentile), or what rounds with the least squared error (histogram) or the least error
+    to the power 2.4 (grid). percent: how many a percentile keeps. symmetric: 0 has code 0.
+    """
+
+    range: str = "minmax"
+    percent: Annotated[float, msgspec.Meta(gt=0, le=100)] = 99.99
+    symmetric: bool = False
+
+
+RANGES = ("minmax", "average", "percentile", "histogram", "grid")
+
+
+def static(subject: Subject, argument: str, options: StaticInputs, work: Work) -> Subject:
+    """Round inputs of int8 weights to int8, on one grid for all that a linear is given."""
+
+    def change(stage: Stage) -> Params:
+        params = stage.params
+        for site in stage.sites:
+            rows = [(options.on, True)]
+            chosen = [
+                linear
+                for linear in site.linears
+                if first_match(rows, f"{stage.path}.{linear}.weight")
+            ]
+            if not chosen:
+                continue
+            found = _grid(stage, params, site, options)
+            for linear in chosen:
+                weight = at(params, linear)["weight"]
+                if not isinstance(weight, QTensor) or not fits(parse(weight.format)):
+                    raise ConfigError(
+                        f"{stage.path}.{linear} is not of int8, whose inputs can be rounded:"
+                        " quantize: rtn int8 before it"
+                    )
+                params = put(params, linear, weight=Static.of(weight, found.scale, found.zero))
+        return params
+
+    return layer_by_layer(subject, work, f"ranges of inputs, {options.range}", change)
+
+
+def check_static(shapes: object, argument: str, options: StaticInputs) -> None:
+    """Raise ConfigError for a range that there is not."""
+    if options.range not in RANGES:
+        raise ConfigError(f"range is one of {', '.join(RANGES)}, got {options.range!r:.40}")
+
+
+def _grid(stage: Stage, params: Params, site: Site, options: StaticInputs) -> Parameters:
+    """Scale and zero point of a site's inputs. Raises NonFiniteError for NaN or infinity."""
+    where = f"{stage.path}.{site.linears[0]}"
+    if options.range in ("percentile", "histogram"):
+        counted = stage.fold(params, observe, site.input, histogram())
+        observers.check(counted, where)
+        percentile = options.range == "percentile"
+        found: Range = (
+            counted.percentile(options.percent)
+            if percentile
+            else counted.least_error(MOST - LEAST + 1)
+        )
+        return parameters(found, LEVELS, symmetric=options.symmetric)
+    averaged = options.range == "average"
+    first = observers.moving_average(()) if averaged else observers.min_max((), TENSOR)
+    seen = stage.fold(params, observe, site.input, first)
+    observers.check(seen, where)
+    found = seen.range()
+    if options.range == "grid":
+        errors = observers.grid(found, LEVELS, symmetric=options.symmetric)
+        found = stage.fold(params, observe, site.input, errors).range()
+    return parameters(found, LEVELS, symmetric=options.symmetric)

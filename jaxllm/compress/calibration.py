@@ -1,0 +1,207 @@
+"""Calibration data: rows of token ids of one length, and where they came from.
+
+`check` holds them against a model's configuration; `cutting` says how a text becomes rows.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+
+from jaxllm.compress.corpora import read_wikitext
+from jaxllm.compress.cutting import Cut, Encoded, Pieces, cut_rows, mapped
+from jaxllm.config import ModelConfig
+from jaxllm.decode.loops.generate import generate
+from jaxllm.decode.sampling.options import make_sampler
+from jaxllm.decode.sampling.sampler import row_keys
+from jaxllm.errors import CapacityError, ConfigError, TokenError
+from jaxllm.evaluate.likelihood.data import read_documents
+from jaxllm.progress import steps_bar
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.paths import Params
+from jaxllm.whole import check_ids, whole, whole_array
+
+SEPARATOR = "\n\n"  # between texts, and between the rows of WikiText
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration:
+    """Rows to run a model on: token_NT, int32; source, JSON-able, says what they are made of."""
+
+    token_NT: np.ndarray
+    source: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.token_NT.setflags(write=False)
+
+    def __len__(self) -> int:
+        return len(self.token_NT)
+
+    @property
+    def width(self) -> int:
+        """T, the tokens of a row."""
+        return int(self.token_NT.shape[1])
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for the same rows, wherever they came from."""
+        sha = hashlib.sha256(repr(self.token_NT.shape).encode())
+        sha.update(self.token_NT.astype("<i4").tobytes())
+        return sha.hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a report or a file remembers of it."""
+        rows, width = self.token_NT.shape
+        return {"rows": rows, "width": width, "digest": self.digest, **self.source}
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise CapacityError for rows longer than the context, TokenError for ids outside the
+        vocabulary.
+        """
+        if self.width > config.context_length:
+            raise CapacityError(
+                f"calibration rows have {self.width} tokens, the model's context has"
+                f" {config.context_length}: ask for shorter rows"
+            )
+        check_ids(self.token_NT, config.vocab_size, "calibration: ")
+
+
+def from_texts(texts: str | Iterable[str], tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+    """Rows of a text, or of several joined by blank lines.
+
+    Raises TokenError where there is no text, one shorter than a row, or no tokenizer.
+    """
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    try:
+        content = SEPARATOR.join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise TokenError(f"calibration: a lone surrogate is no text ({error.reason})") from None
+    source = {"kind": "texts", "documents": len(texts)}
+    return _of_bytes(content, tokenizer, cut, source)
+
+
+def from_file(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+    """Rows of a text file, UTF-8, taken as it is. Memory: the rows and a piece of text.
+
+    Raises CheckpointError for an unreadable file and what `from_texts` raises.
+    """
+    with mapped(path) as content:
+        return _of_bytes(content, tokenizer, cut, {"kind": "text", "file": path.name})
+
+
+def from_wikitext(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+    """Rows of WikiText as published: `.raw`, or `.parquet` with a column `text`.
+
+    Either gives the rows of the dataset, joined by blank lines, as papers do. Raises ConfigError
+    where pyarrow is missing and what `from_file` raises.
+    """
+    content = SEPARATOR.join(read_wikitext(path)).encode()
+    return _of_bytes(content, tokenizer, cut, {"kind": "wikitext", "file": path.name})
+
+
+def from_documents(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+    """Rows of JSON lines: of the texts joined by blank lines, or of the tokens joined by nothing.
+
+    Raises what `from_texts` and `evaluate.likelihood.data.read_documents` raise.
+    """
+    documents: Any = read_documents(path)
+    source = {"kind": "documents", "file": path.name, "documents": len(documents)}
+    if isinstance(documents[0], str):
+        return _of_bytes(SEPARATOR.join(documents).encode(), tokenizer, cut, source)
+    ids = np.concatenate([np.array(d, np.int32) for d in documents])
+    return _cut(Pieces([ids]), tokenizer, cut, source)
+
+
+def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibration:
+    """Rows of token ids as they are given, `[N, T]`.
+
+    Raises TokenError for what is no such array, rows of unequal lengths, or no rows.
+    """
+    token_NT = whole_array("calibration rows", rows, TokenError)
+    if token_NT.ndim != 2 or not token_NT.size:
+        raise TokenError(f"calibration rows must be [N, T], none of them 0, got {token_NT.shape}")
+    check_ids(token_NT, 1 << 31, "calibration: ")
+    return Calibration(token_NT.astype(np.int32), dict(source or {"kind": "tokens"}))
+
+
+def from_samples(
+    model: nn.Module,
+    params: Params,
+    *,
+    bos_id: int,
+    rows: int,
+    width: int,
+    seed: int,
+    bos: bool = False,
+    batch: int = 8,
+    show_progress: bool | None = None,
+    **sampling: Any,
+) -> Calibration:
+    """Rows that the model says by itself after a begin-of-text token: calibration without data.
+
+    As in LLM-QAT (arXiv 2305.17888, section 2.1). A row goes on through end-of-text tokens. bos:
+    whether it begins with the token that it was made from. batch: rows at once; any number gives
+    the same rows but for the rounding of sums. sampling: as for `make_sampler` (temperature,
+    top_k, ...); by default the model's own distribution.
+
+    Raises CapacityError for rows longer than the context, ConfigError for numbers below one, what
+    `make_sampler` and `generate` raise for the rest.
+    """
+    for name, number, least in (("rows", rows, 1), ("width", width, 1 + bos), ("batch", batch, 1)):
+        whole(name, number, least, None, ConfigError)
+    check_ids(np.array([bos_id]), model.config.vocab_size, "the begin-of-text token: ")
+    new = width - bos
+    source = {"kind": "samples", "seed": seed, "bos": bos, **sampling}
+    blank = Calibration(np.zeros((1, width), np.int32), source)
+    blank.check(model.config)
+    batch = min(batch, rows)
+    key_N = row_keys(seed, -(-rows // batch) * batch)
+    sampler, found = make_sampler(vocab_size=model.config.vocab_size, **sampling), []
+    begin_B1 = np.full((batch, 1), bos_id, np.int32)
+    with steps_bar("calibration samples", len(key_N) // batch, show_progress) as done:
+        for start in range(0, len(key_N), batch):
+            said = generate(
+                model,
+                params,
+                begin_B1,
+                max_new_tokens=new,
+                sampler=sampler,
+                seed=key_N[start : start + batch],
+            )
+            found.append(np.asarray(said.token_BT))
+            done()
+    said_NT = np.concatenate(found)[:rows]
+    begin_N1 = np.full((rows, int(bos)), bos_id, np.int32)
+    return from_tokens(np.concatenate([begin_N1, said_NT], axis=1), source)
+
+
+def _of_bytes(
+    content: Any, tokenizer: Tokenizer | None, cut: Cut, source: dict[str, Any]
+) -> Calibration:
+    if tokenizer is None:
+        raise TokenError("calibration text needs a tokenizer, and the model has none: give tokens")
+    source = {**source, "bytes": len(content)}
+    return _cut(Encoded(content, tokenizer, cut), tokenizer, cut, source)
+
+
+def _cut(
+    pieces: Pieces, tokenizer: Tokenizer | None, cut: Cut, source: dict[str, Any]
+) -> Calibration:
+    begin = _bos(tokenizer, cut)
+    text_NT = cut_rows(pieces, cut.width - len(begin), cut)
+    begin_NB = np.tile(np.array(begin, np.int32), (len(text_NT), 1))
+    source = {**source, "seed": cut.seed, "bos": cut.bos}
+    return Calibration(np.concatenate([begin_NB, text_NT], axis=1), source)
+
+
+def _bos(tokenizer: Tokenizer | None, cut: Cut) -> list[int]:
+    if not cut.bos:
+        return []
+    if tokenizer is None or tokenizer.bos_id is None:
+        raise TokenError("the tokenizer has no begin-of-text token for calibration rows")
+    return [tokenizer.bos_id]

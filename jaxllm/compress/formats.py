@@ -1,0 +1,63 @@
+"""Steps that change the format of each matrix by itself, and of what it is multiplied with."""
+
+import dataclasses
+
+import jax
+
+from jaxllm.compress.recipe import On, Options, Subject, Work
+from jaxllm.weights.formats import Weight, as_format, as_leaf, parse
+from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.paths import first_match, map_leaves
+from jaxllm.weights.quantize import POSITIONS, Rules, format_at
+
+
+class Everywhere(On, frozen=True):
+    """on: a path rule, by default all matrices."""
+
+    on: str = ".*"
+
+
+def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Subject:
+    """Round to nearest: each weight to the nearest number of its group's grid.
+
+    For all matrices it is `quantize(params, argument)`, which leaves the table of tokens and the
+    head at 8 bits where the rest has 4.
+    """
+    plain = options.on == Everywhere().on
+    rules: Rules = argument if plain else [POSITIONS, (options.on, argument)]
+
+    def change(path: str, leaf: Weight) -> Weight:
+        name = format_at(rules, path, leaf.ndim)
+        return leaf if name is None else inside(leaf, name)
+
+    return dataclasses.replace(subject, params=map_leaves(change, subject.params))
+
+
+def store(subject: Subject, argument: str, options: On, work: Work) -> Subject:
+    """The same numbers in another format, so far as it has them."""
+
+    def change(path: str, leaf: Weight) -> Weight:
+        chosen = leaf.ndim >= 2 and first_match([(options.on, True)], path)
+        return inside(leaf, argument) if chosen else leaf
+
+    return dataclasses.replace(subject, params=map_leaves(change, subject.params))
+
+
+def inside(weight: Weight, name: str) -> Weight:
+    """The weight in the format `name`; of one that is composed of others, these are."""
+    if not as_leaf(weight).composed or parse(name).name.count("/"):
+        return as_format(weight, name)
+
+    def change(part: Weight) -> Weight:
+        return inside(part, name) if part.ndim >= 2 else part
+
+    changed: Weight = jax.tree.map(
+        change, weight, is_leaf=lambda x: isinstance(x, Leaf) and x is not weight
+    )
+    return changed
+
+
+def int8_inputs(subject: Subject, argument: str, options: Options, work: Work) -> Subject:
+    """Inputs of integer weights are rounded to int8 as they come (dynamic quantization)."""
+    precision = dataclasses.replace(subject.precision, int8_inputs=True)
+    return dataclasses.replace(subject, precision=precision)

@@ -1,0 +1,249 @@
+"""Steps that go through a model layer by layer, by what a text makes of each linear's inputs."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jaxllm.compress import pruning, scaling
+from jaxllm.compress.clip import rounded
+from jaxllm.compress.moments import Moments
+from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
+from jaxllm.compress.sparsity import parse as parse_sparsity
+from jaxllm.compress.stream import Stage, at, layer_by_layer, put
+from jaxllm.compress.surgery import factor, solve
+from jaxllm.errors import ConfigError
+from jaxllm.models.family import Site
+from jaxllm.weights.formats import Weight, dense, parse
+from jaxllm.weights.leaves.integers import Integer
+from jaxllm.weights.leaves.ordered import Ordered
+from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
+
+Linear = Callable[[str, Weight], Weight]  # of a matrix at a path, what it becomes
+
+
+class Gptq(On, frozen=True):
+    """act_order: columns of larger inputs first. static_groups: groups stay of neighbours then.
+    damping: of the mean diagonal of H, what is added to it.
+    """
+
+    act_order: bool = False
+    static_groups: bool = True
+    damping: Fraction = 0.01
+
+
+class SparseGpt(On, frozen=True):
+    """quantize: a format of integers that what stays is rounded to as well. damping: as GPTQ's."""
+
+    quantize: str = ""
+    damping: Fraction = 0.01
+
+
+class Awq(On, frozen=True):
+    """clip: also cut ranges, except of what `keep` names."""
+
+    clip: bool = True
+    keep: str = r".*(q_proj|k_proj|c_attn)"
+
+
+class Smooth(On, frozen=True):
+    """alpha: how much of the difficulty goes over to the weights."""
+
+    alpha: Fraction = 0.5
+
+
+class Magnitude(On, frozen=True):
+    """scope: layer, the same part of each matrix; model, the smallest of all matrices."""
+
+    scope: str = "layer"
+
+
+def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
+    """Round to integers column by column, the later ones making up for the earlier."""
+    to = integers(argument)
+
+    def prepare(moments: Moments, where: str) -> Linear:
+        by = factor(
+            moments.gram_II,
+            float(moments.count),
+            damping=options.damping,
+            act_order=options.act_order,
+        )
+        if by.damping > options.damping:
+            work.say(f"{where}: H is not positive definite, damped by {by.damping:.3g}")
+
+        def change(path: str, weight: Weight) -> Weight:
+            array = dense(weight, jnp.float32)
+            found = solve(array, by, to=to, static_groups=options.static_groups)
+            assert found.codes_OI is not None and found.scale_OG is not None
+            if options.act_order and not options.static_groups and to.group is not None:
+                order_I = jnp.asarray(by.order_I, jnp.int32)
+                codes_OI = found.codes_OI[:, order_I]
+                return Ordered(to.of(codes_OI, found.scale_OG, found.zero_OG), order_I)
+            return to.of(found.codes_OI, found.scale_OG, found.zero_OG)
+
+        return change
+
+    return by_inputs(subject, options, work, f"GPTQ, {to.name}", prepare)
+
+
+def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -> Subject:
+    """Set to zero what costs least, the other columns taking over what it did."""
+    sparsity = parse_sparsity(argument)
+    to = integers(options.quantize) if options.quantize else None
+
+    def prepare(moments: Moments, where: str) -> Linear:
+        by = factor(moments.gram_II, float(moments.count), damping=options.damping)
+        if by.damping > options.damping:
+            work.say(f"{where}: H is not positive definite, damped by {by.damping:.3g}")
+
+        def change(path: str, weight: Weight) -> Weight:
+            found = solve(dense(weight, jnp.float32), by, to=to, sparsity=sparsity)
+            if to is None:
+                return found.value_OI.astype(dense(weight).dtype)
+            assert found.codes_OI is not None and found.scale_OG is not None
+            return to.of(found.codes_OI, found.scale_OG, found.zero_OG)
+
+        return change
+
+    return by_inputs(subject, options, work, f"SparseGPT, {sparsity.name}", prepare)
+
+
+def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
+    """Set to zero, in each row, the least of weight times norm of input."""
+    sparsity = parse_sparsity(argument)
+
+    def prepare(moments: Moments, where: str) -> Linear:
+        return lambda path, weight: pruning.wanda(weight, moments, sparsity)
+
+    return by_inputs(subject, options, work, f"Wanda, {sparsity.name}", prepare)
+
+
+def magnitude(subject: Subject, argument: str, options: Magnitude, work: Work) -> Subject:
+    """Set to zero the smallest weights: of each matrix, or of all of them."""
+    sparsity = parse_sparsity(argument)
+    paths = set(matched(_shapes(subject.params), options.on, "prune: magnitude"))
+    bound: float | None = None
+    if options.scope == "model":
+        leaves = _leaves(subject.params, paths)
+        bound = pruning.bound_of(leaves.values(), sparsity.fraction)
+
+    def change(path: str, leaf: Weight) -> Weight:
+        if path not in paths:
+            return leaf
+        if bound is not None:
+            return pruning.below(leaf, bound)
+        return pruning.by_magnitude(leaf, sparsity)
+
+    return dataclasses.replace(subject, params=map_leaves(change, subject.params))
+
+
+def awq(subject: Subject, argument: str, options: Awq, work: Work) -> Subject:
+    """Round to integers with channels scaled so that those that matter lose least."""
+    to = integers(argument)
+
+    def change(stage: Stage) -> Params:
+        params = stage.params
+        for site in stage.sites:
+            chosen = _chosen(stage, site, options.on)
+            if not chosen:
+                continue
+            moments = stage.moments(params, site)
+            if len(chosen) == len(site.linears) and scaling.foldable(params, site):
+                found = scaling.search(stage, params, site, moments, to)
+                params, scale_I = scaling.fold(params, site, found.scale_I)
+                moments = moments.scaled(1 / scale_I)
+            for linear in chosen:
+                weight = dense(at(params, linear)["weight"])
+                clip = options.clip and not first_match([(options.keep, True)], linear)
+                leaf = rounded(weight, to, moments, clip=clip)
+                params = put(params, linear, weight=leaf)
+        return params
+
+    return layer_by_layer(subject, work, f"AWQ, {to.name}", change)
+
+
+def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) -> Subject:
+    """Even out activations before they are rounded; what the model computes stays."""
+
+    def change(stage: Stage) -> Params:
+        params = stage.params
+        for site in stage.sites:
+            chosen = _chosen(stage, site, options.on)
+            follows_norm = site.source and at(params, site.source)["weight"].ndim == 1
+            if follows_norm and len(chosen) == len(site.linears):
+                moments = stage.moments(params, site)
+                weights = [at(params, linear)["weight"] for linear in chosen]
+                scale_I = scaling.smoothing(weights, moments, options.alpha)
+                params, _ = scaling.fold(params, site, scale_I)
+        return params
+
+    return layer_by_layer(subject, work, "SmoothQuant", change)
+
+
+def integers(name: str) -> Integer:
+    """A format of integers by its name. Raises ConfigError for another."""
+    found = parse(name)
+    if not isinstance(found, Integer):
+        raise ConfigError(f"{name} rounds to no integers, as int8, int4-g64 or int3-g128-zp do")
+    return found
+
+
+def check_pattern(shapes: Shapes, argument: str, options: On) -> None:
+    """Raise ConfigError for a matrix whose rows cannot be parted into groups of M."""
+    sparsity = parse_sparsity(argument)
+    for path in matched(shapes, options.on, argument):
+        sparsity.check(shapes[path][-1], path)
+
+
+def check_magnitude(shapes: Shapes, argument: str, options: Magnitude) -> None:
+    """Raise ConfigError as `check_pattern` does, and for a scope that there is not."""
+    check_pattern(shapes, argument, options)
+    if options.scope not in ("layer", "model"):
+        raise ConfigError(f"scope is layer or model, got {options.scope!r:.40}")
+    if options.scope == "model" and parse_sparsity(argument).pattern:
+        raise ConfigError(f"{argument} is of neighbours, not of the smallest of a model")
+
+
+def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGpt) -> None:
+    """Raise ConfigError as `check_pattern` does, and for a format that rounds to no integers."""
+    check_pattern(shapes, argument, options)
+    if options.quantize:
+        integers(options.quantize)
+
+
+def by_inputs(
+    subject: Subject,
+    options: On,
+    work: Work,
+    name: str,
+    prepare: Callable[[Moments, str], Linear],
+) -> Subject:
+    """Every matrix that the rule names, changed by the moments of its inputs, part after part."""
+
+    def change(stage: Stage) -> Params:
+        params = stage.params
+        for site in stage.sites:
+            chosen = _chosen(stage, site, options.on)
+            if chosen:
+                one = prepare(stage.moments(params, site), f"{stage.path}.{chosen[0]}")
+            for linear in chosen:
+                path = f"{stage.path}.{linear}.weight"
+                params = put(params, linear, weight=one(path, at(params, linear)["weight"]))
+        return params
+
+    return layer_by_layer(subject, work, name, change)
+
+
+def _chosen(stage: Stage, site: Site, rule: str) -> list[str]:
+    """The site's linears that a path rule names."""
+    paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
+    return [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
+
+
+def _shapes(params: Params) -> Shapes:
+    return {path: tuple(leaf.shape) for path, leaf in flatten(params)}
+
+
+def _leaves(params: Params, paths: set[str]) -> dict[str, Weight]:
+    return {path: leaf for path, leaf in flatten(params) if path in paths}

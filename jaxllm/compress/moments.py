@@ -1,0 +1,80 @@
+"""What is to be known of a linear's inputs: sums over all tokens of a calibration text."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.errors import NonFiniteError
+
+
+class Moments(struct.PyTreeNode):
+    """Sums over tokens x `[I]`, float32.
+
+    count: of tokens. gram_II: of `x x^T`. abs_I: of |x|. peak_I: the largest |x|.
+    """
+
+    count: jax.Array
+    gram_II: jax.Array
+    abs_I: jax.Array
+    peak_I: jax.Array
+
+    @classmethod
+    def none(cls, columns: int) -> "Moments":
+        """Of no tokens."""
+        return cls(
+            jnp.float32(0),
+            jnp.zeros((columns, columns)),
+            jnp.zeros(columns),
+            jnp.zeros(columns),  # an array of its own: each is given away
+        )
+
+    def add(self, x_RI: jax.Array) -> "Moments":
+        """With more tokens."""
+        x_RI = x_RI.astype(jnp.float32)
+        size_RI = jnp.abs(x_RI)
+        return Moments(
+            self.count + x_RI.shape[0],
+            self.gram_II + x_RI.T @ x_RI,
+            self.abs_I + size_RI.sum(0),
+            jnp.maximum(self.peak_I, size_RI.max(0)),
+        )
+
+    @property
+    def norm_I(self) -> jax.Array:
+        """The root of each channel's sum of squares."""
+        return jnp.sqrt(jnp.diagonal(self.gram_II))
+
+    @property
+    def mean_abs_I(self) -> jax.Array:
+        return self.abs_I / self.count
+
+    def scaled(self, scale_I: jax.Array) -> "Moments":
+        """Those of `x * scale`."""
+        return Moments(
+            self.count,
+            self.gram_II * scale_I[:, None] * scale_I[None],
+            self.abs_I * scale_I,
+            self.peak_I * scale_I,
+        )
+
+
+def check(moments: Moments, where: str) -> Moments:
+    """The same. where: for the message. Raises NonFiniteError where an input is not finite."""
+    bad_I = ~np.isfinite(np.asarray(moments.abs_I))
+    if bad_I.any() or not np.isfinite(np.asarray(jnp.trace(moments.gram_II))):
+        raise NonFiniteError(
+            f"{where}: the inputs of {int(bad_I.sum()) or 'some'} of {len(bad_I)} channels hold NaN"
+            " or infinity, so that nothing can be learnt from them"
+        )
+    return moments
+
+
+def grams(moments: Moments, group: int, width: int) -> jax.Array:
+    """Blocks `[G, group, group]` on the Gram matrix's diagonal, of columns padded to `width`."""
+    pad = width - moments.gram_II.shape[0]
+    gram_II: Any = jnp.pad(moments.gram_II, ((0, pad), (0, pad)))
+    blocks = gram_II.reshape(width // group, group, width // group, group)
+    return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)

@@ -1,0 +1,184 @@
+"""What each step of a recipe cost and brought: bytes, quality against the original, speed, time."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+
+from jaxllm import bench
+from jaxllm.api import LM
+from jaxllm.compress.apply import Stage, subject_of
+from jaxllm.compress.journal import Journal
+from jaxllm.compress.recipe import Subject
+from jaxllm.evaluate.likelihood.data import Loader
+from jaxllm.evaluate.likelihood.divergence import (
+    Divergence,
+    check_pair,
+    counted,
+    differences,
+    joined,
+)
+from jaxllm.evaluate.likelihood.score import check_loader, logits
+from jaxllm.files import finite_json
+from jaxllm.progress import steps_bar
+from jaxllm.weights.formats import as_leaf
+from jaxllm.weights.paths import flatten
+
+ORIGINAL = "original"
+DECODED = 16  # tokens that are decoded at a time
+REPETITIONS = 5
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model after a step, beside the original.
+
+    bytes: of the parameters. kl: mean KL divergence from the original, nats a token, kl_error its
+    standard error, kl_p99 its 99th percentile. same_top: share of tokens for which both find the
+    same next token likeliest. ratio: of perplexities. tokens_per_second: decoded, in one row.
+    seconds: that the step took. None: not measured.
+    """
+
+    step: str
+    bytes: int | None = None
+    perplexity: float | None = None
+    perplexity_error: float | None = None
+    kl: float | None = None
+    kl_error: float | None = None
+    kl_p99: float | None = None
+    same_top: float | None = None
+    ratio: float | None = None
+    ratio_error: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """What models are measured on, against the original. loader: None measures no quality; speed:
+    whether decoding is timed.
+    """
+
+    original: LM
+    loader: Loader | None
+    speed: bool = True
+    show_progress: bool | None = None
+
+    def first(self, journal: Journal) -> Row:
+        """The row of the original itself. journal: as `journal_of` makes it."""
+        return self._kept(ORIGINAL, subject_of(self.original), None, journal.within("0"))
+
+    def row(self, stage: Stage) -> Row:
+        """The row of a step. One that an earlier run measured on the same is not measured again."""
+        return self._kept(str(stage.line), stage.subject, stage.seconds, stage.journal)
+
+    def measure(self, step: str, subject: Subject, seconds: float | None = None) -> Row:
+        """Measure a model.
+
+        Memory: the float32 logits `[B, T, V]` of a batch, twice. Raises what `divergence` raises.
+        """
+        size = sum(int(as_leaf(leaf).nbytes) for _, leaf in flatten(subject.params))
+        quality = {} if self.loader is None else self._quality(subject, self.loader)
+        speed = tokens_per_second(self.original, subject) if self.speed else None
+        return Row(step=step, bytes=size, seconds=seconds, tokens_per_second=speed, **quality)
+
+    def _kept(
+        self, step: str, subject: Subject | None, seconds: float | None, journal: Journal
+    ) -> Row:
+        data = "" if self.loader is None else self.loader.digest
+        kept = journal.within("row", data, str(self.speed))
+        if (found := kept.get_with("numbers")) is not None:
+            return msgspec.convert(found[1], Row)
+        if subject is None:  # measured on something else then, and gone now
+            return Row(step=step, seconds=seconds)
+        row = self.measure(step, subject, seconds)
+        kept.put("numbers", {}, msgspec.to_builtins(row))
+        return row
+
+    def _quality(self, subject: Subject, loader: Loader) -> dict[str, float]:
+        ours, theirs = self.original, subject.model
+        check_pair(ours.model, theirs)
+        for model in (ours.model, theirs):
+            check_loader(model, loader)
+
+        parts = []
+        with steps_bar("measuring", len(loader), self.show_progress) as done:
+            for batch, _ in loader.batches():
+                arrays = batch.token_BT, batch.position_BT
+                p_BTV = _logits(ours.model, ours.params, *arrays)
+                q_BTV = _logits(theirs, subject.params, *arrays)
+                parts.append(counted(_differences(p_BTV, q_BTV, batch.token_BT), batch))
+                done()
+        found = Divergence.of(joined(parts))
+        perplexity = found.other.perplexity
+        return {
+            "perplexity": perplexity.mean,
+            "perplexity_error": perplexity.error,
+            "kl": found.kl.mean,
+            "kl_error": found.kl.error,
+            "kl_p99": found.kl_p99,
+            "same_top": found.same_top.mean,
+            "ratio": found.ratio.mean,
+            "ratio_error": found.ratio.error,
+        }
+
+
+# The original's program is compiled once, whatever it is compared with.
+_logits = jax.jit(logits, static_argnums=0)
+_differences = jax.jit(differences)
+
+
+def tokens_per_second(lm: LM, subject: Subject) -> float:
+    """Tokens that a compiled loop decodes a second, one row from an empty cache: the median.
+
+    lm: whose configuration, model and parameters are `subject`'s instead.
+    """
+    other = dataclasses.replace(
+        lm, config=subject.config, model=subject.model, params=subject.params
+    )
+    count = min(DECODED, subject.config.context_length - 1)
+    run = bench.prepared(other, bench.Test(decode=count), chunk=count)
+    run()  # which compiles
+    return count / statistics.median(bench.timed(run) for _ in range(REPETITIONS))
+
+
+COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("MB", lambda r: _shown(r.bytes and r.bytes / 1e6, ".2f")),
+    ("perplexity", lambda r: _shown(r.perplexity, ".4f")),
+    ("ratio", lambda r: _shown(r.ratio, ".4f")),
+    ("mean KL", lambda r: _shown(r.kl, ".3g")),
+    ("+/-", lambda r: _shown(r.kl_error, ".1g")),
+    ("same top-1", lambda r: _shown(r.same_top, ".2%")),
+    ("tokens/s", lambda r: _shown(r.tokens_per_second, ".1f")),
+    ("seconds", lambda r: _shown(r.seconds, ".1f")),
+)
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """A line a row, for a terminal; "-" for what was not measured."""
+    lines = [["step", *(name for name, _ in COLUMNS)]]
+    lines += [[row.step, *(show(row) for _, show in COLUMNS)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() + "\n"
+        for line in lines
+    )
+
+
+def in_words(row: Row) -> str:
+    """The most of it in a line."""
+    found = [(name, show(row)) for name, show in COLUMNS if name in ("MB", "mean KL", "seconds")]
+    return f"{row.step}: " + ", ".join(f"{name} {value}" for name, value in found if value != "-")
+
+
+def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+    """What was measured, on what, as one object."""
+    report = {**about, "rows": [msgspec.to_builtins(row) for row in rows]}
+    return json.dumps(finite_json(report), indent=2) + "\n"
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,165 @@
+"""Saliences: what the loss would lose with a head or a channel, by its weights and their slopes.
+
+A group's salience is the sum of those of its weights, of all linears that it has a share in.
+
+magnitude   |w|
+inputs      |w| ||x||, with the norm of the weight's input over all tokens (as Wanda, 2306.11695)
+first       |w g|, g the slope of the loss: its change to first order (Molchanov et al. 2017)
+second      |w g - w F w / 2|, F the mean square of each row's slopes (LLM-Pruner, 2305.11627)
+
+The loss is the mean cross-entropy of next tokens, in nats.
+"""
+
+from functools import partial
+from math import gcd
+from operator import attrgetter
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import models
+from jaxllm.compress.structure import Kind, groups, shares
+from jaxllm.errors import NonFiniteError
+from jaxllm.evaluate.likelihood.score import logits, picked
+from jaxllm.models.layers import Trace
+from jaxllm.progress import steps_bar
+from jaxllm.steps import run
+from jaxllm.weights.paths import Params, map_leaves
+
+Salience = Literal["magnitude", "inputs", "first", "second"]
+SALIENCES: tuple[Salience, ...] = ("magnitude", "inputs", "first", "second")
+_ROWS = 16  # at once, where nothing is kept for a slope
+
+Arrays = dict[str, Any]  # by path
+
+
+def salience(
+    model: nn.Module,
+    params: Params,
+    kind: Kind,
+    by: Salience,
+    token_NT: np.ndarray,
+    *,
+    show_progress: bool | None = None,
+) -> np.ndarray:
+    """What each group of each layer counts for, float64 `[layers, groups]`.
+
+    token_NT: int32 ids, whole rows; "magnitude" does not look at them. Memory, beside the model:
+    for slopes twice the weights that are looked at, in float32. Raises ConfigError for a quantized
+    weight, NonFiniteError where the model makes NaN of the text.
+    """
+    config, name = model.config, models.family(model.config.model_type).layers
+    table = {
+        (number, f"{name}.{number}.{share.module}.{share.name}"): share
+        for number in range(config.num_hidden_layers)
+        for share in shares(config, kind, params[f"{name}.{number}"], f"{name}.{number}")
+    }
+    weights = {path: share.array for (_, path), share in table.items()}
+    found = np.zeros((config.num_hidden_layers, groups(config, kind)))
+    each = _of_weights(model, params, by, weights, token_NT, show_progress)
+    for (number, path), share in table.items():
+        part = np.take(np.asarray(each[path], np.float64), share.index_Gn, axis=share.axis)
+        axes = [axis for axis in range(part.ndim) if axis != share.axis]
+        found[number] += part.sum(axis=tuple(axes))
+    if not np.isfinite(found).all():
+        raise NonFiniteError(f"the model makes NaN or infinity of the text: no salience by {by}")
+    return found
+
+
+def least(salience_LG: np.ndarray, count: int) -> list[np.ndarray]:
+    """The groups of each layer without the `count` of least salience; of equals, the first go."""
+    order = np.argsort(salience_LG, axis=1, kind="stable")
+    return [np.sort(layer[count:]) for layer in order]
+
+
+def slopes(
+    model: nn.Module,
+    params: Params,
+    weights: Arrays,
+    token_NT: np.ndarray,
+    *,
+    show_progress: bool | None = None,
+) -> tuple[Arrays, Arrays]:
+    """Means over rows of the loss's slope by each of `weights`, and of its square: float32."""
+    zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in weights.items()}
+    sums: tuple[Arrays, Arrays] = (zeros, {path: jnp.zeros_like(x) for path, x in zeros.items()})
+    with steps_bar("slopes of the loss", len(token_NT), show_progress) as done:
+        for row in token_NT:
+            sums = _add_slopes(model, params, weights, jnp.asarray(row)[None], sums)
+            done()
+    means: tuple[Arrays, Arrays] = jax.tree.map(lambda x: x / len(token_NT), sums)
+    return means
+
+
+def _of_weights(
+    model: nn.Module,
+    params: Params,
+    by: Salience,
+    weights: Arrays,
+    token_NT: np.ndarray,
+    show_progress: bool | None,
+) -> Arrays:
+    size = {path: jnp.abs(w.astype(jnp.float32)) for path, w in weights.items()}
+    if by == "magnitude":
+        return size
+    if by == "inputs":
+        norms = _input_norms(model, params, token_NT)
+        # A bias has no input but 1, in every token.
+        ones = np.sqrt(float(token_NT.size))
+        return {p: w * (norms[p][None] if w.ndim == 2 else ones) for p, w in size.items()}
+    g, squares = slopes(model, params, weights, token_NT, show_progress=show_progress)
+    if by == "first":
+        return {path: size[path] * jnp.abs(g[path]) for path in weights}
+    wide = {path: w.astype(jnp.float32) for path, w in weights.items()}
+    return {p: jnp.abs(w * g[p] - w * squares[p] * w / 2) for p, w in wide.items()}
+
+
+def _input_norms(model: nn.Module, params: Params, token_NT: np.ndarray) -> Arrays:
+    """The norm of each input `[I]` of every linear in a layer, over all tokens."""
+    size = gcd(len(token_NT), _ROWS)
+    parts = [
+        _squares(model, params, jnp.asarray(token_NT[i : i + size]))
+        for i in range(0, len(token_NT), size)
+    ]
+    total: Arrays = jax.tree.map(lambda *x: jnp.sqrt(sum(x)), *parts)
+    return total
+
+
+@partial(jax.jit, static_argnums=0)
+def _squares(model: nn.Module, params: Params, token_BT: jax.Array) -> Arrays:
+    family = models.family(model.config.model_type)
+    found: Arrays = {}
+    for number, layer in enumerate(trace(model, params, token_BT).layers):
+        for site in family.sites:
+            x = attrgetter(site.input)(layer).astype(jnp.float32)
+            squared_I = (x**2).sum(axis=(0, 1)).reshape(-1)
+            paths = [f"{family.layers}.{number}.{linear}.weight" for linear in site.linears]
+            found |= dict.fromkeys(paths, squared_I)
+    return found
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _add_slopes(
+    model: nn.Module, params: Params, weights: Arrays, token_BT: jax.Array, sums: Any
+) -> Any:
+    def loss(weights: Arrays) -> jax.Array:
+        mine = map_leaves(lambda path, x: weights.get(path, x), params)
+        logits_BTV = logits(model, mine, token_BT, _positions(token_BT))
+        target_BT = picked(logits_BTV, token_BT[:, 1:])
+        return (jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT).mean()
+
+    g = jax.tree.map(lambda x: x.astype(jnp.float32), jax.grad(loss)(weights))
+    first, second = sums
+    return jax.tree.map(jnp.add, first, g), jax.tree.map(lambda s, x: s + x * x, second, g)
+
+
+def trace(model: nn.Module, params: Params, token_BT: jax.Array) -> Trace:
+    """All that the model computes for whole rows, without a cache."""
+    return run(model, params, (), token_BT, _positions(token_BT))[0]
+
+
+def _positions(token_BT: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None], token_BT.shape)

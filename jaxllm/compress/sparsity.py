@@ -1,0 +1,95 @@
+"""Which weights are to be zero: a fraction of them, or all but N in each M neighbours of a row."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparsity:
+    """fraction: of weights that become zero. pattern: (N, M), at most N of each M columns of a row
+    are kept; None where any may be."""
+
+    fraction: float
+    pattern: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.fraction:.4g}" if self.pattern is None else "{}:{}".format(*self.pattern)
+
+    def check(self, columns: int, where: str) -> None:
+        """Raise ConfigError where rows of so many columns cannot be parted into groups of M."""
+        if self.pattern is not None and columns % self.pattern[1]:
+            raise ConfigError(f"{where} has {columns} columns, no multiple of {self.pattern[1]}")
+
+
+def parse(text: str) -> Sparsity:
+    """`50%`, `0.5` (half become zero) or `2:4` (two of each four stay). Raises ConfigError."""
+    if found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
+        n, m = int(found[1]), int(found[2])
+        if 0 < n < m and m in (2, 4, 8, 16, 32, 64):
+            return Sparsity(1 - n / m, (n, m))
+        raise ConfigError(f"of N:M stay N, 0 < N < M, M a power of two up to 64, got {text!r}")
+    try:
+        return Sparsity(share(text))
+    except ConfigError as error:
+        raise ConfigError(f"N:M such as 2:4, or {error}") from None
+
+
+def share(text: str) -> float:
+    """A share, as `25%` or `0.25`, of a whole that neither stays nor goes entirely.
+
+    Raises ConfigError for what is none.
+    """
+    number = text.removesuffix("%")
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
+        found = float(number) / (100 if text.endswith("%") else 1)
+        if 0 < found < 1:
+            return found
+    raise ConfigError(f"a share is between 0 and 100%, such as 25% or 0.25, got {text!r:.40}")
+
+
+def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarray:
+    """Which weights have the lowest scores, bool `[O, I]`: exactly as many as the sparsity says.
+
+    rows: int(I * fraction) of each row; else int(O * I * fraction) of the matrix. A pattern decides
+    within its groups. Of equal scores the first ones are lowest.
+    """
+    if sparsity.pattern is not None:
+        n, m = sparsity.pattern
+        groups = score_OI.reshape(len(score_OI), -1, m)
+        order = np.argsort(groups, axis=-1, kind="stable")[..., : m - n]
+        found = np.zeros(groups.shape, bool)
+        np.put_along_axis(found, order, True, axis=-1)
+        return found.reshape(score_OI.shape)
+    flat = score_OI if rows else score_OI.reshape(1, -1)
+    count = int(flat.shape[1] * sparsity.fraction)
+    found = np.zeros(flat.shape, bool)
+    if count:
+        bound = np.partition(flat, count - 1, axis=1)[:, count - 1 : count]
+        below, equal = flat < bound, flat == bound
+        left = count - below.sum(axis=1, keepdims=True)
+        found = below | (equal & (np.cumsum(equal, axis=1) <= left))
+    return found.reshape(score_OI.shape)
+
+
+def lowest_of(score_MO: jax.Array, count: int) -> jax.Array:
+    """Which of each M scores `[M, O]` are the `count` lowest, as `lowest` has it; for `jit`."""
+    rank_MO = jnp.argsort(jnp.argsort(score_MO, axis=0, stable=True), axis=0, stable=True)
+    return rank_MO < count
+
+
+def gradual(step: int, *, begin: int, end: int, first: float, last: float) -> float:
+    """The sparsity at a step of training, from `first` before `begin` to `last` from `end` on.
+
+    `last + (first - last) (1 - (step - begin) / (end - begin))^3` (Zhu and Gupta 2017).
+    """
+    if not begin < end:
+        raise ConfigError(f"gradual pruning begins before it ends, got {begin} and {end}")
+    done = min(max((step - begin) / (end - begin), 0.0), 1.0)
+    return last + (first - last) * (1 - done) ** 3

@@ -1,0 +1,212 @@
+"""A calibration text layer by layer: what comes into a layer, what its linears see, what comes out.
+
+Memory is bounded by one layer: the inputs of all rows `[N, T, D]` on the host, a batch of them on
+the device. A layer is compressed part by part, each part seeing what the compressed ones before it
+make of the text (as GPTQ's `true_sequential`), and then run once more for the next one's inputs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import models
+from jaxllm.compress.moments import Moments, check
+from jaxllm.compress.recipe import Subject, Work
+from jaxllm.errors import NonFiniteError
+from jaxllm.models.family import Site
+from jaxllm.progress import steps_bar
+from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.paths import Params, map_leaves
+
+BATCH = 1 << 13  # tokens that run at once
+
+Change = Callable[["Stage"], Params]  # of a layer: its parameters as they are to be
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """A layer, and what all rows of the text are when they come into it.
+
+    path: of the layer's parameters, such as `layers.3`. params: they, as they came. x_NTD: float32.
+    """
+
+    model: nn.Module
+    number: int
+    path: str
+    params: Params
+    x_NTD: np.ndarray
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The layer's linears by their inputs, in the order in which it runs them."""
+        return models.family(self.model.config.model_type).sites
+
+    def moments(self, params: Params, site: Site) -> Moments:
+        """Of the inputs of a site's linears, with such parameters of the layer.
+
+        Raises NonFiniteError where they are NaN or infinite.
+        """
+        columns = at(params, site.linears[0])["weight"].shape[1]
+        found = self.fold(params, _moments, site.input, Moments.none(columns))
+        return check(found, f"{self.path}.{site.linears[0]}")
+
+    def fold(self, params: Params, function: Callable[..., Any], name: str, state: Any) -> Any:
+        """`state = function(state, x)` for batches `[b, T, ...]` of the trace's entry `name`."""
+        run = partial(_folded, self.model, self._like, function, name, self._dense(params))
+        for x_BTD in self.batches():
+            state = run(state, x_BTD)
+        return state
+
+    def entries(self, params: Params, name: str, rows: int | None = None) -> np.ndarray:
+        """The trace's entry `name` of the first so many rows (None: all), float32 `[N, T, ...]`."""
+        run = partial(_entry, self.model, self._like, name, self._dense(params))
+        some = [np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)]
+        return np.concatenate(some)
+
+    def batches(self, rows: int | None = None) -> Iterator[jax.Array]:
+        """The inputs of the first so many rows in batches of one size."""
+        x_NTD = self.x_NTD[:rows]
+        size = _divisor(len(x_NTD), max(1, BATCH // x_NTD.shape[1]))
+        for begin in range(0, len(x_NTD), size):
+            yield jnp.asarray(x_NTD[begin : begin + size])
+
+    def _dense(self, params: Params) -> Params:
+        """What leaves stand for, so that one program runs a layer whatever has become of it."""
+        dtype = self.model.precision.activations
+        return map_leaves(lambda _, x: x.dense(dtype) if isinstance(x, Leaf) else x, params)
+
+    @property
+    def _like(self) -> int:
+        like: int = self.model.config.like(self.number)
+        return like
+
+
+def each_layer(
+    model: nn.Module,
+    params: Params,
+    token_NT: np.ndarray,
+    change: Change,
+    *,
+    name: str,
+    done: Callable[[int], Params | None] = lambda _: None,
+    show_progress: bool | None = None,
+) -> Params:
+    """The parameters with every layer as `change` makes it, from the first to the last.
+
+    token_NT: int32 ids, every row as long. name: what is being done, for the progress bar. done: a
+    layer's parameters where they are finished already. Raises NonFiniteError where a layer makes
+    NaN of the text.
+    """
+    family = models.family(model.config.model_type)
+    x_NTD = _embedded(model, params, token_NT)
+    found = dict(params)
+    with steps_bar(name, model.config.num_hidden_layers, show_progress) as advance:
+        for number in range(model.config.num_hidden_layers):
+            path = f"{family.layers}.{number}"
+            stage = Stage(model, number, path, params[path], x_NTD)
+            finished = done(number)
+            found[path] = change(stage) if finished is None else finished
+            x_NTD = stage.entries(found[path], "x")
+            if not np.isfinite(x_NTD).all():
+                raise NonFiniteError(f"{path} makes NaN or infinity of the calibration text")
+            advance()
+    return found
+
+
+def layer_by_layer(
+    subject: Subject, work: Work, name: str, change: Callable[[Stage], Params]
+) -> Subject:
+    """Each layer changed once, and kept in the journal as soon as it is."""
+    assert work.calibration is not None
+
+    def kept(stage: Stage) -> Params:
+        made = change(stage)
+        work.journal.put(f"layer{stage.number}", made)
+        return made
+
+    params = each_layer(
+        subject.model,
+        subject.params,
+        work.calibration.token_NT,
+        kept,
+        name=name,
+        done=lambda number: work.journal.get(f"layer{number}"),
+        show_progress=work.show_progress,
+    )
+    return dataclasses.replace(subject, params=params)
+
+
+def at(params: Params, path: str) -> Params:
+    """The parameters of the module at a dotted path."""
+    for name in path.split("."):
+        params = params[name]
+    return params
+
+
+def put(params: Params, path: str, **leaves: Any) -> Params:
+    """The same parameters with other leaves in the module at `path`."""
+    first, _, rest = path.partition(".")
+    if not first:
+        return {**params, **leaves}
+    return {**params, first: put(params[first], rest, **leaves)}
+
+
+def _embedded(model: nn.Module, params: Params, token_NT: np.ndarray) -> np.ndarray:
+    size = _divisor(len(token_NT), max(1, BATCH // token_NT.shape[1]))
+    parts = range(0, len(token_NT), size)
+    return np.concatenate(
+        [np.asarray(_embeddings(model, params, jnp.asarray(token_NT[i : i + size]))) for i in parts]
+    )
+
+
+def _divisor(count: int, most: int) -> int:
+    """The largest divisor of `count` that is at most `most`."""
+    return next(n for n in range(min(count, most), 0, -1) if count % n == 0)
+
+
+def _where(rows: int, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Positions `[B, T]` and lengths `[B]` of whole rows."""
+    position_BT = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
+    return position_BT, jnp.full((rows,), tokens, jnp.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _embeddings(model: nn.Module, params: Params, token_BT: jax.Array) -> jax.Array:
+    trace: Any = model.apply({"params": params}, token_BT, *_where(*token_BT.shape))
+    return trace.embeddings.astype(jnp.float32)  # the rest is not computed
+
+
+def _traced(model: nn.Module, layer: int, name: str, params: Params, x_BTD: jax.Array) -> jax.Array:
+    x = x_BTD.astype(model.precision.activations)
+    trace = models.run_layer(model, layer, params, x, *_where(*x.shape[:2]))
+    entry: jax.Array = attrgetter(name)(trace)
+    return entry.reshape(*entry.shape[:2], -1)  # heads side by side
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _entry(model: nn.Module, layer: int, name: str, params: Params, x_BTD: jax.Array) -> jax.Array:
+    return _traced(model, layer, name, params, x_BTD).astype(jnp.float32)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def _folded(
+    model: nn.Module,
+    layer: int,
+    function: Callable[..., Any],
+    name: str,
+    params: Params,
+    state: Any,
+    x_BTD: jax.Array,
+) -> Any:
+    return function(state, _traced(model, layer, name, params, x_BTD))
+
+
+def _moments(state: Moments, x_BTI: jax.Array) -> Moments:
+    return state.add(x_BTI.reshape(-1, x_BTI.shape[-1]))

@@ -1,0 +1,301 @@
+"""Calibration rows are the tokens of the text, cut as the papers' code cuts them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.compress import corpora, cutting
+from jaxllm.compress.calibration import (
+    Calibration,
+    from_documents,
+    from_file,
+    from_samples,
+    from_texts,
+    from_tokens,
+    from_wikitext,
+)
+from jaxllm.compress.cutting import Cut
+from jaxllm.errors import CapacityError, CheckpointError, ConfigError, TokenError
+from jaxllm.text.tokenizer import Tokenizer
+
+DEMO = Path(jaxllm.__file__).parent / "demo" / "llama"
+SENTENCE = "Once upon a time there lived a quiet girl in a small cottage by the river"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(DEMO)
+
+
+@pytest.fixture(scope="module")
+def lm(shallow: Any) -> jaxllm.LM:
+    return jaxllm.load(shallow("llama"), dtype="float32")
+
+
+def story(lines: int, seed: int = 0) -> str:
+    rng = np.random.default_rng(seed)
+    return "".join(" ".join(rng.permutation(SENTENCE.split())) + ".\n" for _ in range(lines))
+
+
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces so small that a page of text has several."""
+    monkeypatch.setattr(cutting, "WHOLE", 2048)
+    monkeypatch.setattr(cutting, "PART", 512)
+
+
+def starts(row: np.ndarray, text: list[int]) -> list[int]:
+    """Where a row stands in a text."""
+    windows = np.lib.stride_tricks.sliding_window_view(np.array(text), len(row))
+    return np.flatnonzero((windows == row).all(axis=1)).tolist()
+
+
+def test_rows_side_by_side_are_the_text(tokenizer: Tokenizer) -> None:
+    texts = [story(4), story(3, seed=1)]
+    ids = tokenizer.encode("\n\n".join(texts))
+    made = from_texts(texts, tokenizer, Cut(width=16))
+    assert made.token_NT.dtype == np.int32
+    assert made.token_NT.ravel().tolist() == ids[: len(ids) // 16 * 16]
+    assert from_texts(texts, tokenizer, Cut(width=16, rows=2)).token_NT.tolist() == [
+        ids[:16],
+        ids[16:32],
+    ]
+    with_bos = from_texts(texts, tokenizer, Cut(width=16, rows=2, bos=True)).token_NT
+    assert with_bos.tolist() == [[tokenizer.bos_id, *ids[15 * n : 15 * n + 15]] for n in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["stories260K", "llama_tokenizer", "gpt2_tokenizer"])
+def test_the_first_rows_of_a_long_file_are_those_of_all_of_it(data: Any, name: str) -> None:
+    path = data("corpora") / "tinyshakespeare.txt"
+    reads = Tokenizer.from_directory(data(name))
+    text = path.read_text(encoding="utf-8")
+    made = from_file(path, reads, Cut(width=64, rows=40))
+    assert made.token_NT.ravel().tolist() == reads.encode(text[:40_000])[: 64 * 40]
+    assert made.source["bytes"] == len(text.encode())
+
+
+def test_drawn_rows_are_parts_of_the_text(tokenizer: Tokenizer) -> None:
+    text = story(60)
+    ids = tokenizer.encode(text)
+    made = from_texts(text, tokenizer, Cut(width=24, rows=12, seed=7))
+    again = from_texts(text, tokenizer, Cut(width=24, rows=12, seed=7))
+    other = from_texts(text, tokenizer, Cut(width=24, rows=12, seed=8))
+    assert (made.digest, made.token_NT.tolist()) == (again.digest, again.token_NT.tolist())
+    assert made.digest != other.digest
+    assert len({tuple(row) for row in made.token_NT.tolist()}) == 12
+    assert all(starts(row, ids) for row in made.token_NT)
+
+
+def test_drawn_rows_begin_everywhere_alike(tokenizer: Tokenizer) -> None:
+    """Of a text of 30 tokens with rows of 27: at each of four places in a quarter of the rows."""
+    ids = list(range(300, 330))
+    source = cutting.Pieces([np.array(ids, np.int32)])
+    rows = cutting.cut_rows(source, 27, Cut(width=27, rows=400, seed=0))
+    counts = np.bincount(rows[:, 0] - 300)
+    assert len(counts) == 4
+    assert np.abs(counts - 100).max() < 4 * np.sqrt(400 * 0.25 * 0.75)
+    split = cutting.Pieces([np.array(ids[:10], np.int32), np.array(ids[10:], np.int32)])
+    rows = cutting.cut_rows(split, 27, Cut(width=27, rows=50, seed=0))
+    assert sorted({int(row[0]) for row in rows}) == [300, 301, 302, 303]
+
+
+def test_a_long_text_is_encoded_in_pieces(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text, encoded = story(200, seed=3), []
+    (tmp_path / "story.txt").write_text(text, encoding="utf-8")
+    ids = tokenizer.encode(text)
+    small(monkeypatch)
+
+    class Counting:
+        bos_id = None
+
+        def encode(self, piece: str) -> list[int]:
+            encoded.append(piece)
+            return tokenizer.encode(piece)
+
+    counting: Any = Counting()
+    made = from_file(tmp_path / "story.txt", counting, Cut(width=30, rows=2))
+    assert made.token_NT.ravel().tolist() == ids[:60]
+    assert len("".join(encoded)) <= 2048  # not the whole
+    encoded.clear()
+    every = from_file(tmp_path / "story.txt", counting, Cut(width=30))
+    assert "".join(encoded) == text
+    assert all(piece.endswith("\n") for piece in encoded)
+    assert abs(every.token_NT.size - len(ids)) < 30 + len(encoded)
+    encoded.clear()
+    drawn = from_file(tmp_path / "story.txt", counting, Cut(width=30, rows=3, seed=1))
+    assert len("".join(encoded)) < len(text) / 2
+    joined = tokenizer.decode(ids)
+    assert all(tokenizer.decode(row.tolist()).strip()[5:60] in joined for row in drawn.token_NT)
+
+
+def test_pieces_end_with_lines_words_or_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bytes:
+        bos_id = None
+
+        def encode(self, piece: str) -> list[int]:
+            return list(piece.encode())
+
+    small(monkeypatch)
+    for text in (
+        "é" * 3000,
+        "\ufeff" + "word " * 2000,
+        "x\n" * 3000,
+        "\n" + "y" * 9000,
+        "€a" * 4000,
+    ):
+        made = from_texts(text, Bytes(), Cut(width=7))  # type: ignore[arg-type]
+        expected = text.removeprefix("\ufeff").encode()
+        assert bytes(made.token_NT.ravel().tolist()) == expected[: len(expected) // 7 * 7]
+
+
+WIKI = " \n = Robert = \n \n Robert is an <unk> actor . \n He was \n \n\n = End = \n"
+# As the hub's parquet has them: a row a line with its newline, "" for a blank one.
+WIKI_ROWS = ["", " = Robert = \n", "", " Robert is an <unk> actor . \n", " He was \n", "", "",
+             " = End = \n"]  # fmt: skip
+
+
+def test_both_forms_of_wikitext_are_one_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "wiki.test.raw").write_text(WIKI, encoding="utf-8")
+    table = pyarrow.table({"number": list(range(len(WIKI_ROWS))), "text": WIKI_ROWS})
+    pyarrow.parquet.write_table(table, tmp_path / "test.parquet", row_group_size=3)
+    ids = tokenizer.encode("\n\n".join(WIKI_ROWS))
+    for name in ("wiki.test.raw", "test.parquet"):
+        made = from_wikitext(tmp_path / name, tokenizer, Cut(width=4))
+        assert made.token_NT.ravel().tolist() == ids[: len(ids) // 4 * 4]
+        assert made.source["file"] == name
+
+
+def test_documents_are_joined(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    texts, path = [story(2), story(2, seed=5)], tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    made = from_documents(path, tokenizer, Cut(width=8))
+    assert made.digest == from_texts(texts, tokenizer, Cut(width=8)).digest
+    path.write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5, 6, 7]}\n', encoding="utf-8")
+    assert from_documents(path, None, Cut(width=3)).token_NT.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_calibration_is_known_by_its_rows() -> None:
+    made = from_tokens([[1, 2, 3], [4, 5, 6]])
+    assert made.digest == from_tokens(np.array([[1, 2, 3], [4, 5, 6]], np.uint16)).digest
+    assert made.digest != from_tokens([[1, 2], [3, 4], [5, 6]]).digest
+    assert json.loads(json.dumps(made.to_dict())) == {
+        "kind": "tokens", "rows": 2, "width": 3, "digest": made.digest
+    }  # fmt: skip
+    assert len(made) == 2
+    with pytest.raises(ValueError, match="read-only"):
+        made.token_NT[0, 0] = 9
+    given = np.array([[1, 2]], np.int32)
+    assert from_tokens(given).token_NT is not given
+    given[0, 0] = 5  # the caller's array stays the caller's
+
+
+def test_samples_are_what_the_model_says(lm: jaxllm.LM) -> None:
+    bos = lm.tokenizer.bos_id if lm.tokenizer else None
+    assert bos is not None
+    common: dict[str, Any] = {"bos_id": bos, "rows": 3, "seed": 4, "show_progress": False}
+    made = from_samples(lm.model, lm.params, width=9, batch=2, **common)
+    kept = from_samples(lm.model, lm.params, width=10, batch=2, bos=True, **common)
+    assert made.token_NT.shape == (3, 9)
+    np.testing.assert_array_equal(kept.token_NT[:, 1:], made.token_NT)
+    assert (kept.token_NT[:, 0] == bos).all()
+    assert len({tuple(row) for row in made.token_NT.tolist()}) == 3
+    greedy = from_samples(lm.model, lm.params, width=10, batch=2, bos=True, **common, top_k=1)
+    assert json.loads(json.dumps(greedy.to_dict()))["top_k"] == 1
+    each = np.concatenate([kept.token_NT, greedy.token_NT[:1]])
+    logits_NTV = jaxllm.forward(lm.model, lm.params, None, each[:, :-1]).logits
+    np.testing.assert_array_equal(logits_NTV[3].argmax(-1), greedy.token_NT[0, 1:])
+    logprob_NTV = np.asarray(jax.nn.log_softmax(logits_NTV))
+    said_NT = np.take_along_axis(logprob_NTV, each[:, 1:, None], axis=2)
+    assert np.exp(said_NT[:3].mean()) > 10 / lm.config.vocab_size  # no noise
+    with pytest.raises(CapacityError, match="rows have 5000 tokens"):
+        from_samples(lm.model, lm.params, width=5000, **common)
+    with pytest.raises(TokenError, match="begin-of-text"):
+        from_samples(lm.model, lm.params, width=9, **{**common, "bos_id": 1 << 20})
+
+
+def test_rows_must_suit_the_model(lm: jaxllm.LM) -> None:
+    from_tokens([[1, 2, 3]]).check(lm.config)
+    with pytest.raises(CapacityError, match="rows have 2000 tokens"):
+        from_tokens(np.ones((1, 2000), np.int32)).check(lm.config)
+    with pytest.raises(TokenError, match="outside the vocabulary"):
+        from_tokens([[1, 1 << 20]]).check(lm.config)
+
+
+def test_what_is_no_calibration_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
+    text, cut = story(1), Cut(width=64)
+    count = len(tokenizer.encode(text))
+    for call, kind, message in (
+        (lambda: from_texts([], tokenizer, cut), TokenError, "no calibration text"),
+        (lambda: from_texts("", tokenizer, Cut(width=8, rows=2, seed=1)), TokenError, "no calib"),
+        (lambda: from_file(tmp_path / "empty.txt", tokenizer, cut), TokenError, "no calibration"),
+        (lambda: from_file(tmp_path / "none.txt", tokenizer, cut), CheckpointError, "none.txt"),
+        (lambda: from_file(tmp_path, tokenizer, cut), CheckpointError, "not a regular file"),
+        (lambda: from_file(tmp_path / "latin.txt", tokenizer, cut), TokenError, "byte 3"),
+        (lambda: from_texts(text, tokenizer, cut), TokenError, f"has {count} tokens, one row"),
+        (lambda: from_texts(text, tokenizer, Cut(width=64, rows=1, seed=0)), TokenError, "one row"),
+        (lambda: from_texts(text, tokenizer, Cut(width=8, rows=9)), TokenError, "9 rows of 8"),
+        (lambda: from_texts("\ud800", tokenizer, cut), TokenError, "surrogate"),
+        (lambda: from_texts(text, None, cut), TokenError, "needs a tokenizer"),
+        (lambda: from_tokens([[1, 2], [3]]), TokenError, "ragged"),
+        (lambda: from_tokens([]), TokenError, r"\[N, T\]"),
+        (lambda: from_tokens([[0.5]]), TokenError, "integers"),
+        (lambda: from_tokens([[-1]]), TokenError, "-1"),
+        (lambda: Cut(width=0), ConfigError, "width"),
+        (lambda: Cut(width=1, bos=True), ConfigError, "width"),
+        (lambda: Cut(width=8, rows=0), ConfigError, "rows"),
+        (lambda: Cut(width=8, seed=1), ConfigError, "number of rows"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_a_text_of_pieces_that_is_shorter_than_a_row_is_refused_with_its_length(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = story(60)
+    small(monkeypatch)
+    with pytest.raises(TokenError, match=r"has 1,\d\d\d tokens, one row of 9,000"):
+        from_texts(text, tokenizer, Cut(width=9000, rows=2, seed=0))
+
+
+def test_bad_parquet_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path, cut = tmp_path / "rows.parquet", Cut(width=4)
+    path.write_bytes(b"PAR1 not parquet")
+    with pytest.raises(CheckpointError, match="cannot be read as parquet"):
+        from_wikitext(path, tokenizer, cut)
+    for table, message in (
+        ({"words": ["a"]}, "no column text, but words"),
+        ({"text": [1, 2]}, "other things than text"),
+        ({"text": ["a", None]}, "other things"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table(table), path)
+        with pytest.raises(CheckpointError, match=message):
+            from_wikitext(path, tokenizer, cut)
+
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(corpora, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[data\]'"):
+        from_wikitext(path, tokenizer, cut)
+
+
+def test_a_calibration_is_a_value_not_a_pytree() -> None:
+    made = Calibration(np.zeros((1, 2), np.int32), {})
+    assert jax.tree.leaves(made) == [made]

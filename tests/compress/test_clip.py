@@ -1,0 +1,45 @@
+"""Cutting a group's range: against trying every range by itself."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.compress.clip import STEPS, rounded
+from jaxllm.compress.moments import Moments
+from jaxllm.weights.leaves.integers import parse
+
+
+@pytest.mark.parametrize("name", ["int3-g32", "int4-g64-zp", "int8"])
+@pytest.mark.parametrize("data", [True, False])
+def test_the_range_of_least_error_of_those_tried(name: str, data: bool) -> None:
+    rng = np.random.default_rng(0)
+    w_OI = rng.standard_t(3, (6, 100)).astype(np.float32)
+    x_RI = (rng.standard_normal((300, 100)) @ rng.standard_normal((100, 100))).astype(np.float32)
+    to = parse(name)
+    assert to is not None
+    moments = Moments.none(100).add(jnp.asarray(x_RI)) if data else None
+    found = np.asarray(rounded(jnp.asarray(w_OI), to, moments, clip=True).dense())
+    size = to.size(100)
+    for begin in range(0, 100, size):
+        some = slice(begin, min(begin + size, 100))
+        w_OGg = np.zeros((6, 1, size), np.float32)
+        w_OGg[:, 0, : some.stop - begin] = w_OI[:, some]
+        x_Rg = x_RI[:, some].astype(np.float64) if data else np.eye(some.stop - begin)
+
+        def error(q_Og: np.ndarray, some: slice = some, x_Rg: np.ndarray = x_Rg) -> np.ndarray:
+            return np.asarray((((q_Og - w_OI[:, some]) @ x_Rg.T) ** 2).sum(-1))
+
+        least = np.full(6, np.inf)
+        for step in range(STEPS // 2):
+            scale, zero = to.grid(jnp.asarray(w_OGg), 1 - step / STEPS)
+            codes = to.codes(jnp.asarray(w_OGg), scale[..., None], zero[..., None])
+            q = np.asarray(to.values(codes, scale[..., None], zero[..., None]))[:, 0]
+            least = np.minimum(least, error(q[:, : some.stop - begin]))
+        np.testing.assert_allclose(error(found[:, some]), least, rtol=2e-3)
+
+
+def test_without_clipping_it_is_rounding() -> None:
+    to = parse("int4-g64")
+    assert to is not None
+    w_OI = jnp.asarray(np.random.default_rng(1).standard_normal((5, 70)), jnp.float32)
+    np.testing.assert_array_equal(rounded(w_OI, to).data, to.make(w_OI).data)

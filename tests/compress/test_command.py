@@ -1,0 +1,216 @@
+"""`jaxllm compress`, as a newcomer uses it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import api
+from jaxllm.cli.calibration import Source, calibrate, read_source
+from jaxllm.compress import calibration, steps
+from jaxllm.compress.apply import compress
+from jaxllm.compress.calibration import Calibration, from_tokens
+from jaxllm.compress.recipe import Step, Subject
+from jaxllm.compress.report import Scale
+from jaxllm.errors import CheckpointError, TokenError
+from jaxllm.weights.paths import map_leaves
+from tests.compress.models import halve, same
+from tests.conftest import Run
+
+STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
+
+
+@pytest.fixture(autouse=True)
+def _shallow_demos(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "story.txt"
+    file.write_text("".join(f"{number}. {STORY}" for number in range(40)), encoding="utf-8")
+    return file
+
+
+SEEN: list[Calibration] = []
+
+
+def calibrated(subject: Subject, argument: str, options: Any, work: Any) -> Subject:
+    SEEN.append(work.calibration)
+    return halve(subject, argument, options, work)
+
+
+@pytest.fixture
+def halving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that wants calibration."""
+    SEEN.clear()
+    step = Step("scale", "halve", calibrated, "half of it")
+    monkeypatch.setattr(steps, "STEPS", (*steps.STEPS, step))
+
+
+def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_path: Path) -> None:
+    out, report, plot = (tmp_path / name for name in ("out", "report.json", "costs.png"))
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text("quantize: rtn int8  # first\nquantize: rtn int4-g32 on=layers\n")
+    arguments = ("compress", "demo:llama", out, "--recipe", recipe, "--text", text)
+    arguments = (*arguments, "--window", 64, "--limit", 2)
+    status, said, err = run(*arguments, "--report", report, "--plot", plot, "--no-speed")
+    assert status == 0, err
+    lines = ["quantize: rtn int8", "quantize: rtn int4-g32 on=layers"]
+    names = [line.split("  ")[0] for line in said.splitlines()]
+    assert names == ["step", "original", *lines]
+    assert "1 of 2: quantize: rtn int8: MB " in err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(report.read_text())
+    assert found["recipe"] == lines
+    assert [row["step"] for row in found["rows"]] == ["original", *lines]
+    assert found["rows"][0]["kl"] == 0 < found["rows"][1]["kl"] < found["rows"][2]["kl"]
+    assert found["rows"][0]["bytes"] > found["rows"][1]["bytes"] > found["rows"][2]["bytes"]
+    assert found["evaluation"]["windows"] == 2
+    made = jaxllm.load(out)
+    assert made.recipe == tuple(lines)
+    assert made.tokenizer is not None
+    same(made.params, compress(jaxllm.load("demo:llama"), lines).params)
+    assert list(tmp_path.glob("*.parts")) == []
+
+    _, said, _ = run("info", out)
+    assert "quantize: rtn int4-g32 on=layers\n" in said
+    assert json.loads(run("info", out, "--json")[1])["recipe"] == lines
+    status, _, err = run(*arguments)
+    assert (status, f"{out} already holds a checkpoint" in err) == (1, True)
+    again = ("compress", out, tmp_path / "again", "--step", lines[0], "--no-speed")
+    status, _, err = run(*again)
+    assert (status, "was done to this model already: --again" in err) == (1, True)
+    status, said, err = run(*again, "--again", "--json")
+    assert status == 0
+    assert "without --eval FILE nothing is said of quality" in err
+    assert json.loads(said)["recipe"] == [*lines, lines[0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give --recipe FILE or --step"),
+        (("--step", "quantize: rtn int8", "--recipe", "x"), "one of them"),
+        (("--step", "quantize: rtm int8"), "quantize has no method 'rtm'"),
+        (("--step", "quantize: rtn int8 on=nothing"), "on=nothing matches no matrix"),
+        (("--recipe", "missing"), "missing"),
+        (("--step", "quantize: rtn int8", "--report", "nowhere/x.json"), "nowhere is not a dir"),
+        (("--step", "quantize: rtn int8", "--plot", "x.png"), "--plot draws quality"),
+        (("--step", "quantize: rtn int8", "--text", "a", "--samples", "2"), "give one of --text"),
+        (("--step", "quantize: rtn int8", "--text", "missing"), "missing"),
+        (("--step", "scale: halve"), "wants calibration: give --text FILE, --documents FILE"),
+        (("--step", "scale: halve", "--text", "story.txt", "--length", "900"), "900"),
+        (("--step", "scale: halve", "--text", "short.txt"), "1 tokens"),
+    ],
+)
+@pytest.mark.usefixtures("halving")
+def test_what_cannot_work_is_one_line_before_the_work(
+    run: Run,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("it")
+    status, out, err = run("compress", "demo:llama", "out", *arguments)
+    assert (status, out) == (1, "")
+    assert said in err
+    assert len(err.splitlines()) == 1, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt", "story.txt"]
+    assert SEEN == []
+
+
+def test_all_steps_are_listed(run: Run) -> None:
+    status, out, _ = run("compress", "--list")
+    assert status == 0
+    assert len(out.splitlines()) == len(steps.STEPS)
+    assert out.startswith("quantize: rtn FORMAT [on=.*]")
+
+
+@pytest.mark.usefixtures("halving")
+def test_an_interrupted_run_goes_on_with_the_same_rows(
+    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--step", "scale: halve", "--step", "quantize: rtn int8", "--text", text)
+    arguments = (*arguments, "--rows", 3, "--length", 16, "--window", 64, "--no-speed")
+
+    out, report = tmp_path / "out", tmp_path / "report.json"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointError("cannot write out: No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api.LM, "save", full)
+        status, said, err = run("compress", "demo:llama", out, *arguments)
+    assert (status, said) == (1, "")
+    parts = tmp_path / "out.parts"
+    assert f"No space left on device; what is finished is in {parts}" in err
+    assert not out.exists()
+    kept = {path.name for path in parts.glob("*.part")}
+    assert kept == {"1.whole.part", *(f"{step}.row.numbers.part" for step in "012")}
+    with monkeypatch.context() as patched:
+        patched.setattr(Scale, "measure", None)  # all of it is known
+        status, said, err = run("compress", "demo:llama", out, *arguments, "--report", report)
+    assert status == 0, err
+    assert len(SEEN) == 1
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["kl"] > 0 for row in rows] == [False, True, True]
+    assert not parts.exists()
+    lm = jaxllm.load("demo:llama")
+    half = map_leaves(lambda p, x: x * 0.5 if p.startswith("layers") else x, lm.params)
+    same(jaxllm.load(out).params, jaxllm.quantize(half, "int8"))
+
+
+def test_the_end_of_the_text_is_not_seen(text: Path, tmp_path: Path) -> None:
+    source = Source(("--text", text), None, 4, 8, 0)
+    head, tail = read_source(source, None)
+    whole = text.read_text()
+    assert isinstance(head, str)
+    assert head + str(tail) == whole
+    assert head.endswith("\n")
+    assert 0.85 * len(whole) < len(head) <= 0.9 * len(whole)
+    other = tmp_path / "other.txt"
+    other.write_text("another")
+    assert read_source(source, other) == (whole, "another")
+    assert read_source(source._replace(file=None), None) == (None, None)
+    lm = jaxllm.load("demo:llama")
+    made = calibrate(lm, source, head)
+    assert made.token_NT.shape == (4, 8)
+    assert lm.tokenizer is not None
+    seen = np.array(lm.tokenizer.encode(head))
+    windows = np.lib.stride_tricks.sliding_window_view(seen, 8)
+    assert all((windows == row).all(axis=1).any() for row in made.token_NT)
+    assert made.source["file"] == "story.txt"
+
+
+def test_documents_of_tokens_are_parted_by_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text('{"tokens": [1, 2, 3, 4, 5, 6]}\n{"tokens": [7, 8, 9, 10]}\n')
+    source = Source(("--documents", file), None, 2, 9, 0)
+    head, tail = read_source(source, None)
+    assert (head, tail) == ([*range(1, 10)], [10])
+    made = calibrate(jaxllm.load("demo:llama"), source, head)
+    assert made.token_NT.tolist() == [[*range(1, 10)]] * 2
+    file.write_text('{"tokens": [1]}\n')
+    with pytest.raises(TokenError, match="too short to be parted"):
+        read_source(source, None)
+
+
+def test_the_model_can_be_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def say(model: Any, params: Any, **options: Any) -> Calibration:
+        asked.update(options)
+        return from_tokens(np.ones((options["rows"], options["width"]), np.int32))
+
+    monkeypatch.setattr(calibration, "from_samples", say)
+    lm = jaxllm.load("demo:llama")
+    assert lm.tokenizer is not None
+    assert calibrate(lm, Source(None, 2, 9, None, 1), None).token_NT.shape == (2, 512)
+    assert asked == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512, "seed": 1}

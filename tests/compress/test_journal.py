@@ -1,0 +1,276 @@
+"""What is finished survives an interrupt, and what is not what was written is not believed."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.api import LM
+from jaxllm.compress.apply import compressed, journal_of, stages, subject_of
+from jaxllm.compress.calibration import Calibration, from_tokens
+from jaxllm.compress.journal import Journal
+from jaxllm.compress.recipe import Options, Recipe, Step, Subject, Work, parse_lines
+from jaxllm.errors import CheckpointError
+from jaxllm.files import locked
+from jaxllm.weights.formats import as_format
+from jaxllm.weights.paths import Params
+from tests.compress.models import halve, same, tiny
+
+FORMATS = ("float32", "bfloat16", "float16", "bf16-packed", "int8", "int8-g32-f16", "int4-g32-zp")
+
+
+@pytest.fixture
+def params() -> Params:
+    """Of leaves of every kind, under names with dots and without."""
+    rng = np.random.default_rng(0)
+    w_OI = jnp.asarray(rng.standard_normal((12, 40)), jnp.bfloat16)
+    made = {name: as_format(w_OI, name) for name in FORMATS}
+    return {"layers.0": {"mlp": made, "norm": {"weight": w_OI[0]}}, "stack": w_OI.reshape(3, 4, 40)}
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def journal(tmp_path: Path, said: list[str]) -> Journal:
+    (tmp_path / "parts").mkdir()
+    return Journal(tmp_path / "parts", "ours", say=said.append)
+
+
+def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Params) -> None:
+    assert journal.get("0") is None
+    journal.put("0", params, {"seconds": 2.5, "config": {"layers": [1, None]}})
+    found = journal.get_with("0")
+    assert found is not None
+    same(found[0], params)
+    assert found[0].keys() == params.keys()
+    assert found[1] == {"seconds": 2.5, "config": {"layers": [1, None]}}
+
+
+def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
+    first, second = journal.within("1", "a"), journal.within("2", "a", "b")
+    first.put("0", params)
+    assert second.get("0") is None
+    assert journal.within("1", "b").get("0") is None  # what it depends on is another
+    assert journal.within("1", "a").get("0") is not None
+    second.put("0", params)
+    second.put("row", {})
+    second.forget("row")
+    assert [path.name for path in journal.parts()] == ["1.0.part", "2.row.part"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda b: b[:-1], "cut off"),
+        (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "not what was written"),
+        (lambda b: b.replace(b"float32", b"float33", 1), "not what was written"),
+        (lambda b: b.replace(b'\\"seconds\\":1', b'\\"seconds\\":2', 1), "not what was written"),
+        (lambda b: b"", "safetensors"),
+        (lambda b: b"{}" * 40, "safetensors"),
+    ],
+)
+def test_a_damaged_part_is_made_again(
+    journal: Journal,
+    params: Params,
+    said: list[str],
+    damage: Callable[[bytes], bytes],
+    reason: str,
+) -> None:
+    journal.put("0", {"weight": params["layers.0"]["mlp"]["float32"]}, {"seconds": 1})
+    path = journal.parts()[0]
+    before = path.read_bytes()
+    path.write_bytes(damage(before))
+    assert path.read_bytes() != before
+    assert journal.get("0") is None
+    assert reason in said[0]
+    assert str(path) in said[0]
+    assert said[0].endswith(": made again")
+
+
+def test_a_part_of_another_run_is_made_again(
+    journal: Journal, params: Params, said: list[str]
+) -> None:
+    journal.put("0", params)
+    assert dataclasses.replace(journal, digest="theirs").get("0") is None
+    assert "belongs to another model, recipe or calibration: made again" in said[0]
+
+
+def test_nowhere_keeps_nothing(params: Params) -> None:
+    nowhere = Journal()
+    with nowhere.kept():
+        nowhere.put("0", params)
+        assert nowhere.get("0") is None
+        assert nowhere.within("1").parts() == []
+
+
+def test_the_directory_is_ours_alone_and_goes_when_it_is_empty(
+    tmp_path: Path, params: Params
+) -> None:
+    journal = Journal(tmp_path / "out.parts", "ours")
+    with journal.kept():
+        journal.put("0", params)
+        with pytest.raises(CheckpointError, match="in use by another process"), journal.kept():
+            pass
+    assert journal.get("0") is not None
+    with journal.kept():
+        journal.forget()
+    assert not journal.directory.exists() if journal.directory else False
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="cannot write"), Journal(file).kept():
+        pass
+    with locked(file):
+        pass
+
+
+class Killed(BaseException):
+    """As an interrupt: nobody catches it."""
+
+
+def fewer(subject: Subject, argument: str, options: Any, work: Work) -> Subject:
+    """Drops the last layer: another configuration, of which the journal has to keep track."""
+    count = subject.config.num_hidden_layers - 1
+    config = dataclasses.replace(subject.config, num_hidden_layers=count)
+    params = {name: x for name, x in subject.params.items() if name != f"layers.{count}"}
+    return dataclasses.replace(subject, config=config, params=params)
+
+
+TABLE = (
+    Step("scale", "halve", halve, "half"),
+    Step("drop", "last", fewer, "a layer less"),
+    Step("drop", "quickly", fewer, "a layer less", calibrated=False),
+)
+LINES = ["scale: halve", "drop: last", "drop: quickly", "scale: halve"]
+CALIBRATION = from_tokens(np.arange(8).reshape(2, 4))
+
+
+def recipe() -> Recipe:
+    return parse_lines(LINES, TABLE)
+
+
+def result(
+    lm: LM, directory: Path, parts: Path | None, calibration: Calibration = CALIBRATION
+) -> list[str]:
+    """Write what the recipe makes of a model; says which layers it had to make."""
+    done: list[str] = []
+    journal = Journal() if parts is None else journal_of(lm, calibration, parts, done.append)
+    subject = subject_of(lm)
+    with journal.kept():
+        for stage in stages(lm, recipe(), calibration, journal, say=done.append):
+            subject = stage.subject or subject
+        compressed(lm, recipe(), subject).save(directory)
+        journal.forget()
+    return done
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return tiny("llama", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole") / "out"
+    made = result(lm, directory, None)
+    assert made == ["layers.0", "layers.1", "layers.2", "layers.3", "layers.0", "layers.1"]
+    return directory
+
+
+@pytest.mark.parametrize("moment", range(10))
+@pytest.mark.parametrize("written", [False, True])
+def test_killed_at_any_moment_the_same_bytes_come_out(
+    lm: LM,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: int,
+    written: bool,
+) -> None:
+    """Killed before or after a part is written, then run again: nothing of it is made twice."""
+    put, count = Journal.put, [0]
+
+    def killing(self: Journal, *arguments: Any) -> None:
+        count[0] += 1
+        if count[0] == moment + 1 and not written:
+            raise Killed
+        put(self, *arguments)
+        if count[0] == moment + 1:
+            raise Killed
+
+    parts, out = tmp_path / "out.parts", tmp_path / "out"
+    monkeypatch.setattr(Journal, "put", killing)
+    killed = False
+    try:
+        result(lm, out, parts)
+    except Killed:
+        killed = True
+    monkeypatch.undo()
+    assert killed == (moment < 9)  # 4 layers, the whole, the whole, 2 layers, the whole
+    if killed:
+        assert not out.exists()
+        finished = min(moment + written, 9)
+        made = result(lm, out, parts)
+        assert len(made) == max(0, min(4, 4 - finished)) + max(0, 2 - max(0, finished - 6))
+    for name in ("model.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (uninterrupted / name).read_bytes()
+    assert not parts.exists()
+
+
+def test_another_calibration_or_recipe_begins_again(
+    lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = tmp_path / "parts"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointError("cannot write out: No space left on device")
+
+    monkeypatch.setattr(LM, "save", full)
+    with pytest.raises(CheckpointError, match="No space"):
+        result(lm, tmp_path / "out", parts)
+    monkeypatch.undo()
+    assert [path.name for path in Journal(parts).parts()] == ["4.whole.part"]
+    other = from_tokens(np.arange(8).reshape(2, 4) + 1)
+    made = result(lm, tmp_path / "other", parts, other)
+    assert "4.whole.part belongs to another model" in made[0]
+    assert len(made) == 1 + 6
+
+
+def test_what_was_finished_when_the_disk_was_full_is_kept(
+    lm: LM, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jaxllm.compress.journal as module
+
+    write, count = module.write_tensors, [0]
+
+    def full(*arguments: Any, **named: Any) -> None:
+        count[0] += 1
+        if count[0] > 3:
+            raise CheckpointError("cannot write: No space left on device")
+        write(*arguments, **named)
+
+    monkeypatch.setattr(module, "write_tensors", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        result(lm, tmp_path / "out", tmp_path / "parts")
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    assert result(lm, tmp_path / "out", tmp_path / "parts")[0] == "layers.3"
+    ours, theirs = (d / "model.safetensors" for d in (tmp_path / "out", uninterrupted))
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert jaxllm.load(tmp_path / "out").config.num_hidden_layers == 2
+
+
+def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> None:
+    def broken(subject: Subject, argument: str, options: Options, work: Work) -> Subject:
+        return dataclasses.replace(subject, params=fewer(subject, "", None, work).params)
+
+    lines = parse_lines(["drop: badly"], (Step("drop", "badly", broken, "", calibrated=False),))
+    with pytest.raises(ValueError, match=r"drop: badly left layers\.3"):
+        list(stages(lm, lines, None, Journal()))

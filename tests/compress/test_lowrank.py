@@ -1,0 +1,184 @@
+"""Low rank: exact errors, what whitening gains, and ranks for a budget."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxllm.compress import lowrank
+from jaxllm.errors import ConfigError
+from jaxllm.weights.formats import as_format
+from jaxllm.weights.leaves.factored import Factored
+
+ROWS, COLUMNS, TOKENS = 24, 17, 90
+
+
+@pytest.fixture(scope="module")
+def weight() -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 1, (ROWS, COLUMNS))
+
+
+@pytest.fixture(scope="module")
+def inputs() -> np.ndarray:
+    """Correlated, and of very different sizes."""
+    rng = np.random.default_rng(1)
+    mixed = rng.normal(0, 1, (TOKENS, COLUMNS)) @ rng.normal(0, 1, (COLUMNS, COLUMNS))
+    return mixed * np.geomspace(0.05, 20, COLUMNS)
+
+
+def nearest(spectrum: lowrank.Spectrum, rank: int) -> np.ndarray:
+    left, right = lowrank.factors(spectrum, rank)
+    return left @ right
+
+
+@pytest.mark.parametrize("rank", [1, 5, 16, 17])
+def test_each_error_is_what_the_spectrum_leaves_out(
+    weight: np.ndarray, inputs: np.ndarray, rank: int
+) -> None:
+    size_I = np.abs(inputs).mean(axis=0)
+    measures = [
+        (lowrank.plain(weight), np.eye(COLUMNS)),
+        (lowrank.scaled(weight, size_I, alpha=0.5), np.diag(np.sqrt(size_I))),
+        (lowrank.whitened(weight, inputs.T @ inputs), inputs.T),
+    ]
+    for spectrum, measure in measures:
+        missed = np.linalg.norm((weight - nearest(spectrum, rank)) @ measure)
+        scale = np.linalg.norm(weight @ measure)
+        assert abs(missed - lowrank.error(spectrum, rank)) <= 1e-10 * scale
+        assert np.linalg.matrix_rank(nearest(spectrum, rank)) == rank
+        assert spectrum.raised == 0
+
+
+def test_whitened_outputs_are_the_nearest_of_all(weight: np.ndarray, inputs: np.ndarray) -> None:
+    """Brute force: no other method, and no small change of the factors, comes nearer."""
+    size_I = np.abs(inputs).mean(axis=0)
+    whitened = lowrank.whitened(weight, inputs.T @ inputs)
+    rng = np.random.default_rng(2)
+    for rank in range(1, COLUMNS):
+        best = np.linalg.norm((weight - nearest(whitened, rank)) @ inputs.T)
+        for other in (lowrank.plain(weight), lowrank.scaled(weight, size_I, alpha=0.5)):
+            assert best < np.linalg.norm((weight - nearest(other, rank)) @ inputs.T)
+        left, right = lowrank.factors(whitened, rank)
+        for size in (1e-3, 1e-1):
+            moved = left + size * rng.normal(0, 1, left.shape)
+            assert best <= np.linalg.norm((weight - moved @ right) @ inputs.T)
+            moved = right + size * rng.normal(0, 1, right.shape)
+            assert best <= np.linalg.norm((weight - left @ moved) @ inputs.T)
+
+
+def test_uncorrelated_inputs_of_one_size_make_all_methods_one(weight: np.ndarray) -> None:
+    plain = nearest(lowrank.plain(weight), 6)
+    ones = np.full(COLUMNS, 3.0)
+    np.testing.assert_allclose(nearest(lowrank.scaled(weight, ones, alpha=0.5), 6), plain)
+    np.testing.assert_allclose(
+        nearest(lowrank.whitened(weight, 4 * np.eye(COLUMNS)), 6), plain, atol=1e-12
+    )
+    size_I = np.geomspace(1, 9, COLUMNS)
+    np.testing.assert_allclose(
+        nearest(lowrank.scaled(weight, size_I, alpha=0.0), 6), plain, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_inputs_of_few_directions_are_followed_in_those(
+    weight: np.ndarray, inputs: np.ndarray, dtype: type
+) -> None:
+    """Five tokens span five directions: rank 5 is enough for all outputs, and the rest stays."""
+    few = inputs[:5] / np.abs(inputs[:5]).max()
+    spectrum = lowrank.whitened(weight, (few.T @ few).astype(dtype))
+    assert 0 < spectrum.raised < 1e-4
+    missed = np.linalg.norm((weight - nearest(spectrum, 5)) @ few.T)
+    plain = np.linalg.norm((weight - nearest(lowrank.plain(weight), 5)) @ few.T)
+    assert missed < 0.01 * plain
+    np.testing.assert_allclose(nearest(spectrum, COLUMNS), weight, atol=1e-6)
+    raised = few.T @ few + spectrum.raised * np.eye(COLUMNS)  # of which the identity speaks
+    difference = weight - nearest(spectrum, 3)
+    squared = np.trace(difference @ raised @ difference.T)
+    np.testing.assert_allclose(np.sqrt(squared), lowrank.error(spectrum, 3), rtol=1e-5)
+
+
+def test_an_input_that_is_always_zero_does_no_harm(weight: np.ndarray, inputs: np.ndarray) -> None:
+    dead = inputs.copy()
+    dead[:, 4] = 0
+    for spectrum in (
+        lowrank.whitened(weight, dead.T @ dead),
+        lowrank.scaled(weight, np.abs(dead).mean(axis=0), alpha=0.5),
+    ):
+        assert np.isfinite(nearest(spectrum, 9)).all()
+        np.testing.assert_allclose(nearest(spectrum, COLUMNS), weight, atol=1e-6)
+
+
+def test_statistics_that_cannot_be_are_refused(weight: np.ndarray, inputs: np.ndarray) -> None:
+    bad = weight.copy()
+    bad[2, 3] = np.nan
+    with pytest.raises(ConfigError, match="the weight holds NaN"):
+        lowrank.plain(bad)
+    with pytest.raises(ConfigError, match=r"X\^T X holds NaN"):
+        lowrank.whitened(weight, np.full((COLUMNS, COLUMNS), np.inf))
+    with pytest.raises(ConfigError, match=r"statistics of \(24,\) inputs"):
+        lowrank.whitened(weight, weight @ weight.T)
+    with pytest.raises(ConfigError, match="all zero"):
+        lowrank.whitened(weight, np.zeros((COLUMNS, COLUMNS)))
+    with pytest.raises(ConfigError, match="all zero"):
+        lowrank.scaled(weight, np.zeros(COLUMNS), alpha=0.5)
+
+
+def test_ranks_by_energy_share_and_bytes() -> None:
+    sigma_R = np.array([4.0, 2.0, 2.0, 1.0])  # squares 16, 4, 4, 1 of 25
+    wanted = {0.1: 1, 0.64: 1, 0.65: 2, 0.8: 2, 0.81: 3, 0.96: 3, 0.97: 4, 1.0: 4}
+    assert {e: lowrank.rank_of_energy(sigma_R, e) for e in wanted} == wanted
+    assert lowrank.rank_of_energy(np.random.default_rng(3).random(300), 1.0) <= 300
+    assert lowrank.rank_of_share((4096, 11008), 0.8) == int(4096 * 11008 * 0.8 / 15104) == 2388
+    assert lowrank.gains((30, 20), 11) and not lowrank.gains((30, 20), 12)  # 600 / 50
+    assert lowrank.rank_of_bytes((64, 256), "float32", 4 * 320 * 7 + 4 * 319) == 7
+    assert lowrank.rank_of_bytes((64, 256), "bfloat16", 1 << 30) == 64
+    for inner in ("bfloat16", "int8"):
+        made = as_format(np.ones((64, 256), np.float32), f"rank7/{inner}")
+        assert lowrank.factor_bytes((64, 256), 7, inner) == made.nbytes
+    for wrong in (0.0, 1.0, -1, 1e-9):
+        with pytest.raises(ConfigError, match=r"share|numbers"):
+            lowrank.rank_of_share((64, 256), wrong)
+    with pytest.raises(ConfigError, match="fewer than rank 1"):
+        lowrank.rank_of_bytes((64, 256), "float32", 1279)
+    with pytest.raises(ConfigError, match="depends on the numbers"):
+        lowrank.factor_bytes((64, 256), 7, "bf16-packed")
+    with pytest.raises(ConfigError, match="energy"):
+        lowrank.rank_of_energy(sigma_R, 1.1)
+
+
+def test_a_leaf_has_the_rank_and_the_format_that_were_asked_for(weight: np.ndarray) -> None:
+    made = lowrank.as_factored(lowrank.plain(weight), 5, "int8")
+    assert isinstance(made, Factored) and made.format == "rank5/int8"
+    with pytest.raises(ConfigError, match="from 1 to 17: 18"):
+        lowrank.as_factored(lowrank.plain(weight), 18, "int8")
+
+
+def test_a_budget_goes_where_it_lowers_relative_errors_most() -> None:
+    """Brute force over all ranks of three matrices of one shape, whose sizes differ a thousandfold;
+    and whatever ranks are chosen, they fit."""
+    rng = np.random.default_rng(4)
+    spectra = {}
+    for name, (size, fall) in {"a": (1000.0, 0.5), "b": (1.0, 2.0), "c": (0.1, 1.0)}.items():
+        u, _ = np.linalg.qr(rng.normal(0, 1, (40, 8)))
+        v, _ = np.linalg.qr(rng.normal(0, 1, (8, 8)))
+        spectra[name] = lowrank.plain(size * u * np.arange(1, 9.0) ** -fall @ v)
+
+    def relative(name: str, rank: int) -> float:
+        spectrum = spectra[name]
+        return (lowrank.error(spectrum, rank) / np.linalg.norm(spectrum.sigma_R)) ** 2
+
+    for total in (3, 5, 7, 8):  # ranks, of 48 numbers each, at most 6 for a matrix
+        found = lowrank.share_ranks(spectra, 48 * total + 7)
+        ranks = [rank for rank in found.values() if rank is not None]
+        assert len(ranks) == 3 and sum(ranks) <= total
+        best = min(
+            sum(map(relative, spectra, each))
+            for each in itertools.product(range(1, 7), repeat=3)
+            if sum(each) <= total
+        )
+        np.testing.assert_allclose(sum(map(relative, found, ranks)), best, rtol=1e-12)
+    assert lowrank.share_ranks(spectra, 3 * 320) == {"a": None, "b": None, "c": None}
+    some = lowrank.share_ranks(spectra, 48 * 6 + 320)
+    assert list(some.values()).count(None) == 1
+    with pytest.raises(ConfigError, match="1 short of rank 1"):
+        lowrank.share_ranks(spectra, 143)

@@ -1,0 +1,160 @@
+"""A report says what each step costs, in the same numbers as the evaluations by themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxllm.api import LM
+from jaxllm.compress.apply import Stage, subject_of
+from jaxllm.compress.journal import Journal
+from jaxllm.compress.picture import pareto, plot
+from jaxllm.compress.recipe import Subject, parse_line
+from jaxllm.compress.report import ORIGINAL, Row, Scale, as_json, as_table, in_words
+from jaxllm.compress.steps import STEPS
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.likelihood.data import Loader, loader
+from jaxllm.evaluate.likelihood.divergence import divergence
+from jaxllm.models import build
+from jaxllm.weights.quantize import quantize
+from tests.compress.models import tiny
+from tests.twins import tokens
+
+LINE = parse_line("quantize: rtn int8", STEPS)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def text() -> Loader:
+    return loader([tokens(1, 61)[0].tolist()], window=24, batch=2)
+
+
+@pytest.fixture(scope="module")
+def fewer(lm: LM) -> Subject:
+    """One layer, of int8."""
+    one = tiny("llama", num_hidden_layers=1)
+    params = {name: x for name, x in lm.params.items() if name != "layers.1"}
+    return Subject(one.config, quantize(params, "int8"), lm.model.precision)
+
+
+def test_a_model_of_another_configuration_is_measured_as_divergence_does(
+    lm: LM, text: Loader, fewer: Subject
+) -> None:
+    row = Scale(lm, text, speed=False).measure("a step", fewer, 1.5)
+    found = divergence(lm.model, lm.params, build(fewer.config), fewer.params, text)
+    assert (row.step, row.seconds, row.tokens_per_second) == ("a step", 1.5, None)
+    numbers = {
+        row.kl: found.kl.mean,
+        row.kl_error: found.kl.error,
+        row.kl_p99: found.kl_p99,
+        row.same_top: found.same_top.mean,
+        row.ratio: found.ratio.mean,
+        row.ratio_error: found.ratio.error,
+        row.perplexity: found.other.perplexity.mean,
+        row.perplexity_error: found.other.perplexity.error,
+    }
+    np.testing.assert_allclose(list(map(float, filter(None, numbers))), [*numbers.values()], 1e-5)
+
+
+def test_bytes_are_those_of_the_arrays(lm: LM) -> None:
+    scale = Scale(lm, None, speed=False)
+    row = scale.measure("", subject_of(lm))
+    assert row.bytes == 4 * sum(int(np.prod(x.shape)) for x in leaves(lm.params))
+    assert row.kl is None
+
+
+def test_speed_is_a_positive_number(lm: LM) -> None:
+    speed = Scale(lm, None).measure("", subject_of(lm)).tokens_per_second
+    assert speed is not None
+    assert 0 < speed < 1e9
+
+
+def test_what_was_measured_is_not_measured_again(
+    lm: LM, text: Loader, fewer: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale, journal = Scale(lm, text, speed=False), Journal(tmp_path, "ours")
+    first = scale.first(journal)
+    assert (first.step, first.kl, first.same_top, first.ratio) == (ORIGINAL, 0.0, 1.0, 1.0)
+    own = journal.within("1", str(LINE))
+    row = scale.row(Stage(LINE, fewer, 2.0, own))
+    own.forget("row")
+    monkeypatch.setattr(Scale, "measure", None)
+    assert scale.first(journal) == first
+    assert scale.row(Stage(LINE, None, None, own)) == row
+    elsewhere = Scale(lm, None, speed=False)
+    assert elsewhere.row(Stage(LINE, None, None, own)) == Row(step=str(LINE))
+
+
+ROWS = [
+    Row(
+        step=ORIGINAL, bytes=4_000_000, perplexity=10.0, kl=0.0, kl_error=0.0, same_top=1.0, ratio=1
+    ),
+    Row(step="quantize: rtn int8", bytes=1_000_000, kl=0.001234, seconds=2.04),
+    Row(step="prune: much", bytes=500_000, kl=0.25, ratio=float("nan"), tokens_per_second=12.34),
+]
+
+
+def test_the_table_has_a_line_a_step() -> None:
+    lines = as_table(ROWS).splitlines()
+    names = "step MB perplexity ratio mean KL +/- same top-1 tokens/s seconds"
+    assert lines[0].split() == names.split()
+    assert lines[1].split() == [
+        "original",
+        "4.00",
+        "10.0000",
+        "1.0000",
+        "0",
+        "0",
+        "100.00%",
+        "-",
+        "-",
+    ]
+    assert lines[2].split()[3:] == ["1.00", "-", "-", "0.00123", "-", "-", "-", "2.0"]
+    assert lines[3].split()[2:] == ["0.50", "-", "nan", "0.25", "-", "-", "12.3", "-"]
+    assert len(set(map(len, lines))) == 1
+    assert in_words(ROWS[1]) == "quantize: rtn int8: MB 1.00, mean KL 0.00123, seconds 2.0"
+
+
+def test_json_has_every_number_and_no_nan() -> None:
+    report = json.loads(as_json(ROWS, {"model": "tiny"}), parse_constant=lambda _: 1 / 0)
+    assert report["model"] == "tiny"
+    assert [row["bytes"] for row in report["rows"]] == [4_000_000, 1_000_000, 500_000]
+    assert report["rows"][2]["ratio"] is None
+    assert report["rows"][1]["kl"] == 0.001234
+
+
+POINTS = st.tuples(st.integers(0, 6), st.integers(0, 6))
+
+
+@given(st.lists(POINTS, min_size=1, max_size=12))
+def test_the_front_is_what_no_other_point_beats(points: list[tuple[int, int]]) -> None:
+    def beaten(p: tuple[int, int]) -> bool:
+        return any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
+
+    assert pareto(points) == sorted({p for p in points if not beaten(p)})
+
+
+@pytest.mark.parametrize("runs", [{"one": ROWS}, {"one": ROWS, "other": ROWS[:2]}])
+def test_a_picture_of_one_run_or_many(runs: Any, tmp_path: Path) -> None:
+    plot(runs, tmp_path / "costs.png", "costs")
+    assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_without_quality_there_is_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        plot({"one": [Row(step=ORIGINAL, bytes=1)]}, tmp_path / "costs.png", "")
+    assert not (tmp_path / "costs.png").exists()
+
+
+def leaves(params: Any) -> list[Any]:
+    from jaxllm.weights.paths import flatten
+
+    return [leaf for _, leaf in flatten(params)]

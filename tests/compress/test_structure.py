@@ -1,0 +1,312 @@
+"""Structure: what is cut away whole leaves an ordinary smaller model, the same in transformers."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import jaxllm
+from jaxllm import models
+from jaxllm.compress import influence, salience, structure
+from jaxllm.convert.engine import write_hf
+from jaxllm.errors import ConfigError
+from jaxllm.forms import open_path
+from jaxllm.weights.paths import map_leaves
+from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+
+KEPT = {"heads": [[1, 3], [0, 2]], "channels": [[*range(0, 50, 3)], [*range(17)]]}
+FAMILIES = {
+    "llama": {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "gpt2": {"n_layer": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twin]:
+    """Each family's model in both, loaded anew: tests change it."""
+    folder = tmp_path_factory.mktemp("twins")
+    for family, changes in FAMILIES.items():
+        save_random(folder / family, family, **changes)
+    return lambda family: load_twin(folder / family)
+
+
+def written(twin: Twin, smaller: structure.Smaller, folder: Path) -> Any:
+    """The model saved, written as Hugging Face's, and opened by transformers."""
+    config, params = smaller
+    lm = jaxllm.load(twin.directory)
+    made = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
+    made.save(folder / "native")
+    assert jaxllm.load(folder / "native").config == config
+    write_hf(folder / "theirs", open_path(folder / "native"))
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "theirs", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def theirs(model: Any, token_BT: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        found: np.ndarray = model(torch.tensor(token_BT)).logits.numpy()
+    return found
+
+
+def ours(smaller: structure.Smaller, token_BT: np.ndarray) -> jax.Array:
+    config, params = smaller
+    return jaxllm.forward(models.build(config), params, None, token_BT).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "heads"), ("llama", "channels"), ("gpt2", "channels")]
+)
+def test_what_is_cut_computes_what_masked_does_and_transformers_opens_it(
+    family: str, kind: structure.Kind, twins: Any, tmp_path: Path
+) -> None:
+    twin, token_BT = twins(family), tokens(2, 24)
+    dense = twin.logits(token_BT)
+    smaller = structure.cut(twin.config, twin.params, kind, KEPT[kind])
+    twin.torch_model.requires_grad_(False)
+    for number, kept in enumerate(KEPT[kind]):  # masked: what reads the groups reads zeros
+        if family == "gpt2":
+            twin.torch_model.transformer.h[number].mlp.c_proj.weight[
+                [c for c in range(52) if c not in kept]
+            ] = 0
+        elif kind == "channels":
+            gone = [c for c in range(56) if c not in kept]
+            twin.torch_model.model.layers[number].mlp.down_proj.weight[:, gone] = 0
+        else:  # 4 groups of 2 query heads of 6
+            gone = [12 * g + i for g in range(4) if g not in kept for i in range(12)]
+            twin.torch_model.model.layers[number].self_attn.o_proj.weight[:, gone] = 0
+    masked = twin.logits(token_BT)
+    assert np.abs(masked - dense).max() > 0.05
+    assert_close(ours(smaller, token_BT), masked)
+    opened = written(twin, smaller, tmp_path)
+    assert_close(theirs(opened, token_BT), masked)
+    config = smaller[0]
+    if kind == "heads":
+        assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+        assert (config.head_dim, opened.config.head_dim) == (6, 6)
+    else:
+        assert config.intermediate_size == 17
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_without_a_layer_is_transformers_without_it(
+    family: str, twins: Any, tmp_path: Path
+) -> None:
+    twin, token_BT = twins(family), tokens(2, 24)
+    smaller = structure.cut_layers(twin.config, twin.params, [1])
+    opened = written(twin, smaller, tmp_path)
+    inside = twin.torch_model.model if family == "llama" else twin.torch_model.transformer
+    name = "layers" if family == "llama" else "h"
+    setattr(inside, name, torch.nn.ModuleList([getattr(inside, name)[1]]))
+    cut = theirs(twin.torch_model, token_BT) if family == "gpt2" else _uncached(twin, token_BT)
+    assert_close(ours(smaller, token_BT), cut)
+    assert_close(theirs(opened, token_BT), cut)
+
+
+def _uncached(twin: Twin, token_BT: np.ndarray) -> np.ndarray:
+    twin.torch_model.config.num_hidden_layers = 1
+    return twin.logits(token_BT, use_cache=False)
+
+
+@pytest.mark.parametrize("by", salience.SALIENCES)
+def test_a_channel_that_is_zero_goes_first_and_nothing_is_missed(by: salience.Salience) -> None:
+    model, params = random_model("llama")
+    dead = {"layers.0": 13, "layers.1": 50}
+
+    def without(path: str, x: jax.Array) -> jax.Array:
+        channel = next((c for layer, c in dead.items() if path.startswith(f"{layer}.mlp")), None)
+        if channel is None:
+            return x
+        return x.at[:, channel].set(0) if "down" in path else x.at[channel].set(0)
+
+    params = map_leaves(without, params)
+    token_BT = tokens(2, 24)
+    found = salience.salience(model, params, "channels", by, token_BT)
+    kept = salience.least(found, 1)
+    assert [set(range(56)) - set(layer.tolist()) for layer in kept] == [{13}, {50}]
+    smaller = structure.cut(model.config, params, "channels", kept)
+    before = np.asarray(jaxllm.forward(model, params, None, token_BT).logits)
+    np.testing.assert_allclose(ours(smaller, token_BT), before, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_saliences_are_those_of_torch(family: str, twins: Any) -> None:
+    twin, token_NT = twins(family), tokens(2, 24)
+    torch_model = twin.torch_model
+    layers = torch_model.model.layers if family == "llama" else torch_model.transformer.h
+    inputs: dict[Any, torch.Tensor] = {}
+    for module in layers.modules():
+        module.register_forward_hook(lambda m, x, _: inputs.__setitem__(m, x[0]) if x else None)
+    slopes: dict[str, list[np.ndarray]] = {}
+    norms: dict[Any, np.ndarray] = {}
+    parameters = dict(torch_model.named_parameters())
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    for row in torch.tensor(token_NT):
+        logits = torch_model(row[None]).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, row[1:])
+        found = torch.autograd.grad(loss, list(parameters.values()))
+        for name, g in zip(parameters, found, strict=True):
+            slopes.setdefault(name, []).append(g.numpy().astype(np.float64))
+        for module, x in inputs.items():
+            squares = (x.detach().numpy()[0].astype(np.float64) ** 2).sum(axis=0)
+            norms[module] = norms.get(module, 0) + squares
+    modules = {module: name for name, module in torch_model.named_modules()}
+    inputs_of = {name: np.sqrt(norms[m]) for m, name in modules.items() if m in norms}
+
+    def expected(by: str, name: str) -> np.ndarray:
+        w = parameters[name].detach().numpy().astype(np.float64)
+        g, f = np.mean(slopes[name], axis=0), np.mean(np.square(slopes[name]), axis=0)
+        module, _, what = name.rpartition(".")
+        size = np.sqrt(token_NT.size) if what == "bias" else inputs_of[module]
+        if what == "weight":
+            size = size[:, None] if family == "gpt2" else size[None]
+        each = {
+            "magnitude": np.abs(w),
+            "inputs": np.abs(w) * size,
+            "first": np.abs(w * g),
+            "second": np.abs(w * g - w * f * w / 2),
+        }[by]
+        return each.T if family == "gpt2" else each
+
+    def shared(by: str, kind: str, number: int) -> np.ndarray:
+        """The sum of what a group has, by the architectures' own words."""
+        if family == "gpt2":
+            at = f"transformer.h.{number}"
+            if kind == "channels":
+                one = expected(by, f"{at}.mlp.c_fc.weight").sum(axis=1)
+                one += expected(by, f"{at}.mlp.c_fc.bias")
+                return one + expected(by, f"{at}.mlp.c_proj.weight").sum(axis=0)
+            qkv = expected(by, f"{at}.attn.c_attn.weight").sum(axis=1)
+            qkv += expected(by, f"{at}.attn.c_attn.bias")
+            out = expected(by, f"{at}.attn.c_proj.weight").sum(axis=0)
+            return qkv.reshape(3, 8, 5).sum(axis=(0, 2)) + out.reshape(8, 5).sum(axis=1)
+        at = f"model.layers.{number}"
+        attention = f"{at}.self_attn"
+        rows = {
+            name: expected(by, f"{at}.{name}.weight").sum(axis=1)
+            + expected(by, f"{at}.{name}.bias")
+            for name in (*(f"self_attn.{x}_proj" for x in "qkv"), "mlp.gate_proj", "mlp.up_proj")
+        }
+        if kind == "channels":
+            down = expected(by, f"{at}.mlp.down_proj.weight").sum(axis=0)
+            return rows["mlp.gate_proj"] + rows["mlp.up_proj"] + down
+        out = expected(by, f"{attention}.o_proj.weight").sum(axis=0)
+        wide = (rows["self_attn.q_proj"] + out).reshape(4, 12).sum(axis=1)
+        narrow = rows["self_attn.k_proj"] + rows["self_attn.v_proj"]
+        return wide + narrow.reshape(4, 6).sum(axis=1)
+
+    kinds: tuple[structure.Kind, ...] = ("heads", "channels")
+    for kind in kinds:
+        for by in salience.SALIENCES:
+            made = salience.salience(twin.model, twin.params, kind, by, token_NT)
+            for number in range(2):
+                np.testing.assert_allclose(made[number], shared(by, kind, number), rtol=2e-4)
+
+
+def test_influences_are_those_of_torch_hidden_states(twins: Any) -> None:
+    twin, token_NT = twins("llama"), tokens(2, 24)
+    ends: list[torch.Tensor] = []
+    twin.torch_model.model.norm.register_forward_hook(lambda _, x, __: ends.append(x[0]))
+    with torch.no_grad():
+        states = twin.torch_model(torch.tensor(token_NT), output_hidden_states=True).hidden_states
+    stream = [x.double() for x in (*states[:-1], ends[0])]
+    cosine = torch.nn.functional.cosine_similarity
+    wanted = [1 - float(cosine(a, b, dim=-1).mean()) for a, b in itertools.pairwise(stream)]
+    found = influence.block_influence(twin.model, twin.params, token_NT)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    turned = [torch.arccos(cosine(a, b, dim=-1)[:, -1]) for a, b in itertools.pairwise(stream)]
+    found = influence.angular_distance(twin.model, twin.params, token_NT, 1)
+    np.testing.assert_allclose(found, [float(t.mean()) / np.pi for t in turned], rtol=1e-4)
+
+
+def test_the_least_go_and_the_ends_may_stay() -> None:
+    each = np.array([0.1, 0.5, 0.2, 0.9, 0.3, 0.0])
+    assert influence.without_least(each, 2, 0, 0) == [1, 2, 3, 4]
+    assert influence.without_least(each, 2, 1, 1) == [0, 1, 3, 5]
+    runs = np.array([0.4, 0.3, 0.2, 0.1])  # of three layers of six
+    assert influence.without_run(runs, 3, 0, 0) == [0, 1, 2]
+    assert influence.without_run(runs, 3, 0, 1) == [0, 1, 5]
+    assert [influence.kept_at_ends(n) for n in (32, 22, 6)] == [(4, 2), (3, 1), (1, 0)]
+    for count, first, last in ((0, 0, 0), (6, 0, 0), (3, 2, 2), (1, -1, 0)):
+        with pytest.raises(ConfigError, match="cannot go while"):
+            influence.without_least(each, count, first, last)
+    found = salience.least(np.array([[3.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 1.0]]), 2)
+    assert [layer.tolist() for layer in found] == [[0, 2], [2, 3]]
+
+
+def test_a_fused_matrix_is_parted_in_its_thirds() -> None:
+    model, params = random_model("gpt2")  # 8 heads of 5
+    shares = structure.shares(model.config, "heads", params["h.0"], "h.0")
+    found = {f"{share.module}.{share.name}": share for share in shares}
+    assert set(found) == {"attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight"}
+    own = [5 * 3 + i for i in range(5)]
+    for fused in (found["attn.c_attn.weight"], found["attn.c_attn.bias"]):
+        assert fused.axis == 0
+        assert fused.index_Gn[3].tolist() == [40 * part + i for part in range(3) for i in own]
+    assert found["attn.c_proj.weight"].axis == 1
+    assert found["attn.c_proj.weight"].index_Gn[3].tolist() == own
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    model, params = random_model("gpt2")
+    with pytest.raises(ConfigError, match=r"heads of gpt2 cannot be cut: .*hidden_size \(40\)"):
+        structure.cut(model.config, params, "heads", [[0], [0]])
+    for kept, says in (
+        ([[0], [0, 1]], "keeps as many channels"), ([[0]], "each of 2 layers"),
+        ([[52], [0]], "channels 0 to 51"), ([[-1], [0]], "channels 0 to 51"),
+        ([[], []], "1 at least"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            structure.cut(model.config, params, "channels", kept)
+    quantized = jaxllm.quantize(params, [(r"h\.1\.mlp\.c_fc.*", "int8")])
+    with pytest.raises(
+        ConfigError, match=r"h\.1\.mlp\.c_fc\.weight is int8: channels are cut before"
+    ):
+        structure.cut(model.config, quantized, "channels", [[0], [0]])
+    for layers in ([], [2], [-1]):
+        with pytest.raises(ConfigError, match="layers 0 to 1"):
+            structure.cut_layers(model.config, params, layers)
+    model, params = random_model("gpt2", scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ConfigError, match="layer 1 of this gpt2 would not be itself as layer 0"):
+        structure.cut_layers(model.config, params, [1])
+    assert structure.cut_layers(model.config, params, [0])[0].num_hidden_layers == 1
+
+
+def test_counts_and_shares_that_cannot_be_are_answered_with_those_that_can() -> None:
+    assert structure.removed(8, 0.25, "query heads", 2) == 2
+    assert structure.removed(8, 6, "query heads", 2) == 6
+    assert structure.removed(5632, 0.3, "channels") == 1690
+    assert structure.removed(6, 0.33, "layers") == 2
+    with pytest.raises(ConfigError, match=r"of 8 query heads, 4 of .* can go 4 \(50.0%\): got 3"):
+        structure.removed(8, 3, "query heads", 4)
+    with pytest.raises(ConfigError, match=r"can go 1 \(16.7%\), 2 \(33.3%\), .* got 25.0% of them"):
+        structure.removed(6, 0.25, "layers")
+    for wanted in (0, 6, 7, 0.001, 0.999):
+        with pytest.raises(ConfigError, match="can go 1"):
+            structure.removed(6, wanted, "layers")
+    with pytest.raises(ConfigError, match="nothing that could go of 4"):
+        structure.removed(4, 0.5, "query heads", 4)
+
+
+def test_bfloat16_weights_have_saliences_in_float32() -> None:
+    model, params = random_model("llama", precision=jaxllm.Precision.uniform("bfloat16"))
+    narrow = map_leaves(lambda _, x: x.astype(jnp.bfloat16), params)
+    found = salience.salience(model, narrow, "channels", "magnitude", tokens(2, 24))
+    wide = map_leaves(lambda _, x: x.astype(jnp.float32), narrow)
+    np.testing.assert_array_equal(
+        found, salience.salience(model, wide, "channels", "magnitude", tokens(2, 24))
+    )

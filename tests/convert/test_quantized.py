@@ -1,0 +1,291 @@
+"""GPTQ's and AWQ's checkpoints: every integer is kept, the rest is refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import jaxllm
+from jaxllm.convert.engine import open_hf
+from jaxllm.convert.quantized import rules
+from jaxllm.convert.scheme import Scheme, read_scheme
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.formats import format_of
+from jaxllm.weights.paths import flatten
+from tests.convert import hub
+from tests.twins import tokens
+
+# What is written, and the formats that the leaves have then.
+CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "gptq": ({}, {"int4-g32-zp-f16"}),
+    "gptq, symmetric": ({"symmetric": True}, {"int4-g32-f16"}),
+    "gptq, second version": ({"less": 0}, {"int4-g32-zp-f16"}),
+    "gptq, act-order": ({"act_order": True}, {"ordered/int4-g32-zp-f16"}),
+    "gptq, a row": ({"group": -1, "act_order": True}, {"int4-g128-zp-f16"}),
+    "gptq, 3 bits": ({"bits": 3}, {"int3-g32-zp-f16"}),
+    "gptq, 2 bits, act-order": (
+        {"bits": 2, "symmetric": True, "act_order": True}, {"ordered/int2-g32-f16"},
+    ),
+    "gptq, 8 bits, a row": ({"bits": 8, "group": -1, "symmetric": True}, {"int8-zp-f16"}),
+    "gptq, 8 bits": ({"bits": 8}, {"int8-g32-zp-f16"}),
+    "gptq, wide scales": ({"group": 64, "scales": np.float32}, {"int4-g64-zp"}),
+    "gptq, odd groups": ({"group": 96}, {"int4-g32-zp-f16"}),
+    "awq": ({"method": "awq"}, {"int4-g32-zp-f16"}),
+    "awq, large groups": ({"method": "awq", "group": 256}, {"int4-g128-zp-f16"}),
+    "awq, the head too": ({"method": "awq", "group": -1, "head": True}, {"int4-g128-zp-f16"}),
+}  # fmt: skip
+
+
+def leaves(directory: Path) -> dict[str, Any]:
+    return {p: x for p, x in flatten(jaxllm.load(directory).params) if not hasattr(x, "at")}
+
+
+def codes(leaf: Any) -> np.ndarray:
+    """The codes of a leaf's bytes, as `weights.leaves.digits` says where they lie."""
+    data, bits = np.asarray(leaf.data), leaf.bits
+    i = np.arange(data.shape[1] * 8 // bits)
+    if bits == 8:
+        return data
+    if bits == 4:
+        return data[:, 16 * (i // 32) + i % 16] >> (4 * (i // 16 % 2)).astype(np.uint8) & 15
+    chunk, j = i // 128, i % 128
+    begin = chunk * {2: 32, 3: 48}[bits]
+    lower = data[:, begin + j % 32] >> (2 * (j // 32)).astype(np.uint8) & 3
+    if bits == 2:
+        return lower
+    return lower | (data[:, begin + 32 + j % 16] >> (j // 16).astype(np.uint8) & 1) << 2
+
+
+def values(leaf: Any) -> np.ndarray:
+    """What the pieces of a leaf mean, by the formula of its class."""
+    if leaf.composed:
+        out = np.empty(leaf.shape, np.float32)
+        out[:, np.asarray(leaf.order)] = values(leaf.weight)
+        return out
+    q, scale = codes(leaf).astype(np.float32), np.asarray(leaf.scale)
+    middle = 2 ** (leaf.bits - 1)
+    zero = np.full(scale.shape, middle) if leaf.zero is None else np.asarray(leaf.zero)
+    wide = [np.repeat(x.astype(np.float32), q.shape[1] // x.shape[1], 1) for x in (zero, scale)]
+    weight = (q - wide[0]) * wide[1]
+    assert not weight[:, leaf.shape[1] :].any(), "what is added stands for zero"
+    return weight[:, : leaf.shape[1]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_is_exactly_what_the_file_means(case: str, tmp_path: Path) -> None:
+    options, formats = CASES[case]
+    model = hub.random_model("llama", num_hidden_layers=1, vocab_size=136)
+    meant = hub.write(tmp_path, model, **options)
+    found = leaves(tmp_path)
+    assert found.keys() == meant.keys()
+    assert {format_of(leaf) for leaf in found.values()} == formats
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(values(leaf), meant[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"act_order": True, "shards": True}),
+        pytest.param("llama", {"method": "awq", "group": 64}, marks=pytest.mark.full),
+        ("gpt2", {"bits": 3, "group": -1, "symmetric": True}),
+    ],
+)
+def test_logits_are_those_of_transformers_on_the_dequantized_model(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = hub.random_model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 1})
+    hub.write(tmp_path, model, **options)
+    lm = jaxllm.load(tmp_path, dtype="float32")
+    token_BT = tokens(2, 19)
+    with torch.no_grad():
+        theirs = model(torch.tensor(token_BT)).logits.numpy()
+    ours = np.asarray(jaxllm.forward(lm.model, lm.params, None, token_BT).logits)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.full)])
+def test_every_command_takes_such_a_directory(
+    method: str, tmp_path: Path, shallow: Any, run: Any
+) -> None:
+    """Greedy text is that of transformers, our own form has every bit, --to-hf the numbers."""
+    source, theirs, ours, back = shallow("llama"), *(tmp_path / n for n in ("hub", "own", "back"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    meant = hub.write(theirs, model, method, act_order=method == "gptq")
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / file, theirs)
+    status, out, _ = run("info", theirs, "--json")
+    assert status == 0
+    name = "ordered/int4-g32-zp-f16" if method == "gptq" else "int4-g32-zp-f16"
+    assert dict(json.loads(out)["quantized"])[r"layers\.\d+\.mlp\.up_proj\.weight"] == name
+
+    prompt = "Once upon a time"
+    tokenizer = Tokenizer.from_directory(source)
+    ids = torch.tensor([tokenizer.encode(prompt, bos=True)])
+    greedy = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    status, text, _ = run("generate", "-m", theirs, "-p", prompt, "-n", 12, "--dtype", "float32")
+    assert status == 0
+    assert text.strip() == tokenizer.decode(greedy).strip()
+
+    assert run("convert", theirs, ours)[0] == 0
+    own, first = jaxllm.load(ours), jaxllm.load(theirs)
+    assert own.model == first.model
+    for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(first.params), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+    status, _, said = run("convert", theirs, back, "--to-hf")
+    assert status == 0
+    assert "float32" in said
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    written = load_file(back / "model.safetensors")
+    for path, array in meant.items():
+        np.testing.assert_array_equal(written[f"model.{path}"].numpy(), array)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"bits": 5}, r"bits 5 is not supported \(known for gptq: 2, 3, 4, 8\)"),
+        ({"bits": None}, "bits is missing"),
+        ({"bits": True}, "bits True is not supported"),
+        ({"group_size": 0}, "group_size must be -1 or a positive number, got 0"),
+        ({"sym": 1}, "sym must be true or false, got 1"),
+        ({"desc_act": "yes"}, "desc_act must be true or false"),
+        ({"checkpoint_format": "marlin"}, "'marlin' is not supported .known: gptq, gptq_v2"),
+        ({"format": "gptq_v2"}, "checkpoint_format 'gptq' differs from format 'gptq_v2'"),
+        ({"is_marlin_format": True}, "is_marlin_format must be False"),
+        ({"pack_dtype": "int8"}, "pack_dtype must be 'int32'"),
+        ({"dynamic": {"+:.*mlp.*": {"bits": 8}}}, "dynamic has options of their own"),
+        ({"rotation": "hadamard"}, "rotation is not supported"),
+        ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' .*known: gptq, awq"),
+        ({"quant_method": None}, "quant_method None is not supported"),
+        ({"quant_method": "awq", "version": "gemv", "bits": 4}, "version must be 'gemm'"),
+        ({"quant_method": "awq", "bits": 8}, r"bits 8 is not supported \(known for awq: 4\)"),
+        ({"quant_method": "awq", "desc_act": True}, "desc_act must be False"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "'llm-awq' is another layout"),
+    ],
+)
+def test_what_no_table_knows_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}
+    if changes.get("quant_method") == "awq":
+        del said["checkpoint_format"]
+    with pytest.raises(ConfigError, match=reason):
+        read_scheme({**said, **changes})
+
+
+def test_options_without_a_meaning_here_are_taken() -> None:
+    said = {
+        "quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "format": "gptq_v2",
+        "meta": {"quantizer": ["gptqmodel:4.2"]}, "damp_percent": 0.05, "lm_head": False,
+        "dynamic": {"-:lm_head": {}}, "exllama_config": {"version": 1}, "rotation": None,
+    }  # fmt: skip
+    assert read_scheme(said) == Scheme(method="gptq", bits=4, group=None)
+    with pytest.raises(ConfigError, match="quantization_config must be an object"):
+        read_scheme([4])  # type: ignore[arg-type]
+
+
+def edit(directory: Path, change: Any) -> None:
+    state = {k: v.clone() for k, v in load_file(directory / "model.safetensors").items()}
+    change(state)
+    hub.save(directory, state)
+
+
+def test_all_that_is_wrong_with_the_tensors_is_told_at_once(tmp_path: Path) -> None:
+    hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1), act_order=True)
+    layer = "model.layers.0."
+
+    def damage(state: dict[str, torch.Tensor]) -> None:
+        del state[f"{layer}self_attn.q_proj.scales"]
+        del state[f"{layer}self_attn.k_proj.g_idx"]
+        state[f"{layer}self_attn.v_proj.qweight"] = torch.zeros(9, 32, dtype=torch.int32)
+        state[f"{layer}self_attn.v_proj.scales"] = torch.zeros(2, 32, dtype=torch.int32)
+        state[f"{layer}self_attn.o_proj.g_idx"][3] = 7
+        state[f"{layer}mlp.gate_proj.g_idx"][:] = 0
+        state[f"{layer}mlp.up_proj.weight"] = torch.zeros(96, 64)
+        state["model.embed_tokens.qweight"] = torch.zeros(8, 8, dtype=torch.int32)
+        state[f"{layer}mlp.down_proj.bias"] = torch.ones(64)
+        del state["model.norm.weight"]
+
+    edit(tmp_path, damage)
+    with pytest.raises(CheckpointError) as caught:
+        open_hf(tmp_path)
+    said = str(caught.value).splitlines()[1:]
+    assert sorted(line.strip() for line in said) == sorted(
+        [
+            "layers.0.self_attn.q_proj.scales is missing",
+            "layers.0.self_attn.k_proj.g_idx is missing",
+            "layers.0.self_attn.v_proj.qweight has shape (9, 32), 4 bits in groups of 32 have"
+            " (8, 32)",
+            "layers.0.self_attn.v_proj.scales is int32, not float16 or bfloat16 or float32",
+            "layers.0.self_attn.o_proj.g_idx names groups 0 to 7, of 2 that there are",
+            "layers.0.mlp.gate_proj.g_idx does not give each group 32 columns",
+            "layers.0.mlp.up_proj.weight is there beside layers.0.mlp.up_proj.qweight",
+            "model.embed_tokens.qweight is not part of this model",
+            "layers.0.mlp.down_proj.bias is not part of this model",
+            "norm.weight is missing",
+        ]
+    )
+
+
+def test_groups_and_zero_points_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    model = hub.random_model("llama", num_hidden_layers=1)
+    hub.write(tmp_path / "order", model, act_order=True)
+    config = json.loads((tmp_path / "order/config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (tmp_path / "order/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="g_idx is not in order"):
+        open_hf(tmp_path / "order")
+    hub.write(tmp_path / "zeros", model, sym=True)  # it is not
+    with pytest.raises(CheckpointError, match=r"qzeros are not all those of symmetric .*, 8"):
+        open_hf(tmp_path / "zeros")
+    hub.write(tmp_path / "small", model, group=16)
+    with pytest.raises(CheckpointError, match="groups of 16 columns are not whole ones of 32"):
+        open_hf(tmp_path / "small")
+    hub.write(tmp_path / "none", model)
+    edit(tmp_path / "none", lambda state: [state.pop(k) for k in list(state) if "proj" in k])
+    with pytest.raises(CheckpointError, match="no tensor is quantized"):
+        open_hf(tmp_path / "none")
+
+
+def test_habits_of_the_writers_are_known(tmp_path: Path) -> None:
+    """A bias of zeros that no model has; second-version zero points under the first's name."""
+    model = hub.random_model("llama", num_hidden_layers=1)
+    meant = hub.write(tmp_path, model, symmetric=True, less=0, checkpoint_format="gptq")
+    path = "model.layers.0.self_attn.k_proj.bias"
+    edit(tmp_path, lambda state: state.update({path: torch.zeros(32)}))
+    opened = open_hf(tmp_path)
+    assert set(opened.formats.values()) == {"int4-g32-f16"}
+    assert all(tensor.dtype != np.float64 for tensor in opened.tensors.values())
+    for at, leaf in leaves(tmp_path).items():
+        np.testing.assert_array_equal(values(leaf), meant[at], err_msg=at)
+
+
+def test_an_older_file_of_settings_is_read_where_config_json_has_none(tmp_path: Path) -> None:
+    meant = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1))
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = config.pop("quantization_config")
+    del said["quant_method"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    with pytest.raises(CheckpointError, match=r"q_proj\.qweight is not part of this model"):
+        open_hf(tmp_path)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(said))
+    assert open_hf(tmp_path).formats.keys() == meant.keys()
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**said, "bits": 5}))
+    with pytest.raises(ConfigError, match=r"quantize_config\.json: bits 5 is not supported"):
+        open_hf(tmp_path)
+
+
+def test_layers_that_differ_have_rules_of_their_own() -> None:
+    paths = [f"layers.{i}.mlp.{n}.weight" for i in range(12) for n in ("up_proj", "down_proj")]
+    formats = {path: "int4-g128" for path in paths if path != "layers.11.mlp.up_proj.weight"}
+    found = dict(rules(formats, paths))
+    assert found.pop(r"layers\.\d+\.mlp\.down_proj\.weight") == "int4-g128"
+    assert found == {rf"layers\.{i}\.mlp\.up_proj\.weight": "int4-g128" for i in range(11)}

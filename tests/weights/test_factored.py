@@ -1,0 +1,157 @@
+"""Weights of low rank: the nearest of their rank, multiplied as they are, saved and loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.checkpoint import load_params, open_native
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.formats import as_format, dense, format_of, parse
+from jaxllm.weights.leaves.factored import Factored
+from jaxllm.weights.linear import embed, linear
+from jaxllm.weights.paths import flatten
+from tests.twins import assert_close, random_model, tokens
+
+ROWS, COLUMNS, K = 37, 29, 11  # coprime
+
+
+@pytest.fixture(scope="module")
+def matrix() -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 1, (ROWS, COLUMNS)).astype(np.float32)
+
+
+def test_the_nearest_of_its_rank_misses_the_spectrum_beyond_it(matrix: np.ndarray) -> None:
+    """Eckart and Young: the error is the square root of the sum of the squares left out."""
+    made: Any = as_format(jnp.asarray(matrix), f"rank{K}/float32")
+    assert (made.shape, made.rank, made.format) == ((ROWS, COLUMNS), K, f"rank{K}/float32")
+    assert made.nbytes == 4 * K * (ROWS + COLUMNS)
+    sigma = np.linalg.svd(matrix.astype(np.float64), compute_uv=False)
+    left, right = (np.asarray(x, np.float64) for x in (made.left, made.right))
+    error = np.linalg.norm(matrix - left @ right)
+    np.testing.assert_allclose(error, np.sqrt((sigma[K:] ** 2).sum()), rtol=1e-6)
+    np.testing.assert_allclose(left.T @ left, np.diag(sigma[:K]), atol=1e-5)  # balanced
+    np.testing.assert_allclose(right @ right.T, np.diag(sigma[:K]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inner", "rows"),
+    [("float32", 1), ("bfloat16", 70), ("bf16-packed", 70), ("int8", 1), ("int4-g32-zp", 70)],
+)
+def test_a_product_is_the_products_with_both_factors(
+    matrix: np.ndarray, inner: str, rows: int
+) -> None:
+    made: Any = as_format(jnp.asarray(matrix), f"rank{K}/{inner}")
+    assert format_of(made.left) == format_of(made.right) == parse(inner).name
+    x_RI = np.random.default_rng(1).normal(0, 1, (rows, COLUMNS)).astype(np.float32)
+    left, right = (np.asarray(dense(x, jnp.float32), np.float64) for x in (made.left, made.right))
+    assert_close(linear(jnp.asarray(x_RI), made), x_RI @ right.T @ left.T)
+    assert_close(made.product(jnp.asarray(x_RI)), x_RI @ right.T @ left.T)
+    assert_close(made.dense(), left @ right)
+    token_BT = jnp.array([[0, ROWS - 1], [5, ROWS]])
+    taken = np.asarray(embed(made, token_BT))
+    assert_close(taken[0], (left @ right)[[0, ROWS - 1]])
+    assert np.isnan(taken[1, 1]).all() and not np.isnan(taken[1, 0]).any()
+
+
+def test_a_stack_of_matrices_is_factored_one_by_one(matrix: np.ndarray) -> None:
+    stack = np.stack([matrix, matrix[::-1], 2 * matrix])
+    made: Any = as_format(jnp.asarray(stack), f"rank{K}/float32")
+    assert made.shape == stack.shape
+    x_RI = jnp.ones((2, COLUMNS))
+    several = jax.vmap(linear, in_axes=(None, 0))(x_RI, made)
+    for one, y_RO in zip(stack, several, strict=True):
+        assert_close(y_RO, np.asarray(linear(x_RI, as_format(jnp.asarray(one), made.format))))
+    blocks = stack.reshape(-1, COLUMNS)
+    collected = parse(made.format).collect(
+        stack.shape, lambda: (blocks[i : i + 50] for i in (0, 50, 100))
+    )
+    np.testing.assert_array_equal(collected.left, made.left)
+    np.testing.assert_array_equal(collected.right, made.right)
+
+
+def test_slopes_pass_through_both_factors(matrix: np.ndarray) -> None:
+    made: Any = as_format(jnp.asarray(matrix), f"rank{K}/float32")
+    x_RI = jnp.asarray(np.random.default_rng(2).normal(0, 1, (5, COLUMNS)).astype(np.float32))
+    slope_RO = np.random.default_rng(3).normal(0, 1, (5, ROWS)).astype(np.float32)
+
+    def loss(x_RI: jax.Array, weight: Any) -> jax.Array:
+        return (linear(x_RI, weight) * slope_RO).sum()
+
+    for x, weight in (jax.jit(jax.grad(loss, argnums=(0, 1)))(x_RI, made),):
+        assert_close(x, slope_RO @ np.asarray(made.left) @ np.asarray(made.right))
+        assert isinstance(weight, Factored)
+        assert_close(weight.left, slope_RO.T @ np.asarray(x_RI) @ np.asarray(made.right).T)
+        assert_close(weight.right, np.asarray(made.left).T @ slope_RO.T @ np.asarray(x_RI))
+
+
+def test_a_model_of_factors_is_the_model_of_their_products() -> None:
+    model, params = random_model("llama")
+    rules = [(r".*(q|o)_proj\.weight", "rank9/float32"), (r".*mlp.*", "rank13/int8")]
+    made = jaxllm.quantize(params, rules)
+    assert format_of(made["layers.1"]["mlp"]["up_proj"]["weight"]) == "rank13/int8"
+    token_BT = tokens(2, 24)
+    theirs = jaxllm.forward(model, jaxllm.dequantize(made), None, token_BT).logits
+    assert_close(jaxllm.forward(model, made, None, token_BT).logits, np.asarray(theirs))
+    assert np.abs(theirs - jaxllm.forward(model, params, None, token_BT).logits).max() > 0.05
+
+
+def test_a_factored_checkpoint_is_saved_and_loaded_bit_by_bit(tmp_path: Path, shallow: Any) -> None:
+    rules = [(r"layers\.0\.mlp\..*", "rank20/int8"), (r".*o_proj\.weight", "rank7/bfloat16")]
+    lm = jaxllm.load(shallow("llama"), quantize=rules)
+    lm.save(tmp_path / "made")
+    again = jaxllm.load(tmp_path / "made")
+    for (path, a), (_, b) in zip(flatten(lm.params), flatten(again.params), strict=True):
+        assert format_of(a) == format_of(b), path
+        assert np.asarray(dense(a)).tobytes() == np.asarray(dense(b)).tobytes(), path
+    assert format_of(again.params["layers.0"]["mlp"]["up_proj"]["weight"]) == "rank20/int8"
+    with pytest.raises(ConfigError, match="left float32, right int8"):
+        format_of(Factored(jnp.ones((4, 2)), as_format(jnp.ones((2, 3)), "int8")))
+
+
+def test_ranks_that_there_are_not_are_refused_by_name(tmp_path: Path, shallow: Any) -> None:
+    with pytest.raises(ConfigError, match="a rank is at least 1"):
+        parse("rank0/int8")
+    with pytest.raises(ConfigError, match="factors are arrays"):
+        parse("rank8/rank4/int8")
+    for unknown in (
+        "rank8",
+        "rank8/",
+        "rank-1/int8",
+        "rank08/int8",
+        "rank8/int7",
+        "rank99999999/int8",
+    ):
+        with pytest.raises(ConfigError, match="weight format"):
+            parse(unknown)
+    with pytest.raises(ConfigError, match=rf"rank30/int8: rank 30 is beyond {COLUMNS}"):
+        as_format(jnp.ones((ROWS, COLUMNS)), "rank30/int8")
+
+    lm = jaxllm.load(shallow("llama"), quantize=[(r".*up_proj\.weight", "rank20/float32")])
+    lm.save(tmp_path / "made")
+    settings = json.loads((tmp_path / "made" / "config.json").read_text())
+    path = "layers.1.mlp.up_proj.weight"
+    settings["formats"][path] = "rank21/float32"
+    (tmp_path / "made" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight.left has shape \(384, 20\)"):
+        open_native(tmp_path / "made")
+    settings["formats"][path] = "rank200/float32"  # in the file too
+    (tmp_path / "made" / "config.json").write_text(json.dumps(settings))
+    file = tmp_path / "made" / "model.safetensors"
+    tensors = {name: tensor.read() for name, tensor in open_tensors(file).items()}
+    tensors[f"{path}.left"] = np.zeros((384, 200), np.float32)
+    tensors[f"{path}.right"] = np.zeros((200, 128), np.float32)
+    write_tensors(file, {name: LazyTensor.of(x) for name, x in tensors.items()})
+    with pytest.raises(JaxllmError, match=r"layers.1.mlp.up_proj.weight: rank 200 is beyond 128"):
+        load_params(open_native(tmp_path / "made"), lm.model.precision)
+
+
+def test_what_is_not_finite_does_not_become_a_number() -> None:
+    made = as_format(jnp.full((4, 3), jnp.nan), "rank2/float32")
+    assert np.isnan(np.asarray(dense(made))).all()
