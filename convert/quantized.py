@@ -133,7 +133,7 @@ class _Matrix:
                 )
             elif tensor.dtype.name not in dtypes:
                 complaints.append(f"{path} is {tensor.dtype.name}, not {' or '.join(dtypes)}")
-        if self.scheme.group is not None and self._group() is None:
+        if self._group() == 0:
             complaints.append(
                 f"{self.stem}: groups of {self.scheme.group} columns are not whole ones of"
                 f" {', '.join(map(str, GROUPS))}"
@@ -168,7 +168,9 @@ class _Matrix:
         expected = kind.expected(self.shape)
 
         def data() -> np.ndarray:
-            codes = self.codes() if order is None else self.codes()[:, order]
+            codes = self.codes()
+            if order is not None:
+                codes = np.take(codes, order, axis=1)  # ten times as fast as an index
             rows, columns = self.shape
             zeros = np.full((rows, up(columns, digits.CHUNK)), kind.middle, np.uint8)
             if kind.zero_point:  # the code of zero, which what is added has
@@ -239,15 +241,17 @@ class _Matrix:
         return np.argsort(index, kind="stable")
 
     def _group(self) -> int | None:
-        """The columns that share a scale in the leaf; None: all of a row."""
+        """The columns that share a scale in the leaf; None: all of a row; 0: there is none."""
         group = self.scheme.group
-        if group is None:
-            return None if self.scheme.bits == 8 else GROUPS[-1]
-        return next((size for size in reversed(GROUPS) if group % size == 0), None)
+        for size in reversed(GROUPS):
+            if group is not None and group % size == 0:
+                return size
+        if group is not None and group < self.shape[1]:
+            return 0
+        return None if self.scheme.bits == 8 else GROUPS[-1]
 
     def _spread(self, x_OG: np.ndarray, kind: Integer) -> np.ndarray:
         """What each of their groups has, for each of ours that has columns."""
         columns = self.shape[1]
-        size = kind.size(columns)
-        ours = -(-columns // size)
-        return np.repeat(x_OG, -(-(self.scheme.group or columns) // size), axis=1)[:, :ours]
+        size, theirs = kind.size(columns), min(self.scheme.group or columns, columns)
+        return np.repeat(x_OG, -(-theirs // size), axis=1)[:, : -(-columns // size)]

@@ -116,7 +116,7 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> 
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be an object, got {data!r:.60}")
     method = data.get("quant_method")
-    if method not in _READS:
+    if not isinstance(method, str) or method not in _READS:
         raise ConfigError(
             f"{where}: quant_method {method!r:.40} is not supported (known: {', '.join(_READS)});"
             " load the checkpoint that was quantized"

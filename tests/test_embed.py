@@ -201,7 +201,7 @@ def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
         (("--text", "a", "--layer", "99"), "layer must be"),
         (("--text", "a", "--out", "x.bin"), "must end in .npy or .safetensors"),
         (("--text", "a", "--out", "."), "must end in"),
-        (("--text", "a", "--quantize", "int3"), "a weight format is one of"),
+        (("--text", "a", "--quantize", "int5"), "a weight format is one of"),
         (("--text", "a", "--precision", "nowhere"), "--precision: cannot read nowhere"),
     ],
 )

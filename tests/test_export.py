@@ -274,7 +274,7 @@ def test_the_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
         ("--form", "square"): "--form takes tokens, embeddings",
         ("--form", "boolean,additive"): "additive contradicts",
         ("--what", "train"): "a step is one of",
-        ("--quantize", "int3"): "int3",
+        ("--quantize", "int5"): "int5",
     }.items():
         there = base if not options else (base[0], tmp_path / "c", *base[2:])
         status, out, err = run(*there, *options)

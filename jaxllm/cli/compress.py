@@ -1,6 +1,9 @@
 """`jaxllm compress`: a recipe of steps that make a model smaller, and what each of them costs."""
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +13,11 @@ from jaxllm.cli.calibration import SOURCES, Document, calibrate, read_source, so
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.corpus import described, make_loader
 from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+    from jaxllm.compress.journal import Journal
     from jaxllm.compress.recipe import Recipe
     from jaxllm.evaluate.likelihood.data import Loader
 
@@ -30,10 +34,9 @@ def _listed(asked: bool) -> None:
     if asked:
         with waiting("starting"):
             from jaxllm.compress.steps import STEPS
-        width = max(len(step.usage) for step in STEPS)
         for step in STEPS:
-            wants = "; wants calibration" if step.calibrated else ""
-            write(f"{step.usage:{width}}  {step.help}{wants}\n")
+            wants = " (wants calibration)" if step.calibrated else ""
+            write(f"{step.usage}\n    {step.help}{wants}\n")
         raise typer.Exit
 
 
@@ -105,6 +108,7 @@ def compress(
         from jaxllm.compress.report import Scale, as_table, in_words
         from jaxllm.compress.report import as_json as as_report
         from jaxllm.files import writing
+        from jaxllm.weights.paths import flatten
 
     lines = _recipe(recipe, step)
     claim(target)  # before the work, not after it
@@ -127,13 +131,14 @@ def compress(
     parts = _parts(target)
     journal = apply.journal_of(lm, calibration, parts, note)
     scale, subject = Scale(lm, loader, not no_speed), apply.subject_of(lm)
-    with journal.kept():
+    _note_room(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
+    with _keeping(journal):
         table = [scale.first(journal)]
         for stage in apply.stages(lm, lines, calibration, journal, say=note):
             subject = stage.subject or subject
             table.append(scale.row(stage))
             note(f"{len(table) - 1} of {len(lines)}: {in_words(table[-1])}")
-        _save(apply.compressed(lm, lines, subject), target, parts)
+        apply.compressed(lm, lines, subject).save(target)
         journal.forget()
     about = {
         "model": model,
@@ -187,8 +192,22 @@ def _parts(target: Path) -> Path:
     return whole.with_name(f"{whole.name}.parts")
 
 
-def _save(made: "LM", target: Path, parts: Path) -> None:
-    try:
-        made.save(target)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; what is finished is in {parts}") from None
+def _note_room(parts: Path, size: int) -> None:
+    """Say where there may be too little room: for the result, and for what is finished before."""
+    folder = next(path for path in parts.parents if path.exists())
+    free = shutil.disk_usage(folder).free
+    if free < 2 * size:
+        note(f"{folder} has {free / 1e6:,.0f} MB left; the model is of {size / 1e6:,.0f} MB")
+
+
+@contextlib.contextmanager
+def _keeping(journal: "Journal") -> Iterator[None]:
+    """Where the block fails, what is finished stays, and is said; measurements alone do not."""
+    with journal.kept():
+        try:
+            yield
+        except JaxllmError as error:
+            if all(".row." in path.name for path in journal.parts()):
+                journal.forget()
+                raise
+            raise type(error)(f"{error}; what is finished is in {journal.directory}") from None

@@ -21,13 +21,15 @@ Examples:
 def quantize(
     source: Annotated[str, typer.Argument(metavar="SRC", help="As --model of generate.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.")],
-    bits: Annotated[int, typer.Option(help="8 or 4.")] = 8,
+    bits: Annotated[int, typer.Option(help="8, 4, 3 or 2.")] = 8,
     group: Annotated[
         int | None,
-        typer.Option(help="Columns that share a scale: 32, 64 or 128; by default a row, or 64."),
+        typer.Option(
+            help="Columns that share a scale: 32, 64 or 128; by default a row of 8 bits, else 64."
+        ),
     ] = None,
     zero_point: Annotated[
-        bool, typer.Option("--zero-point", help="4 bits from least to largest, not symmetric.")
+        bool, typer.Option("--zero-point", help="From least to largest, not symmetric.")
     ] = False,
     half_scales: Annotated[
         bool, typer.Option("--half-scales", help="float16 scales in place of float32.")
@@ -62,7 +64,7 @@ def quantize(
 
 
 def _name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> str:
-    grouped = f"-g{group}" if group else ("-g64" if bits == 4 else "")
+    grouped = f"-g{group}" if group else ("" if bits == 8 else "-g64")
     return f"int{bits}{grouped}{'-zp' if zero_point else ''}{'-f16' if half_scales else ''}"
 
 

@@ -20,12 +20,14 @@ from jaxllm.compress.recipe import (
     Subject,
     Work,
     check_again,
+    check_line,
     check_recipe,
     parse_lines,
+    shapes_of,
 )
 from jaxllm.compress.steps import STEPS
 from jaxllm.errors import ConfigError
-from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision, exactly
 
 Say = Callable[[str], None]
@@ -166,6 +168,7 @@ def _run(
     show_progress: bool | None,
     say: Say,
 ) -> tuple[Subject, float]:
+    check_line(line, shapes_of(subject.params))  # the steps before may have taken its matrices away
     start = time.perf_counter()
     work = Work(calibration, journal, show_progress, say)
     made = line.step.run(subject, line.argument, line.options, work)
@@ -176,8 +179,8 @@ def _run(
 
 def _check_form(subject: Subject, where: str) -> None:
     """Raise ConfigError for parameters that are not of their configuration: no file would load."""
-    wanted = {p: s.shape for p, s in flatten(models.param_shapes(models.build(subject.config)))}
-    found = {path: tuple(leaf.shape) for path, leaf in flatten(subject.params)}
+    wanted = shapes_of(models.param_shapes(models.build(subject.config)))
+    found = shapes_of(subject.params)
     for path in wanted.keys() | found.keys():
         if wanted.get(path) != found.get(path):
             raise ConfigError(

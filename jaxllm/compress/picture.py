@@ -23,9 +23,10 @@ def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     """Write a PNG file: mean KL divergence (log scale) against bytes, the Pareto front marked.
 
-    runs: rows by the run's name, each a path through its steps. A point has its step's name, with
-    many runs the run's at the last one. What equals the original stands at the foot of the picture:
-    a logarithm has no zero.
+    runs: rows by the run's name, each a path through its steps; `report.read_rows` reads those of a
+    file. A point has its step's name; of several runs those on the front have, the others their
+    run's colour. What equals the original stands at the foot of the picture: a logarithm has no
+    zero.
 
     Raises ConfigError where matplotlib is not installed or no row has both numbers, CheckpointError
     where the file cannot be written.
@@ -43,20 +44,21 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     axes = figure.add_subplot()
     for name, found in points.items():
         xs, ys = [x for _, x, _ in found], [max(kl, foot) for _, _, kl in found]
-        axes.plot(xs, ys, "o-", alpha=0.7, linewidth=1, label=name)
-        labels = [step for step, _, _ in found] if len(runs) == 1 else [name]
-        for label, x, y in list(zip(labels[::-1], xs[::-1], ys[::-1], strict=False)):
-            axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=8)
-    front = [(x, max(kl, foot)) for x, kl in pareto((x, kl) for _, x, kl in measured)]
-    xs, ys = [x for x, _ in front], [y for _, y in front]
+        axes.plot(xs, ys, "o-", alpha=0.7, linewidth=1 if len(runs) == 1 else 0.3, label=name)
+    front = pareto((x, kl) for _, x, kl in measured)
+    for label, x, kl in measured:
+        if len(runs) == 1 or (x, kl) in front:
+            at = (x, max(kl, foot))
+            axes.annotate(label, at, (6, 6), textcoords="offset points", fontsize=7, rotation=15)
+    xs, ys = [x for x, _ in front], [max(kl, foot) for _, kl in front]
     axes.plot(xs, ys, "ko--", linewidth=1, markersize=11, fillstyle="none", label="Pareto front")
     axes.set_yscale("log")
     axes.set(xlabel="MB of parameters", ylabel="mean KL divergence (nats a token)", title=title)
-    axes.margins(x=0.15)
+    axes.margins(x=0.2, y=0.1)  # room for names
     if len(measured) > len(above):
         axes.axhline(foot, color="grey", linewidth=0.5)
         axes.annotate("0", (0, foot), xycoords=("axes fraction", "data"), fontsize=8)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     with writing(path) as file:
         figure.savefig(file, format="png", dpi=150)
 

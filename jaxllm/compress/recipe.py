@@ -174,18 +174,27 @@ def check_recipe(recipe: Recipe, config: ModelConfig, *, calibrated: bool) -> No
     calibrated: whether there is calibration. Raises ConfigError for a rule that matches no matrix,
     a step that wants calibration where there is none, and what a step's own check says.
     """
-    leaves = flatten(models.param_shapes(models.build(config)))
-    shapes = {path: tuple(leaf.shape) for path, leaf in leaves}
+    shapes = shapes_of(models.param_shapes(models.build(config)))
     for line in recipe:
         if line.step.calibrated and not calibrated:
             raise ConfigError(f"{str(line)!r} wants calibration: rows of a text, or samples")
-        if isinstance(line.options, On):
-            matched(shapes, line.options.on, str(line))
-        if line.step.check is not None:
-            try:
-                line.step.check(shapes, line.argument, line.options)
-            except ConfigError as error:
-                raise ConfigError(f"{str(line)!r}: {error}") from None
+        check_line(line, shapes)
+
+
+def check_line(line: Line, shapes: Shapes) -> None:
+    """Raise ConfigError for a line that cannot be done to parameters of such shapes."""
+    if isinstance(line.options, On):
+        matched(shapes, line.options.on, str(line))
+    if line.step.check is not None:
+        try:
+            line.step.check(shapes, line.argument, line.options)
+        except ConfigError as error:
+            raise ConfigError(f"{str(line)!r}: {error}") from None
+
+
+def shapes_of(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, by path."""
+    return {path: tuple(leaf.shape) for path, leaf in flatten(params)}
 
 
 def check_again(recipe: Recipe, done: Sequence[str]) -> None:

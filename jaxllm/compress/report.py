@@ -4,6 +4,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxllm.evaluate.likelihood.divergence import (
     joined,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
-from jaxllm.files import finite_json
+from jaxllm.files import as_schema, finite_json, read_json
 from jaxllm.progress import steps_bar
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import flatten
@@ -178,6 +179,13 @@ def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     """What was measured, on what, as one object."""
     report = {**about, "rows": [msgspec.to_builtins(row) for row in rows]}
     return json.dumps(finite_json(report), indent=2) + "\n"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a report that `as_json` made. Raises CheckpointError for what is none."""
+    report = as_schema(read_json(path), dict[str, Any], str(path))
+    rows: list[Row] = as_schema(report.get("rows"), list[Row], f"{path}: rows")
+    return rows
 
 
 def _shown(value: float | None, form: str) -> str:

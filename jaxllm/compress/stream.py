@@ -25,7 +25,7 @@ from jaxllm.progress import steps_bar
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import Params, map_leaves
 
-BATCH = 1 << 13  # tokens that run at once
+BATCH = 1 << 11  # tokens that run at once
 
 Change = Callable[["Stage"], Params]  # of a layer: its parameters as they are to be
 

@@ -32,7 +32,7 @@ MOST_DAMPING = 1.0
 class Factor:
     """What the inputs say about the columns.
 
-    u_II: float64, upper triangular, `inv(H) = U^T U` of the damped H in the order of `order_I`.
+    u_II: float32, upper triangular, `inv(H) = U^T U` of the damped H in the order of `order_I`.
     dead_I: channels that were zero throughout, in the weight's own order. damping: of H's mean
     diagonal, what was added to it.
     """
@@ -49,7 +49,8 @@ def factor(gram_II: Any, count: float, *, damping: float = 0.01, act_order: bool
     act_order: columns of larger inputs first. Where H is not positive definite, the damping is
     raised tenfold until it is. Raises NonFiniteError where nothing helps.
     """
-    h_II = np.asarray(gram_II, np.float64) * (2 / max(count, 1))
+    h_II = np.array(gram_II, np.float64)
+    h_II *= 2 / max(count, 1)
     dead_I = np.diagonal(h_II) == 0
     np.fill_diagonal(h_II, np.where(dead_I, 1.0, np.diagonal(h_II)))
     order_I = np.arange(len(h_II))
@@ -62,7 +63,7 @@ def factor(gram_II: Any, count: float, *, damping: float = 0.01, act_order: bool
         np.fill_diagonal(damped_II, np.diagonal(h_II) + added * mean)
         u_II = _inverse_root(damped_II)
         if u_II is not None:
-            return Factor(u_II, order_I, dead_I, added)
+            return Factor(u_II.astype(np.float32), order_I, dead_I, added)
         if added >= MOST_DAMPING:
             break
         added = min(max(added, 1e-4) * 10, MOST_DAMPING)
@@ -129,12 +130,14 @@ def solve(
             groups = jnp.pad(jnp.asarray(w_OI), ((0, 0), (0, count * size - columns)))
             scale_OG, zero_OG = to.grid(groups.reshape(rows, count, size))
             scale_GO, zero_GO = scale_OG.T, zero_OG.T
-    u_II = np.eye(width, dtype=np.float32)
-    u_II[:columns, :columns] = by.u_II
+    u_II = by.u_II
+    if width > columns:
+        u_II = np.eye(width, dtype=np.float32)
+        u_II[:columns, :columns] = by.u_II
     w_IO = jnp.pad(jnp.asarray(w_OI[:, by.order_I].T), ((0, width - columns), (0, 0)))
     state = _solved(
         w_IO,
-        jnp.asarray(u_II),
+        jax.device_put(u_II, may_alias=True),
         jnp.asarray(number_I),
         jnp.pad(scale_GO, ((0, 1), (0, 0))),
         jnp.pad(zero_GO, ((0, 1), (0, 0))),

@@ -118,6 +118,8 @@ def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products
     if not native.enabled() or not leaf.has_kernels:
         return _plain
     inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
+    if x_RI.dtype == jnp.int8 and leaf.rounds_inputs:
+        return _kernel  # whose sums are exact, for any number of rows
     path = native.path(leaf.matrix().kind, inputs)
     if rows > 0 and (path.rows is None or rows <= path.rows):
         return _kernel
@@ -131,10 +133,11 @@ def _kernel(digits: int, x_RI: jax.Array, weights: Weights, *, many: bool = Fals
 
     @jax.custom_batching.custom_vmap
     def call(x_RI: jax.Array, weights: Weights) -> Products:
-        x_RI = x_RI if x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
+        codes = x_RI.dtype == jnp.int8 and all(as_leaf(w).rounds_inputs for w in weights)
+        x_RI = x_RI if codes or x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
         matrices = [as_leaf(weight).matrix() for weight in weights]
-        columns = weights[0].shape[1]
-        return tuple(native.linear(x_RI, matrices, columns=columns, digits=digits, many=many))
+        columns, number = weights[0].shape[1], 1 if codes else digits
+        return tuple(native.linear(x_RI, matrices, columns=columns, digits=number, many=many))
 
     @call.def_vmap
     def _(size: int, batched: Any, x: jax.Array, weights: Weights) -> tuple[Products, Any]:

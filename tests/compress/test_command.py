@@ -15,7 +15,7 @@ from jaxllm.compress.apply import compress
 from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.recipe import Step, Subject
 from jaxllm.compress.report import Scale
-from jaxllm.errors import CheckpointError, TokenError
+from jaxllm.errors import CheckpointError, NonFiniteError, TokenError
 from jaxllm.weights.paths import map_leaves
 from tests.compress.models import halve, same
 from tests.conftest import Run
@@ -129,8 +129,9 @@ def test_what_cannot_work_is_one_line_before_the_work(
 def test_all_steps_are_listed(run: Run) -> None:
     status, out, _ = run("compress", "--list")
     assert status == 0
-    assert len(out.splitlines()) == len(steps.STEPS)
-    assert out.startswith("quantize: rtn FORMAT [on=.*]")
+    assert out.splitlines()[::2] == [step.usage for step in steps.STEPS]
+    assert "prune: wanda N:M|SHARE% [on=" in out
+    assert out.count("(wants calibration)") == sum(step.calibrated for step in steps.STEPS)
 
 
 @pytest.mark.usefixtures("halving")
@@ -165,6 +166,24 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(
     lm = jaxllm.load("demo:llama")
     half = map_leaves(lambda p, x: x * 0.5 if p.startswith("layers") else x, lm.params)
     same(jaxllm.load(out).params, jaxllm.quantize(half, "int8"))
+
+
+def test_a_step_that_fails_leaves_nothing_where_nothing_is_finished(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(subject: Subject, argument: str, options: Any, work: Any) -> Subject:
+        raise NonFiniteError("layers.0 makes NaN of the text")
+
+    monkeypatch.setattr(steps, "STEPS", (Step("go", "", fails, "wrong", calibrated=False),))
+    command = ("compress", "demo:llama", tmp_path / "o", "--no-speed", "--step")
+    status, out, err = run(*command, "go: x")
+    assert (status, out) == (1, "")
+    assert "'go: x' should be 'go:'" in err
+    monkeypatch.setattr(steps, "STEPS", (Step("go", "on", fails, "wrong", calibrated=False),))
+    status, out, err = run(*command, "go: on")
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "jaxllm: layers.0 makes NaN of the text"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_end_of_the_text_is_not_seen(text: Path, tmp_path: Path) -> None:

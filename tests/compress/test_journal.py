@@ -15,7 +15,8 @@ from jaxllm.compress.apply import compressed, journal_of, stages, subject_of
 from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.journal import Journal
 from jaxllm.compress.recipe import Options, Recipe, Step, Subject, Work, parse_lines
-from jaxllm.errors import CheckpointError
+from jaxllm.compress.steps import STEPS
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import locked
 from jaxllm.weights.formats import as_format
 from jaxllm.weights.paths import Params
@@ -243,6 +244,17 @@ def test_another_calibration_or_recipe_begins_again(
     assert len(made) == 1 + 6
 
 
+def test_what_a_step_made_counts_only_after_the_same_steps_before(lm: LM, tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "ours")
+    for first in ("drop: last", "drop: quickly"):
+        done: list[str] = []
+        for _ in stages(
+            lm, parse_lines([first, LINES[0]], TABLE), CALIBRATION, journal, say=done.append
+        ):
+            pass
+        assert done == ["layers.0", "layers.1", "layers.2"]
+
+
 def test_what_was_finished_when_the_disk_was_full_is_kept(
     lm: LM, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +277,13 @@ def test_what_was_finished_when_the_disk_was_full_is_kept(
     ours, theirs = (d / "model.safetensors" for d in (tmp_path / "out", uninterrupted))
     assert ours.read_bytes() == theirs.read_bytes()
     assert jaxllm.load(tmp_path / "out").config.num_hidden_layers == 2
+
+
+def test_a_rule_that_names_what_an_earlier_step_took_away_is_refused(lm: LM) -> None:
+    table = (*TABLE, *STEPS)
+    lines = parse_lines(["drop: quickly", r"quantize: rtn int8 on=layers\.3"], table)
+    with pytest.raises(ConfigError, match=r"on=layers\\.3 matches no matrix of this model"):
+        list(stages(lm, lines, None, Journal()))
 
 
 def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> None:

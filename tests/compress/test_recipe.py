@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import pytest
 
@@ -26,7 +27,7 @@ from jaxllm.compress.recipe import (
 )
 from jaxllm.compress.steps import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import format_of
+from jaxllm.weights.formats import as_format, format_of
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision, exactly
 from tests.compress.models import Whole, same, tiny
@@ -213,6 +214,14 @@ def test_vectors_keep_the_format_that_they_have() -> None:
     assert found.quantize is None
     for path, leaf in flatten(params):
         assert found.format_at(path, leaf.ndim) == format_of(leaf)
+
+
+def test_a_weight_that_has_its_format_is_not_made_again() -> None:
+    """Of one that is composed, or has lost what its format cannot hold, another would come out."""
+    packed = as_format(jnp.ones((8, 128), jnp.bfloat16), "bf16-packed")
+    precision = Precision(weights="bfloat16", quantize="bf16-packed")
+    assert precision.formats_at("weight", 2) == ("bfloat16", "bf16-packed")
+    assert precision.cast("weight", packed) is packed
 
 
 def test_layers_that_differ_have_rules_of_their_own() -> None:

@@ -14,9 +14,9 @@ from jaxllm.compress.apply import Stage, subject_of
 from jaxllm.compress.journal import Journal
 from jaxllm.compress.picture import pareto, plot
 from jaxllm.compress.recipe import Subject, parse_line
-from jaxllm.compress.report import ORIGINAL, Row, Scale, as_json, as_table, in_words
+from jaxllm.compress.report import ORIGINAL, Row, Scale, as_json, as_table, in_words, read_rows
 from jaxllm.compress.steps import STEPS
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.evaluate.likelihood.data import Loader, loader
 from jaxllm.evaluate.likelihood.divergence import divergence
 from jaxllm.models import build
@@ -129,6 +129,15 @@ def test_json_has_every_number_and_no_nan() -> None:
     assert [row["bytes"] for row in report["rows"]] == [4_000_000, 1_000_000, 500_000]
     assert report["rows"][2]["ratio"] is None
     assert report["rows"][1]["kl"] == 0.001234
+
+
+def test_a_report_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(as_json(ROWS, {"model": "tiny"}))
+    assert read_rows(file)[:2] == ROWS[:2]
+    file.write_text('{"rows": [{"step": 1}]}')
+    with pytest.raises(CheckpointError, match=r"rows.*step must be a text"):
+        read_rows(file)
 
 
 POINTS = st.tuples(st.integers(0, 6), st.integers(0, 6))

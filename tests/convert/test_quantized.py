@@ -52,16 +52,16 @@ def codes(leaf: Any) -> np.ndarray:
     """The codes of a leaf's bytes, as `weights.leaves.digits` says where they lie."""
     data, bits = np.asarray(leaf.data), leaf.bits
     i = np.arange(data.shape[1] * 8 // bits)
+    block, j, shift = i // 32 % 4, i % 16, (4 * (i // 16 % 2)).astype(np.uint8)
     if bits == 8:
         return data
     if bits == 4:
-        return data[:, 16 * (i // 32) + i % 16] >> (4 * (i // 16 % 2)).astype(np.uint8) & 15
-    chunk, j = i // 128, i % 128
-    begin = chunk * {2: 32, 3: 48}[bits]
-    lower = data[:, begin + j % 32] >> (2 * (j // 32)).astype(np.uint8) & 3
+        return data[:, 16 * (i // 32) + j] >> shift & 15
+    begin = i // 128 * 16 * bits
+    lower = data[:, begin + 16 * (block // 2) + j] >> shift + (2 * (block % 2)).astype(np.uint8) & 3
     if bits == 2:
         return lower
-    return lower | (data[:, begin + 32 + j % 16] >> (j // 16).astype(np.uint8) & 1) << 2
+    return lower | (data[:, begin + 32 + j] >> shift + block.astype(np.uint8) & 1) << 2
 
 
 def values(leaf: Any) -> np.ndarray:

@@ -281,7 +281,7 @@ def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_pa
         (("--text", "missing.txt"), "cannot read missing.txt: No such file or directory"),
         (("--text", "-", "--bos", "twice"), "--bos must be one of auto, first, each, none"),
         (("--text", "-", "--window", 100000), "does not fit the context"),
-        (("--text", "-", "--quantize", "int3"), "int3"),
+        (("--text", "-", "--quantize", "int5"), "int5"),
     ],
 )
 def test_the_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:

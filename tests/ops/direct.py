@@ -36,7 +36,9 @@ Weight = structure(
     escape_value=c_void_p, escapes=c_int32, mask=c_void_p, mask_stride=c_int64, begin=c_void_p,
     values=c_int64,
 )  # fmt: skip
-Input = structure("Input", x=c_void_p, bf16=c_bool, rows=c_int64, columns=c_int64, rounded=c_bool)
+Input = structure(
+    "Input", x=c_void_p, bf16=c_bool, rows=c_int64, columns=c_int64, rounded=c_bool, codes=c_bool
+)
 Part = structure(
     "Part", kind=c_int32, one_k=c_bool, one_v=c_bool, one_position=c_bool, slots=c_int64,
     k=c_void_p, v=c_void_p, k_scale=c_void_p, v_scale=c_void_p, position=c_void_p,
@@ -133,13 +135,14 @@ _LIBC = ctypes.CDLL(None)
 
 
 def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -> np.ndarray:
-    """`x @ matrix.T` as a kernel has it, float32 `[R, O]`; x: float32 or bfloat16 `[R, I]`.
+    """`x @ matrix.T` as a kernel has it, float32 `[R, O]`; x: float32, bfloat16 or int8 `[R, I]`.
 
     By the set's matrix unit, where it has one that takes these. The work is cut in two, as threads
     would.
     """
     k, w, (rows, columns), outputs = kernels(isa), matrix.native, x.shape, len(matrix.numbers)
-    given = Input(address(x), x.dtype == bfloat16, rows, columns, rounded)
+    codes = x.dtype == np.int8
+    given = Input(address(x), x.dtype == bfloat16, rows, columns, rounded or codes, codes)
     y = placed(np.full((rows, outputs), 7, np.float32))
     room = c_void_p()
     unit = bool(k.many.takes) and k.many.takes(byref(w), byref(given))

@@ -189,6 +189,25 @@ def test_sparse_integers_times_rounded_inputs_have_the_bits_of_dense_ones(
         assert ours.tobytes() == same.tobytes(), (dtype, rows)
 
 
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_times_integers_are_whole_numbers_scaled_once(isa: str, name: str) -> None:
+    """Exactly so where a row has one scale; elsewhere each group's sum is."""
+    rng = np.random.default_rng(13)
+    matrix = FORMATS[name](rng, 33, 1300)
+    assert matrix.scale is not None
+    x = placed(rng.integers(-128, 128, (40, 1300)).astype(np.int8))
+    near = np.maximum(x, -127).astype(np.float32)
+    alone = product(isa, matrix, x[:1])
+    for rows in (1, 3, 40):
+        y = product(isa, matrix, x[:rows])
+        assert y[:1].tobytes() == alone.tobytes()
+        assert errors(y, near[:rows], matrix).max() <= 1
+    if matrix.scale.shape[1] == 1:
+        scale = matrix.scale.astype(np.float32).reshape(1, -1)
+        whole = np.round(near.astype(np.float64) @ (matrix.numbers / scale.T).T)
+        assert (y == whole.astype(np.float32) * scale).all()
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_bits_that_fit_no_numbers_read_nothing_outside_them(isa: str, name: str) -> None:
     """As with escapes: a checkpoint is refused, a leaf that a program made is not."""

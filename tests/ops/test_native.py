@@ -217,3 +217,25 @@ def test_the_unit_for_many_rows_is_taken_where_it_is_asked_for(isa: str) -> None
         weight = native.Matrix(drawn.kind, pieces, drawn.group or None)
         y = native.linear(jnp.asarray(x), [weight], columns=200, many=True)[0]
         assert np.asarray(y).tobytes() == product(isa, drawn, x).tobytes(), name
+
+
+def test_inputs_of_int8_are_multiplied_as_they_are() -> None:
+    """The integers' sums are exact, whoever adds them, so where a row has one scale all bits agree:
+    those of the kernels, of plain JAX, and of whole numbers."""
+    rng = np.random.default_rng(14)
+    x = rng.integers(-128, 128, (3, 200)).astype(np.int8)
+    near = np.maximum(x, -127).astype(np.int64)
+    for name in ("int8", "int8-2:4", "int4-g64", "float32"):
+        weight = matrix(rng, (33, 200), name)
+        w = np.asarray(dense(weight), np.float64)
+        here = np.asarray(apply(jnp.asarray(x), weight))
+        with native.disabled():
+            plain = np.asarray(apply(jnp.asarray(x), weight))
+        if name.startswith("int8"):
+            scale = np.asarray(weight.scale).T
+            expected = (near @ np.round(w / scale.T).astype(np.int64).T).astype(np.float32) * scale
+            assert (here == expected).all() and (plain == expected).all(), name
+        exact = (near if name.startswith("int") else x) @ w.T
+        bound = 1e-6 * (np.abs(x) @ np.abs(w).T)
+        for y in (here, plain):
+            assert (np.abs(y - exact) <= bound).all(), name

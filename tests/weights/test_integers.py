@@ -15,7 +15,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import as_format, format_of, parse
 from jaxllm.weights.leaves.integers import Integer, QTensor
 from jaxllm.weights.leaves.ordered import Ordered
-from jaxllm.weights.linear import embed, linear
+from jaxllm.weights.linear import embed, linear, round_to_int8
 from jaxllm.weights.paths import flatten
 
 ROWS, COLUMNS = 7, 150  # two chunks of 128, the second with 106 columns too many
@@ -38,17 +38,16 @@ def made(name: str, array: np.ndarray) -> tuple[Any, QTensor]:
 def code(weight: QTensor, o: int, i: int) -> int:
     """The code of a weight, found as `digits` describes where it lies."""
     row = np.asarray(weight.data)[o].astype(int)
-    chunk, j = divmod(i, 128)
     if weight.bits == 8:
         return int(row[i])
     if weight.bits == 4:
-        byte = int(row[16 * (i // 32) + i % 16])
-        return byte >> 4 if i % 32 >= 16 else byte & 15
-    size = {2: 32, 3: 48}[weight.bits]
-    lower = int(row[size * chunk + j % 32]) >> 2 * (j // 32) & 3
+        return int(row[16 * (i // 32) + i % 16]) >> (4 if i % 32 >= 16 else 0) & 15
+    begin, block, j = i // 128 * 16 * weight.bits, i // 32 % 4, i % 16
+    shift = 4 if i % 32 >= 16 else 0
+    lower = int(row[begin + 16 * (block // 2) + j]) >> (shift + 2 * (block % 2)) & 3
     if weight.bits == 2:
         return lower
-    return lower + 4 * (int(row[size * chunk + 32 + j % 16]) >> j // 16 & 1)
+    return lower + 4 * (int(row[begin + 32 + j]) >> (shift + block) & 1)
 
 
 def by_hand(weight: QTensor) -> np.ndarray:
@@ -159,10 +158,26 @@ def test_products_are_those_of_the_dense_weight(name: str) -> None:
         y = jax.jit(linear)(jnp.asarray(x), weight)
         wanted = x.astype(np.float64) @ dense.T
         np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
+    y = jax.jit(partial(linear, int8_inputs=True))(jnp.asarray(x), weight)
+    wanted = np.asarray(round_to_int8(jnp.asarray(x))).astype(np.float64) @ dense.T
+    np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
     index = jnp.asarray([2, 0, ROWS])
     rows_taken = np.asarray(embed(weight, index))
     np.testing.assert_array_equal(rows_taken[:2], np.asarray(weight.dense())[[2, 0]])
     assert np.isnan(rows_taken[2]).all()
+
+
+def test_derivatives_and_batches_of_few_bits_are_those_of_the_dense_weight() -> None:
+    x = jnp.asarray(np.random.default_rng(5).normal(0, 1, (3, 1, COLUMNS)).astype(np.float32))
+    _, weight = made("int3-g32-zp", numbers())
+    dense = np.asarray(weight.dense())
+    slope = jax.jit(jax.grad(lambda x: linear(x, weight).sum()))(x[0])
+    np.testing.assert_allclose(np.asarray(slope)[0], dense.sum(0), rtol=1e-5, atol=1e-6)
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), weight)
+    y = jax.jit(jax.vmap(linear))(x, both)
+    wanted = np.asarray(x) @ dense.T
+    np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(weight.product(x[0])), wanted[0], rtol=1e-5, atol=1e-6)
 
 
 def test_stacks_of_matrices_are_rounded_as_each_alone() -> None:

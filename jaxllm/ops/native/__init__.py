@@ -184,9 +184,11 @@ def linear(
 ) -> list[jax.Array]:
     """`x @ weight.T` of each: float32 `[R, O]`, each row in the same order of additions whatever R.
 
-    x_RI: float32 or bfloat16. columns: I of all weights. digits: of x to base 256 where weights are
-    integers: 1 rounds it to int8 in blocks of 512 columns, 3 keeps all of it. many: by the matrix
-    unit, in another order of additions, where there is one that takes these numbers.
+    x_RI: float32 or bfloat16; or, with one digit and integer weights, int8 from -127 to 127, which
+    is multiplied as it is: where a row has one scale, the integers' sum is exact. columns: I of all
+    weights. digits: of x to base 256 where weights are integers: 1 rounds it to int8 in blocks of
+    512 columns, 3 keeps all of it. many: by the matrix unit, in another order of additions, where
+    there is one that takes these numbers.
     """
     rows = x_RI.shape[0]
     out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]

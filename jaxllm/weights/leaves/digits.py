@@ -1,24 +1,24 @@
-"""Codes of 2, 3 and 4 bits in bytes, and the product of one row with them where they lie.
+"""Codes of 4, 3 and 2 bits in bytes.
 
-A row is stored in whole chunks of 128 columns, column i of a chunk so:
+A row is stored in whole chunks of 128 columns. Of 4 bits a chunk is four blocks of 16 bytes: byte j
+of block b holds columns 32 b + j (low four bits) and 32 b + j + 16 (high). Of fewer bits the same
+bytes lie in one another, where they are empty:
 
-4 bits  64 bytes: byte 16 b + j holds columns 32 b + j (low four bits) and 32 b + j + 16 (high).
-2 bits  32 bytes: byte j holds columns j, j + 32, j + 64 and j + 96, from the lowest two bits up.
-3 bits  48 bytes: 32 as those of 2 bits, with the two lower bits of each code, and then 16 with the
-        upper one: byte k holds columns k, k + 16, ... k + 112, from the lowest bit up.
+2 bits  32 bytes: byte j is that of block 0 and, two bits higher, that of block 1; byte 16 + j has
+        blocks 2 and 3.
+3 bits  48 bytes: 32 with the two lower bits of each code, as those of 2 bits, and then 16 with the
+        upper one: in byte j, block b has it b bits higher than the lowest of four.
 
-So a byte's codes lie a whole group of 32 apart (of 4 bits, half of one), and what reads them needs
-shifts by constants only.
+So the bytes of 4 bits are a shift and a mask away, and what knows those knows all.
 """
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 CHUNK = 128  # columns of a row are stored in whole chunks; the kernels walk by them
 HALF = 16  # of 4 bits: columns i and i + 16 of each 32 share a byte
-QUARTER = 32  # of 2 bits: columns i, i + 32, i + 64 and i + 96 of a chunk share a byte
+_BLOCKS = 4  # of 32 columns, in a chunk
 
 
 def packed(codes: Any, bits: int) -> Any:
@@ -29,47 +29,44 @@ def packed(codes: Any, bits: int) -> Any:
     lead, of = codes.shape[:-1], codes.__array_namespace__()
     if bits == 8:
         return codes
+    low, high = of.moveaxis(codes.reshape(*lead, -1, 2, HALF), -2, 0)
+    byte = (low | (high << 4)).reshape(*lead, -1, _BLOCKS, HALF)
+    block = [byte[..., b, :] for b in range(_BLOCKS)]
     if bits == 4:
-        low, high = of.moveaxis(codes.reshape(*lead, -1, 2, HALF), -2, 0)
-        return (low | (high << 4)).reshape(*lead, -1)
-    lower = _gathered((codes & 3).reshape(*lead, -1, 4, QUARTER), 2)
-    if bits == 2:
-        return lower.reshape(*lead, -1)
-    upper = _gathered((codes >> 2).reshape(*lead, -1, 8, HALF), 1)
-    return of.concat([lower, upper], axis=-1).reshape(*lead, -1)
+        return byte.reshape(*lead, -1)
+    planes = [
+        _lower(block[0]) | (_lower(block[1]) << 2),
+        _lower(block[2]) | (_lower(block[3]) << 2),
+    ]
+    if bits == 3:
+        upper = [((x >> 2) & 0x11) << b for b, x in enumerate(block)]
+        planes.append(upper[0] | upper[1] | upper[2] | upper[3])
+    return of.concat(planes, axis=-1).reshape(*lead, -1)
+
+
+def in_four_bits(data: jax.Array, bits: int) -> jax.Array:
+    """The bytes `[..., I' / 2]` that codes of 4 bits or fewer have as codes of 4."""
+    if bits == 4:
+        return data
+    lead, of = data.shape[:-1], data.__array_namespace__()
+    plane = data.reshape(*lead, -1, bits, HALF)
+    block = [plane[..., b // 2, :] >> (2 * (b % 2)) & 0x33 for b in range(_BLOCKS)]
+    if bits == 3:
+        block = [x | ((plane[..., 2, :] >> b) & 0x11) << 2 for b, x in enumerate(block)]
+    joined: jax.Array = of.stack(block, axis=-2).reshape(*lead, -1)
+    return joined
 
 
 def unpacked(data: jax.Array, bits: int) -> jax.Array:
     """The codes of bytes: what `packed` took."""
-    return (
-        data
-        if bits == 8
-        else jnp.stack(parts(data, bits), axis=-2).reshape(
-            *data.shape[:-1], data.shape[-1] * 8 // bits
-        )
-    )
+    if bits == 8:
+        return data
+    byte = in_four_bits(data, bits).reshape(*data.shape[:-1], -1, HALF)
+    codes = byte.__array_namespace__().stack([byte & 15, byte >> 4], axis=-2)
+    unpacked: jax.Array = codes.reshape(*data.shape[:-1], -1)
+    return unpacked
 
 
-def parts(data: jax.Array, bits: int) -> list[jax.Array]:
-    """The codes by their place in a byte, each uint8 `[..., B, W]`: with an axis of places between,
-    `[..., B, places, W]`, they are in the order of the columns.
-    """
-    lead = data.shape[:-1]
-    if bits == 4:
-        byte = data.reshape(*lead, -1, HALF)
-        return [byte & 15, byte >> 4]
-    if bits == 2:
-        byte = data.reshape(*lead, -1, QUARTER)
-        return [(byte >> shift) & 3 for shift in range(0, 8, 2)]
-    chunk = data.reshape(*lead, -1, QUARTER + HALF)
-    lower, upper = chunk[..., :QUARTER], chunk[..., QUARTER:]
-    upper = jnp.concatenate([upper, upper >> 1], axis=-1)  # of columns j, and of j + 16
-    return [((lower >> s) & 3) | (((upper >> s) & 1) << 2) for s in range(0, 8, 2)]
-
-
-def _gathered(codes: Any, bits: int) -> Any:
-    """Codes `[..., places, W]` of so many bits as bytes `[..., W]`, the first place lowest."""
-    byte = codes[..., 0, :]
-    for place in range(1, 8 // bits):
-        byte = byte | (codes[..., place, :] << (place * bits))
-    return byte
+def _lower(byte: Any) -> Any:
+    """The two lower bits of both codes."""
+    return byte & 0x33

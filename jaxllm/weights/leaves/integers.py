@@ -15,7 +15,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native, pallas
 from jaxllm.weights.leaves import digits
 from jaxllm.weights.leaves.arrays import DTYPES, product
-from jaxllm.weights.leaves.digits import CHUNK
+from jaxllm.weights.leaves.digits import CHUNK, HALF
 from jaxllm.weights.leaves.leaf import (
     ROWS,
     Blocks,
@@ -40,7 +40,8 @@ class QTensor(Leaf, struct.PyTreeNode):
 
     scale: float32 or float16 `[..., O, G]`, G = I' / group, or 1 where `group` is None: one scale a
     row. May be negative. zero: uint8 `[..., O, G]`, or None: 2^(bits - 1), and 0 for 8 bits.
-    columns: I. The native kernels and the GPU's know 8 bits without a zero point, and 4 bits.
+    columns: I. The native kernels know 8 bits without a zero point, and 4 bits, which fewer bits
+    are widened to where they are multiplied with.
     """
 
     rounds_inputs = True
@@ -54,7 +55,7 @@ class QTensor(Leaf, struct.PyTreeNode):
 
     @property
     def has_kernels(self) -> bool:
-        return self.bits == 4 or (self.bits == 8 and self.zero is None)
+        return self.bits < 8 or self.zero is None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,13 +104,18 @@ class QTensor(Leaf, struct.PyTreeNode):
         return or_nan(part.dense(), index, self.data.shape[0])
 
     def product(self, x_RI: jax.Array) -> jax.Array:
+        if x_RI.dtype == jnp.int8:
+            x_RI = jnp.maximum(x_RI, -127)  # what -128 is taken as: the kernels change signs
+            if self.bits == 8 and self.group is None and self.zero is None:
+                return _exact(x_RI, self)
         if x_RI.shape[0] == 1:
             return _summed(x_RI, self)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > FEW
         return product(x_RI, self.dense(jnp.bfloat16 if many else jnp.float32))
 
     def fits_gpu(self, x_RI: jax.Array) -> bool:
-        return self.has_kernels and pallas.fits(x_RI, self.data)
+        known = self.bits == 4 or (self.bits == 8 and self.zero is None)
+        return known and pallas.fits(x_RI, self.data)
 
     def gpu_product(self, x_RI: jax.Array) -> jax.Array:
         return pallas.multiply(
@@ -117,8 +123,12 @@ class QTensor(Leaf, struct.PyTreeNode):
         )
 
     def matrix(self) -> native.Matrix:
-        kind = native.Kind.INT8 if self.bits == 8 else native.Kind.INT4
-        return native.Matrix(kind, jax.tree.leaves(self), self.group)
+        if self.bits == 8:
+            return native.Matrix(native.Kind.INT8, jax.tree.leaves(self), self.group)
+        data = digits.in_four_bits(self.data, self.bits)
+        if self.zero is None and self.bits < 4:  # the kernels' zero is 8, in both codes of a byte
+            data = data + jnp.uint8(0x11 * (8 - self.kind.middle))
+        return native.Matrix(native.Kind.INT4, jax.tree.leaves(self.replace(data=data)), self.group)
 
     def widened(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
         if self.group is not None or dtype != jnp.bfloat16:
@@ -314,32 +324,36 @@ def parse(name: str) -> Integer | None:
     return Integer(bits, group, bool(found[3]), "float16" if found[4] else "float32")
 
 
+def _exact(x_RI: jax.Array, weight: QTensor) -> jax.Array:
+    """Integers times integers from -127 to 127: sums are whole numbers, scaled once."""
+    data_OI = weight.data[:, : weight.columns]
+    whole_RO = jax.lax.dot_general(
+        x_RI, data_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    return whole_RO.astype(jnp.float32) * weight.scale.astype(jnp.float32).reshape(1, -1)
+
+
 def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
     """One row times integers: their bytes where they lie, scaled first, which XLA:CPU fuses."""
-    bits, size = weight.bits, weight.kind.size(weight.columns)
-    scale, zero = weight.scale.astype(jnp.float32), weight.zero
-    width = weight.data.shape[1] * 8 // bits
+    size, zero, scale = weight.kind.size(weight.columns), weight.zero, weight.scale
+    width = weight.data.shape[1] * 8 // weight.bits
     x_1I = jnp.pad(x_1I.astype(jnp.float32), ((0, 0), (0, width - x_1I.shape[1])))
-    if bits == 8:
-        q, wide = weight.data.astype(jnp.float32), jnp.repeat(scale, size, axis=1)
-        q = q if zero is None else q - jnp.repeat(zero.astype(jnp.float32), size, axis=1)
-        return (q * wide * x_1I).sum(axis=1)[None]
-    places = digits.parts(weight.data, bits)  # each [O, B, W]
-    rows, blocks, span = places[0].shape
+    size = size if weight.bits == 8 else size // 2  # bytes of a group
 
-    def spread(x_OG: jax.Array) -> jax.Array:
-        """Of each 32 columns what is their group's, by blocks: `[O, B, 32s of a block, 1]`."""
-        x_OGn = jnp.broadcast_to(x_OG[..., None], (*x_OG.shape, size // 32))
-        return x_OGn.astype(jnp.float32).reshape(rows, blocks, -1, 1)
+    def wide(x_OG: jax.Array) -> jax.Array:
+        return jnp.repeat(x_OG.astype(jnp.float32), size, axis=1)
 
-    x_1BAW = x_1I.reshape(1, blocks, -1, span)
-    scale, zero = spread(scale), None if zero is None else spread(zero)
-    product = jnp.zeros((), jnp.float32)
-    for at, q_OBW in enumerate(places):
-        group, q = at * span // 32, q_OBW.astype(jnp.float32)
-        q -= jnp.float32(weight.kind.middle) if zero is None else zero[:, :, group]
-        product += q * scale[:, :, group] * x_1BAW[:, :, at]
-    return product.sum(axis=(1, 2))[None]
+    middle = jnp.float32(weight.kind.middle) if zero is None else wide(zero)
+    scale = wide(scale)
+    if weight.bits == 8:
+        return ((weight.data.astype(jnp.float32) - middle) * scale * x_1I).sum(axis=1)[None]
+    data = weight.data
+    if weight.bits < 4:  # apart: fused with the sum, XLA:CPU takes twice as long
+        data = jax.lax.optimization_barrier(digits.in_four_bits(data, weight.bits))
+    low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
+    product = ((data & 15).astype(jnp.float32) - middle) * scale * low
+    product += ((data >> 4).astype(jnp.float32) - middle) * scale * high
+    return product.sum(axis=1)[None]
 
 
 @partial(jax.jit, static_argnums=1)

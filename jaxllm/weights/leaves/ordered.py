@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.leaves.arrays import Dense
+from jaxllm.weights.leaves.arrays import as_leaf
 from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Linear, Shape
 
 KIND = "ordered/"
@@ -33,7 +33,7 @@ class Ordered(Leaf, struct.PyTreeNode):
     @property
     def stored(self) -> Leaf:
         """The weight as a leaf."""
-        return self.weight if isinstance(self.weight, Leaf) else Dense(self.weight)
+        return as_leaf(self.weight)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.files import aligned
-from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.integers import CHUNK, Integer, QTensor
 from jaxllm.weights.leaves.leaf import ROWS, Blocks, Leaf, Shape, on_device, or_nan, up
 
@@ -73,7 +73,7 @@ class Sparse(Leaf, struct.PyTreeNode):
 
     def dense(self, dtype: Any = None) -> jax.Array:
         """The weights themselves; of integers computed in float32."""
-        return _leaf(self.filled()).dense(dtype)
+        return as_leaf(self.filled()).dense(dtype)
 
     def take(self, index: jax.Array) -> jax.Array:
         def row(x: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ class Sparse(Leaf, struct.PyTreeNode):
         return or_nan(part.dense(), index, self.mask.shape[0])
 
     def product(self, x_RI: jax.Array) -> jax.Array:
-        return _leaf(self.filled()).product(x_RI)
+        return as_leaf(self.filled()).product(x_RI)
 
     def matrix(self) -> native.Matrix:
         return native.Matrix(_KINDS[str(self.values.dtype), self.pattern], jax.tree.leaves(self))
@@ -297,10 +297,6 @@ def sparse_of(weight: jax.Array | Leaf, pattern: str) -> Sparse:
     return SparseFormat(str(weight.dtype), pattern)._packed(
         weight.shape, lambda: ((np.asarray(block), None) for block in _blocks(_rows(weight)))
     )
-
-
-def _leaf(weight: jax.Array | QTensor) -> Leaf:
-    return weight if isinstance(weight, Leaf) else Dense(weight)
 
 
 def _rows(x: Any) -> Any:

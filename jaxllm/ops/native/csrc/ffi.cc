@@ -93,11 +93,12 @@ bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.grou
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets ys,
                   ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups, ffi::Span<const int32_t> counts,
                   int64_t columns, int32_t digits, bool many) {
-  if (!is(x, Type::F32, {kAny, columns}) && !is(x, Type::BF16, {kAny, columns}))
-    return wrong("x is of float32 or bfloat16, [rows, columns of the weights]");
+  const bool codes = is(x, Type::S8, {kAny, columns}) && digits == 1;
+  if (!codes && !is(x, Type::F32, {kAny, columns}) && !is(x, Type::BF16, {kAny, columns}))
+    return wrong("x is of float32, bfloat16 or (one digit) int8, [rows, columns of the weights]");
   if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size())
     return wrong("each weight has a kind, a group, pieces and a result");
-  const Input in = {x.untyped_data(), x.element_type() == Type::BF16, x.dimensions()[0], columns, digits == 1};
+  const Input in = {x.untyped_data(), x.element_type() == Type::BF16, x.dimensions()[0], columns, digits == 1, codes};
   const Kernels* kernels = kernels_in_use();
   std::vector<Product> products;
   int64_t rows = 0, streamed = 0;
@@ -109,6 +110,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
     const auto weight = weight_of(pieces.value(), kinds[i], groups[i], columns);
     if (!weight.has_value()) return weight.error();
     const Weight& w = weight.value();
+    if (codes && !w.groups) return wrong("inputs of int8 are for weights of integers");
     auto y = ys.get<ffi::AnyBuffer>(i);
     if (!y.has_value()) return y.error();
     if (!is(**y, Type::F32, {in.rows, w.rows})) return wrong("a product is float32 [rows of x, rows of its weight]");

@@ -68,13 +68,14 @@ inline void prepare(const Weight& w, const Input& in, int64_t begin, int64_t end
                    static_cast<uint16_t*>(prepared) + r * stride);
       continue;
     }
-    to_floats(in.bf16 ? Kind::kBF16 : Kind::kF32, in.x, r * columns, columns, x);
+    to_floats(in.codes ? Kind::kInt8 : (in.bf16 ? Kind::kBF16 : Kind::kF32), in.x, r * columns, columns, x);
     for (int64_t i = columns; i < whole; i++) x[i] = 0;
     if (!rounded(w, in)) {
       put_in_order(order, x, columns, static_cast<float*>(prepared) + r * stride);
       continue;
     }
-    for (int64_t b = 0; b < count; b++) write_block(w, x + kRounded * b, static_cast<Block*>(prepared)[r * count + b]);
+    for (int64_t b = 0; b < count; b++)
+      write_block(w, x + kRounded * b, in.codes, static_cast<Block*>(prepared)[r * count + b]);
   }
 }
 

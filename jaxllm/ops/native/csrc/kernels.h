@@ -55,7 +55,8 @@ struct Weight {
 // each kRounded columns: the same ones as round_to_int8 of weights/linear.py makes, bit for bit.
 // Otherwise a product is as exact as float32 is to the sum of its terms' magnitudes, whatever their
 // sizes: no input may lose bits for a larger one beside it, nor a sum overflow that a scale would
-// have brought back.
+// have brought back. `codes`: they are integers already, int8 from -127 to 127 (-128 counts as -127), which integer
+// weights multiply as they are; where a row has one scale, the sum is exact, and scaled once.
 constexpr int64_t kRounded = 512;
 
 struct Input {
@@ -63,6 +64,7 @@ struct Input {
   bool bf16;
   int64_t rows, columns;
   bool rounded;
+  bool codes;  // with `rounded`
 };
 
 // Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S]: rows

@@ -18,7 +18,7 @@ constexpr int64_t kTileFloats = kTile * kTile;
 // Weight rows that are taken at once: of more than two strips of inputs so many that these are read seldom.
 constexpr int64_t kFew = kTiles * kTile, kMost = 4 * kFew;
 
-inline bool by_matrix(const Weight& w, const Input& in) { return halves(w, in) || rounded(w, in); }
+inline bool by_matrix(const Weight& w, const Input& in) { return halves(w, in) || (rounded(w, in) && !in.codes); }
 
 // How a prepared input lies: strips of 16 rows, of each its columns in turn (64 bytes for 4 bytes of all 16 rows),
 // and then the steps of its blocks, of all 16 rows.

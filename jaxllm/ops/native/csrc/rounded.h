@@ -47,11 +47,18 @@ inline float write_digits(const float* x, int8_t* digit) {
   return step;
 }
 
-inline void write_block(const Weight& w, const float* x, Block& out) {
+// Codes as digits, of step 1.
+inline float write_codes(const float* x, int8_t* digit) {
+  for (int64_t i = 0; i < kRounded; i += kLanes)
+    store(digit + i, __builtin_convertvector(to_ints(larger(load<Floats>(x + i), all_of(-127))), Signed));
+  return 1;
+}
+
+inline void write_block(const Weight& w, const float* x, bool codes, Block& out) {
   const bool four = w.kind == Kind::kInt4;
   int8_t digit[kRounded];
   memset(&out, 0, sizeof out);
-  out.step = write_digits(x, digit);
+  out.step = codes ? write_codes(x, digit) : write_digits(x, digit);
   const int32_t offset = four ? (w.zero ? 1 : 8) : kOffset;
   for (int64_t c = 0; c < kChunks; c++) {
     for (int b = 0; b < 8; b++)  // 16 at a time
@@ -68,7 +75,15 @@ inline void write_block(const Weight& w, const float* x, Block& out) {
 // How a register of a weight row is read.
 enum class Read { kInt8Row, kInt8, kInt4, kInt4Zero };
 
-template <int O, int R, Read W>
+// The exact sum of whole numbers in all lanes.
+JAXLLM_INLINE int32_t exact_sum(Ints v) {
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; i++) sum += v[i];
+  return sum;
+}
+
+// Codes: inputs are codes and rows have one scale: sums are not scaled before they are whole.
+template <int O, int R, Read W, bool Codes>
 void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r, float* y) {
   constexpr bool kFour = W == Read::kInt4 || W == Read::kInt4Zero, kRow = W == Read::kInt8Row;
   constexpr int P = O == 1 || kRegisters < 32 ? 1 : 2;  // weight rows that share what is loaded of x
@@ -78,7 +93,11 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
   const Groups groups = groups_of(w, kColumns);
   const int64_t distance = r ? 0 : distance_of(w.stride);
   Floats total[O][R];
+  Ints exact[O][R];
   clear(total);
+  JAXLLM_UNROLL
+  for (int i = 0; i < O; i++) JAXLLM_UNROLL
+  for (int j = 0; j < R; j++) exact[i][j] = Ints{};
   for (int64_t b = 0; b < blocks; b++) {
     Ints all[O][R];  // exact, where the row has one scale
     Floats part[O][R];
@@ -137,7 +156,10 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
       }
     }
     JAXLLM_UNROLL
-    for (int i = 0; i < O; i++) {
+    for (int i = 0; i < O && Codes; i++) JAXLLM_UNROLL
+    for (int j = 0; j < R; j++) exact[i][j] += all[i][j];
+    JAXLLM_UNROLL
+    for (int i = 0; i < O && !Codes; i++) {
       const Floats scale = all_of(kRow ? scale_at(w, o + i) : 1);
       JAXLLM_UNROLL
       for (int j = 0; j < R; j++) {  // scaled first: steps may be so large that nothing else fits
@@ -146,15 +168,17 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
       }
     }
   }
-  put(total, w, o, r, false, y);
+  if (!Codes) return put(total, w, o, r, false, y);
+  for (int i = 0; i < O; i++)
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = float(exact_sum(exact[i][j])) * scale_at(w, o + i);
 }
 
-template <Read W>
+template <Read W, bool Codes = false>
 void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   const int64_t chunks = up(in.columns, 128) / 128;
   blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
     tiles<kRegisters == 32 ? 4 : 2, false>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
-      rounded_tile<O, R, W>(w, x, chunks, o, r, y);
+      rounded_tile<O, R, W, Codes>(w, x, chunks, o, r, y);
     });
   });
 }
@@ -163,8 +187,9 @@ inline void multiply_rounded(const Weight& w, const Input& in, const uint8_t* x,
   if (w.kind == Kind::kInt4)
     return w.zero ? multiply_read<Read::kInt4Zero>(w, in, x, begin, end, y)
                   : multiply_read<Read::kInt4>(w, in, x, begin, end, y);
-  return w.groups > 1 ? multiply_read<Read::kInt8>(w, in, x, begin, end, y)
-                      : multiply_read<Read::kInt8Row>(w, in, x, begin, end, y);
+  if (w.groups > 1) return multiply_read<Read::kInt8>(w, in, x, begin, end, y);
+  return in.codes ? multiply_read<Read::kInt8Row, true>(w, in, x, begin, end, y)
+                  : multiply_read<Read::kInt8Row>(w, in, x, begin, end, y);
 }
 
 }  // namespace
