@@ -20,6 +20,7 @@ from jaxllm import models
 from jaxllm.compress.moments import Moments, check
 from jaxllm.compress.recipe import Subject, Work
 from jaxllm.errors import NonFiniteError
+from jaxllm.files import give_back
 from jaxllm.models.family import Site
 from jaxllm.progress import steps_bar
 from jaxllm.weights.leaves.leaf import Leaf
@@ -114,6 +115,7 @@ def each_layer(
             finished = done(number)
             found[path] = change(stage) if finished is None else finished
             x_NTD = stage.entries(found[path], "x")
+            _give_back(params[path])
             if not np.isfinite(x_NTD).all():
                 raise NonFiniteError(f"{path} makes NaN or infinity of the calibration text")
             advance()
@@ -156,6 +158,13 @@ def put(params: Params, path: str, **leaves: Any) -> Params:
     if not first:
         return {**params, **leaves}
     return {**params, first: put(params[first], rest, **leaves)}
+
+
+def _give_back(params: Params) -> None:
+    """A layer as it came is not looked at again: what lies in a file need not stay in memory."""
+    for array in jax.tree.leaves(params):
+        begin = array.unsafe_buffer_pointer()
+        give_back(begin, begin + array.nbytes)
 
 
 def _embedded(model: nn.Module, params: Params, token_NT: np.ndarray) -> np.ndarray:
