@@ -24,9 +24,9 @@ import numpy as np
 
 import jaxllm
 from jaxllm.compress.apply import compress, subject_of
-from jaxllm.compress.calibration import from_samples
-from jaxllm.compress.observers import min_max, observe
-from jaxllm.compress.ranges import codes, levels, parameters, rounded
+from jaxllm.compress.data.calibration import from_samples
+from jaxllm.compress.observe.observers import min_max, observe
+from jaxllm.compress.observe.ranges import codes, levels, parameters, rounded
 from jaxllm.compress.report import Scale, as_table
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.weights.formats import as_format, dense

@@ -22,7 +22,7 @@ from story_grammar import stories
 import jaxllm
 from jaxllm.compress import report
 from jaxllm.compress.apply import stages, subject_of
-from jaxllm.compress.calibration import Calibration, from_samples, from_tokens
+from jaxllm.compress.data.calibration import Calibration, from_samples, from_tokens
 from jaxllm.compress.journal import Journal
 from jaxllm.compress.picture import plot
 from jaxllm.compress.recipe import parse_lines
