@@ -5,7 +5,7 @@ may be. writing: files and directories that appear when they are complete, and l
 regular expressions that a file may bring. memory: what the machine has.
 """
 
-from jaxllm.files.memory import check_memory, machine_memory
+from jaxllm.files.memory import check_memory, give_back, machine_memory
 from jaxllm.files.patterns import compile_pattern
 from jaxllm.files.reading import (
     inside,
@@ -37,6 +37,7 @@ __all__ = [
     "complaints_of",
     "copy_files",
     "finite_json",
+    "give_back",
     "inside",
     "is_there",
     "locked",

@@ -80,6 +80,8 @@ def as_format(weight: Weight, name: str) -> Weight:
     wanted = parse(name)
     if format_of(weight) == wanted.name:
         return weight
+    if isinstance(wanted, sparse.SparseFormat) and format_of(weight) == wanted.dtype:
+        return sparse.sparse_of(weight, wanted.pattern)  # integers stay the ones that were chosen
     array = dense(weight)
     if wanted.name not in DTYPES and array.ndim < 2:
         raise ConfigError(f"{name} is a format of matrices, got shape {array.shape}")

@@ -10,11 +10,14 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress import calibration, scaling
+from jaxllm.compress.data import calibration
 from jaxllm.compress.journal import Journal
+from jaxllm.compress.layers import scaling
+from jaxllm.compress.layers.stream import Stage, at, each_layer, put
+from jaxllm.compress.methods import formats
+from jaxllm.compress.methods.formats import Everywhere
 from jaxllm.compress.recipe import Subject, Work, parse_line
 from jaxllm.compress.steps import STEPS
-from jaxllm.compress.stream import Stage, at, each_layer, put
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.formats import as_format, dense, format_of
 from jaxllm.weights.leaves.integers import parse
@@ -186,20 +189,25 @@ def test_calibrated_integers_are_nearer_than_rounded_ones(
 ) -> None:
     made, plain = (done(lm, f"{one} {SQUARE}", rows) for one in (line, "quantize: rtn int3-g64"))
     assert off(lm, made, rows.token_NT) < off(lm, plain, rows.token_NT)
-    formats = {format_of(x) for p, x in flatten(made.params) if x.ndim == 2}
-    assert formats == {"float32", "ordered/int3-g64" if "static" in line else "int3-g64"}
+    found = {format_of(x) for p, x in flatten(made.params) if x.ndim == 2}
+    assert found == {"float32", "ordered/int3-g64" if "static" in line else "int3-g64"}
 
 
 def test_what_is_pruned_stays_so_when_it_is_rounded(lm: jaxllm.LM, rows: Any) -> None:
     pruned = done(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
     joint = done(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
     read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
-    after = read.step.run(pruned, read.argument, read.options, Work(rows, Journal(), False, print))
+    work = Work(rows, Journal(), False, print)
+    after = read.step.run(pruned, read.argument, read.options, work)
     family = models.family(lm.config.model_type)
     for made in (pruned, joint, after):
         linear = family.sites[1].linears[0]
         weight = np.asarray(dense(at(made.params[f"{family.layers}.1"], linear)["weight"]))
         assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
+    stored = formats.store(after, "int8-2:4", Everywhere(on=SQUARE.removeprefix("on=")), work)
+    for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
+        np.testing.assert_array_equal(dense(a), dense(b))  # the integers that GPTQ chose
+        assert (format_of(b) == "int8-2:4") == (format_of(a) == "int8"), path
     others = [done(lm, f"prune: {one} 2:4 {SQUARE}", rows) for one in ("wanda", "magnitude")]
     assert off(lm, pruned, rows.token_NT) < min(off(lm, one, rows.token_NT) for one in others)
 

@@ -10,9 +10,10 @@ import pytest
 import jaxllm
 from jaxllm import Override
 from jaxllm.api import LM
-from jaxllm.compress import influence, lowrank, salience
 from jaxllm.compress.apply import compress
-from jaxllm.compress.calibration import from_tokens
+from jaxllm.compress.data.calibration import from_tokens
+from jaxllm.compress.matrices import lowrank
+from jaxllm.compress.structure import influence, salience
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import dense, format_of
 from jaxllm.weights.paths import flatten

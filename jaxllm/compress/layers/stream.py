@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.moments import Moments, check
-from jaxllm.compress.recipe import Subject, Work
+from jaxllm.compress.layers.moments import Moments, check
 from jaxllm.errors import NonFiniteError
+from jaxllm.files import give_back
 from jaxllm.models.family import Site
 from jaxllm.progress import steps_bar
 from jaxllm.weights.leaves.leaf import Leaf
@@ -114,33 +114,11 @@ def each_layer(
             finished = done(number)
             found[path] = change(stage) if finished is None else finished
             x_NTD = stage.entries(found[path], "x")
+            _give_back(params[path])
             if not np.isfinite(x_NTD).all():
                 raise NonFiniteError(f"{path} makes NaN or infinity of the calibration text")
             advance()
     return found
-
-
-def layer_by_layer(
-    subject: Subject, work: Work, name: str, change: Callable[[Stage], Params]
-) -> Subject:
-    """Each layer changed once, and kept in the journal as soon as it is."""
-    assert work.calibration is not None
-
-    def kept(stage: Stage) -> Params:
-        made = change(stage)
-        work.journal.put(f"layer{stage.number}", made)
-        return made
-
-    params = each_layer(
-        subject.model,
-        subject.params,
-        work.calibration.token_NT,
-        kept,
-        name=name,
-        done=lambda number: work.journal.get(f"layer{number}"),
-        show_progress=work.show_progress,
-    )
-    return dataclasses.replace(subject, params=params)
 
 
 def at(params: Params, path: str) -> Params:
@@ -156,6 +134,13 @@ def put(params: Params, path: str, **leaves: Any) -> Params:
     if not first:
         return {**params, **leaves}
     return {**params, first: put(params[first], rest, **leaves)}
+
+
+def _give_back(params: Params) -> None:
+    """A layer as it came is not looked at again: what lies in a file need not stay in memory."""
+    for array in jax.tree.leaves(params):
+        begin = array.unsafe_buffer_pointer()
+        give_back(begin, begin + array.nbytes)
 
 
 def _embedded(model: nn.Module, params: Params, token_NT: np.ndarray) -> np.ndarray:

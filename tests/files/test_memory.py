@@ -1,0 +1,36 @@
+"""Memory of mapped files: given back, and the same when it is looked at again."""
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.files import give_back
+
+
+def resident(path: Path) -> int:
+    """Kilobytes of a mapped file that are in memory."""
+    maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    part = maps.split(str(path), 1)[1]
+    return int(part.split("Rss:", 1)[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is mapped")
+def test_a_mapped_file_is_given_back_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "numbers"
+    path.write_bytes(np.arange(1 << 20, dtype=np.int64).tobytes())
+    with path.open("rb") as file:
+        array = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int64)
+    assert array.sum() == (1 << 19) * ((1 << 20) - 1)
+    assert resident(path) > 8000
+    begin = array.ctypes.data
+    give_back(begin + 8, begin + array.nbytes)  # not what its first page also holds
+    assert resident(path) <= 4096 // 1024 * 2
+    assert array.sum() == (1 << 19) * ((1 << 20) - 1)
+
+
+def test_other_memory_stays() -> None:
+    array = np.arange(1 << 18)
+    give_back(array.ctypes.data, array.ctypes.data + array.nbytes)
+    np.testing.assert_array_equal(array, np.arange(1 << 18))
