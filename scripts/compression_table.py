@@ -22,7 +22,7 @@ from story_grammar import stories
 import jaxllm
 from jaxllm.compress import report
 from jaxllm.compress.apply import stages, subject_of
-from jaxllm.compress.calibration import Calibration, from_samples, from_tokens
+from jaxllm.compress.data.calibration import Calibration, from_samples, from_tokens
 from jaxllm.compress.journal import Journal
 from jaxllm.compress.picture import plot
 from jaxllm.compress.recipe import parse_lines
@@ -81,8 +81,8 @@ RECIPES: dict[str, list[list[str]]] = {
         ["factor: svdllm 80% format=int8"],
     ],
     "structure": [
-        ["drop: layers 25%"],
-        ["drop: heads 25%"],
+        ["drop: layers QUARTER"],
+        ["drop: heads QUARTER"],
         ["drop: channels 25%"],
         ["drop: channels 25% by=inputs"],
     ],
@@ -135,6 +135,7 @@ def measured(name: str, recipes: dict[str, list[list[str]]]) -> dict[str, list[r
     for block, lines in recipes.items():
         found[block] = []
         for steps in lines:
+            steps = [_counted(step, lm.config) for step in steps]
             recipe, seconds, made = parse_lines(steps, STEPS), 0.0, subject_of(lm)
             label = "; ".join(map(str, recipe))
             try:
@@ -156,6 +157,12 @@ def as_markdown(rows: Sequence[report.Row]) -> str:
     lines = [["recipe", *(name for name, _ in columns)], ["---"] * (len(columns) + 1)]
     lines += [[f"`{row.step}`", *(show(row) for _, show in columns)] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _counted(step: str, config: jaxllm.ModelConfig) -> str:
+    """A step with the whole number that is nearest to a quarter of what a model has, and not 0."""
+    many = config.num_hidden_layers if "layers" in step else config.num_key_value_heads
+    return step.replace("QUARTER", str(max(1, round(many / 4))))
 
 
 def _noted(line: str) -> None:

@@ -114,7 +114,7 @@ STOREYS = """
     complete
     serving
     api
-    bench harness batchfile verifying
+    bench harness batchfile verifying pruned
     compress
     cli
     __main__

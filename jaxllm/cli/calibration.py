@@ -9,7 +9,7 @@ from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
-    from jaxllm.compress.calibration import Calibration
+    from jaxllm.compress.data.calibration import Calibration
 
 SOURCES = "--text FILE, --documents FILE, --wikitext FILE or --samples N"
 SHARE = 10  # one part in so many of a text is for measuring
@@ -64,8 +64,8 @@ def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibrati
 
     document: what `read_source` gave for it.
     """
-    from jaxllm.compress.calibration import from_samples, from_texts, from_tokens
-    from jaxllm.compress.cutting import Cut, Pieces, cut_rows
+    from jaxllm.compress.data.calibration import from_samples, from_texts, from_tokens
+    from jaxllm.compress.data.cutting import Cut, Pieces, cut_rows
 
     length = min(512, lm.config.context_length) if source.length is None else source.length
     if source.samples is not None:
@@ -91,8 +91,8 @@ def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibrati
 
 def _read(option: str, path: Path) -> Document:
     """A file as one document, in the form that an option says."""
-    from jaxllm.compress.calibration import SEPARATOR
-    from jaxllm.compress.corpora import MOST, read_wikitext
+    from jaxllm.compress.data.calibration import SEPARATOR
+    from jaxllm.compress.data.corpora import MOST, read_wikitext
     from jaxllm.evaluate.likelihood.data import read_documents
     from jaxllm.files import read_text
 

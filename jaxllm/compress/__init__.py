@@ -2,10 +2,9 @@
 
 recipe: what a recipe says, and what a step is given. steps: the table of them. apply: one step
 after the other. journal: what is finished, in files. report: what each step cost and brought.
-picture: quality against bytes. formats: the steps that change the format of each matrix by itself.
-layers: those that see what a text makes of each layer, over stream (the text layer by layer) and
-moments (of inputs), and what they do to a matrix: clip, scaling, surgery (GPTQ, SparseGPT),
-pruning, sparsity. factoring: those that put two thin matrices for one, over lowrank. smaller: those
-that cut away heads, channels and layers, over structure; salience, influence: which of them.
-tensors: Tucker and CP of stacked matrices, an experiment.
+picture: quality against bytes.
+
+In rooms of their own: data (what is calibrated on), observe (ranges), matrices (what is done to one
+matrix), layers (a text layer by layer), structure (heads, channels and layers as wholes), methods
+(the functions of the table).
 """

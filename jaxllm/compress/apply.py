@@ -12,7 +12,7 @@ import jax
 from jaxllm import __version__, models, process
 from jaxllm.api import LM
 from jaxllm.cache.files import fingerprint
-from jaxllm.compress.calibration import Calibration
+from jaxllm.compress.data.calibration import Calibration
 from jaxllm.compress.journal import Journal
 from jaxllm.compress.recipe import (
     Line,

@@ -17,9 +17,9 @@ import flax.linen as nn
 import msgspec
 
 from jaxllm import models
-from jaxllm.compress import sparsity
-from jaxllm.compress.calibration import Calibration
+from jaxllm.compress.data.calibration import Calibration
 from jaxllm.compress.journal import Journal
+from jaxllm.compress.matrices import sparsity
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, nearest
 from jaxllm.files import compile_pattern, read_text

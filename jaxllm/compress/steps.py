@@ -1,9 +1,9 @@
 """The table of steps: what a line of a recipe can name."""
 
-from jaxllm.compress import activations, factoring, formats, layers, smaller
+from jaxllm.compress.methods import activations, calibrated, factoring, formats, smaller
 from jaxllm.compress.recipe import FORMAT, PATTERN, QUANTIZED, Argument, On, Step
 
-_INTEGERS = Argument("FORMAT", layers.integers)
+_INTEGERS = Argument("FORMAT", calibrated.integers)
 _GONE = Argument("COUNT|SHARE%", smaller.amount)
 
 STEPS: tuple[Step, ...] = (
@@ -19,25 +19,25 @@ STEPS: tuple[Step, ...] = (
     Step(
         "quantize",
         "gptq",
-        layers.gptq,
+        calibrated.gptq,
         "integers, later columns making up for the errors of earlier ones",
         _INTEGERS,
-        layers.Gptq,
+        calibrated.Gptq,
     ),
     Step(
         "quantize",
         "awq",
-        layers.awq,
+        calibrated.awq,
         "integers, channels scaled so that those that matter lose least",
         _INTEGERS,
-        layers.Awq,
+        calibrated.Awq,
     ),
     Step(
         "smooth",
         "smoothquant",
-        layers.smoothquant,
+        calibrated.smoothquant,
         "take what is hard to round from activations over to weights",
-        options=layers.Smooth,
+        options=calibrated.Smooth,
     ),
     Step(
         "activations",
@@ -57,30 +57,30 @@ STEPS: tuple[Step, ...] = (
     Step(
         "prune",
         "magnitude",
-        layers.magnitude,
+        calibrated.magnitude,
         "zero the smallest weights",
         PATTERN,
-        layers.Magnitude,
+        calibrated.Magnitude,
         calibrated=False,
-        check=layers.check_magnitude,
+        check=calibrated.check_magnitude,
     ),
     Step(
         "prune",
         "wanda",
-        layers.wanda,
+        calibrated.wanda,
         "zero the least of weight times size of input, in each row",
         PATTERN,
         On,
-        check=layers.check_pattern,
+        check=calibrated.check_pattern,
     ),
     Step(
         "prune",
         "sparsegpt",
-        layers.sparsegpt,
+        calibrated.sparsegpt,
         "zero what costs least, later columns making up for it",
         PATTERN,
-        layers.SparseGpt,
-        check=layers.check_sparsegpt,
+        calibrated.SparseGpt,
+        check=calibrated.check_sparsegpt,
     ),
     Step(
         "factor",

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.compress import corpora, cutting
-from jaxllm.compress.calibration import (
+from jaxllm.compress.data import corpora, cutting
+from jaxllm.compress.data.calibration import (
     Calibration,
     from_documents,
     from_file,
@@ -19,7 +19,7 @@ from jaxllm.compress.calibration import (
     from_tokens,
     from_wikitext,
 )
-from jaxllm.compress.cutting import Cut
+from jaxllm.compress.data.cutting import Cut
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, TokenError
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.clip import STEPS, rounded
-from jaxllm.compress.moments import Moments
+from jaxllm.compress.layers.moments import Moments
+from jaxllm.compress.matrices.clip import STEPS, rounded
 from jaxllm.weights.leaves.integers import parse
 
 

@@ -10,9 +10,10 @@ import pytest
 import jaxllm
 from jaxllm import api
 from jaxllm.cli.calibration import Source, calibrate, read_source
-from jaxllm.compress import calibration, steps
+from jaxllm.compress import steps
 from jaxllm.compress.apply import compress
-from jaxllm.compress.calibration import Calibration, from_tokens
+from jaxllm.compress.data import calibration
+from jaxllm.compress.data.calibration import Calibration, from_tokens
 from jaxllm.compress.recipe import Step, Subject
 from jaxllm.compress.report import Scale
 from jaxllm.errors import CheckpointError, NonFiniteError, TokenError

@@ -12,7 +12,7 @@ import pytest
 import jaxllm
 from jaxllm.api import LM
 from jaxllm.compress.apply import compressed, journal_of, stages, subject_of
-from jaxllm.compress.calibration import Calibration, from_tokens
+from jaxllm.compress.data.calibration import Calibration, from_tokens
 from jaxllm.compress.journal import Journal
 from jaxllm.compress.recipe import Options, Recipe, Step, Subject, Work, parse_lines
 from jaxllm.compress.steps import STEPS

@@ -10,12 +10,14 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress import calibration, formats, scaling
-from jaxllm.compress.formats import Everywhere
+from jaxllm.compress.data import calibration
 from jaxllm.compress.journal import Journal
+from jaxllm.compress.layers import scaling
+from jaxllm.compress.layers.stream import Stage, at, each_layer, put
+from jaxllm.compress.methods import formats
+from jaxllm.compress.methods.formats import Everywhere
 from jaxllm.compress.recipe import Subject, Work, parse_line
 from jaxllm.compress.steps import STEPS
-from jaxllm.compress.stream import Stage, at, each_layer, put
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.formats import as_format, dense, format_of
 from jaxllm.weights.leaves.integers import parse

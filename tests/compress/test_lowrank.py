@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.compress import lowrank
+from jaxllm.compress.matrices import lowrank
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import as_format
 from jaxllm.weights.leaves.factored import Factored

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from jaxllm.compress.histograms import Histogram, histogram
-from jaxllm.compress.observers import (
+from jaxllm.compress.observe.histograms import Histogram, histogram
+from jaxllm.compress.observe.observers import (
     Extremes,
     check,
     grid,
@@ -21,7 +21,7 @@ from jaxllm.compress.observers import (
     moving_average,
     observe,
 )
-from jaxllm.compress.ranges import (
+from jaxllm.compress.observe.ranges import (
     CHANNEL,
     ROW,
     TENSOR,

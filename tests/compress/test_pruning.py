@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress import pruning
-from jaxllm.compress.moments import Moments, check
-from jaxllm.compress.sparsity import Sparsity, gradual, lowest, parse
+from jaxllm.compress.layers.moments import Moments, check
+from jaxllm.compress.matrices import pruning
+from jaxllm.compress.matrices.sparsity import Sparsity, gradual, lowest, parse
 from jaxllm.errors import ConfigError, NonFiniteError
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.activations import LEVELS
-from jaxllm.compress.ranges import Range, parameters, rounded
+from jaxllm.compress.methods.activations import LEVELS
+from jaxllm.compress.observe.ranges import Range, parameters, rounded
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.static import Static

@@ -15,7 +15,7 @@ import transformers
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress import influence, salience, structure
+from jaxllm.compress.structure import influence, salience, structure
 from jaxllm.convert.engine import write_hf
 from jaxllm.errors import ConfigError
 from jaxllm.forms import open_path

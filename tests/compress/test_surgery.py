@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress import pruning, sparsity
-from jaxllm.compress.moments import Moments
-from jaxllm.compress.surgery import Factor, factor, solve
+from jaxllm.compress.layers.moments import Moments
+from jaxllm.compress.matrices import pruning, sparsity
+from jaxllm.compress.matrices.surgery import Factor, factor, solve
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.leaves.integers import Integer, parse
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.compress import tensors
+from jaxllm.compress.matrices import tensors
 from jaxllm.errors import ConfigError
 
 SHAPE = (5, 9, 7)

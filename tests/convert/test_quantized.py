@@ -249,6 +249,11 @@ def test_groups_and_zero_points_that_cannot_be_are_refused(tmp_path: Path) -> No
     hub.write(tmp_path / "small", model, group=16)
     with pytest.raises(CheckpointError, match="groups of 16 columns are not whole ones of 32"):
         open_hf(tmp_path / "small")
+    hub.write(tmp_path / "endless", model)
+    scales = "model.layers.0.mlp.up_proj.scales"
+    edit(tmp_path / "endless", lambda state: state[scales].view(-1)[5:6].fill_(float("inf")))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight\.scale holds NaN or infinity"):
+        jaxllm.load(tmp_path / "endless")
     hub.write(tmp_path / "none", model)
     edit(tmp_path / "none", lambda state: [state.pop(k) for k in list(state) if "proj" in k])
     with pytest.raises(CheckpointError, match="no tensor is quantized"):

@@ -133,6 +133,8 @@ def parse(name: str, inner: Callable[[str], Format]) -> StaticFormat | None:
     """
     if not name.startswith(KIND):
         return None
+    if "/" in name.removeprefix(KIND):
+        raise ConfigError(f"{name:.40}: what has static inputs is of integers")
     stored = inner(name.removeprefix(KIND))
     if not fits(stored):
         raise ConfigError(f"{name:.40}: inputs are rounded for int8 without a zero point alone")

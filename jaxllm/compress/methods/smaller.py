@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from jaxllm.compress import influence, salience, structure
+from jaxllm.compress.matrices.sparsity import share
 from jaxllm.compress.recipe import Options, Subject, Work
-from jaxllm.compress.salience import Salience
-from jaxllm.compress.sparsity import share
+from jaxllm.compress.structure import influence, salience, structure
+from jaxllm.compress.structure.salience import Salience
 from jaxllm.errors import ConfigError
 
 Ends = Annotated[int, msgspec.Meta(ge=-1)]

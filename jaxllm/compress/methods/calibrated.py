@@ -5,13 +5,15 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxllm.compress import pruning, scaling
-from jaxllm.compress.clip import rounded
-from jaxllm.compress.moments import Moments
+from jaxllm.compress.layers import scaling
+from jaxllm.compress.layers.moments import Moments
+from jaxllm.compress.layers.stream import Stage, at, put
+from jaxllm.compress.matrices import pruning
+from jaxllm.compress.matrices.clip import rounded
+from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
+from jaxllm.compress.matrices.surgery import factor, solve
+from jaxllm.compress.methods.walk import layer_by_layer
 from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
-from jaxllm.compress.sparsity import parse as parse_sparsity
-from jaxllm.compress.stream import Stage, at, layer_by_layer, put
-from jaxllm.compress.surgery import factor, solve
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import Site
 from jaxllm.weights.formats import Weight, dense, parse

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.observers import Observer, counted, finite
-from jaxllm.compress.ranges import Range
+from jaxllm.compress.observe.observers import Observer, counted, finite
+from jaxllm.compress.observe.ranges import Range
 from jaxllm.errors import ConfigError
 from jaxllm.whole import whole
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.structure import Kind, groups, shares
+from jaxllm.compress.structure.structure import Kind, groups, shares
 from jaxllm.errors import NonFiniteError
 from jaxllm.evaluate.likelihood.score import logits, picked
 from jaxllm.models.layers import Trace

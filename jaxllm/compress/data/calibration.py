@@ -13,8 +13,8 @@ from typing import Any
 import flax.linen as nn
 import numpy as np
 
-from jaxllm.compress.corpora import read_wikitext
-from jaxllm.compress.cutting import Cut, Encoded, Pieces, cut_rows, mapped
+from jaxllm.compress.data.corpora import read_wikitext
+from jaxllm.compress.data.cutting import Cut, Encoded, Pieces, cut_rows, mapped
 from jaxllm.config import ModelConfig
 from jaxllm.decode.loops.generate import generate
 from jaxllm.decode.sampling.options import make_sampler

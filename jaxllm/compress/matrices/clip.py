@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxllm.compress.moments import Moments, grams
+from jaxllm.compress.layers.moments import Moments, grams
 from jaxllm.weights.leaves.integers import Integer, QTensor
 from jaxllm.weights.leaves.leaf import up
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.linalg import lapack
 
-from jaxllm.compress.sparsity import Sparsity, lowest_of
+from jaxllm.compress.matrices.sparsity import Sparsity, lowest_of
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import up

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.moments import Moments, check
-from jaxllm.compress.recipe import Subject, Work
+from jaxllm.compress.layers.moments import Moments, check
 from jaxllm.errors import NonFiniteError
 from jaxllm.files import give_back
 from jaxllm.models.family import Site
@@ -120,29 +119,6 @@ def each_layer(
                 raise NonFiniteError(f"{path} makes NaN or infinity of the calibration text")
             advance()
     return found
-
-
-def layer_by_layer(
-    subject: Subject, work: Work, name: str, change: Callable[[Stage], Params]
-) -> Subject:
-    """Each layer changed once, and kept in the journal as soon as it is."""
-    assert work.calibration is not None
-
-    def kept(stage: Stage) -> Params:
-        made = change(stage)
-        work.journal.put(f"layer{stage.number}", made)
-        return made
-
-    params = each_layer(
-        subject.model,
-        subject.params,
-        work.calibration.token_NT,
-        kept,
-        name=name,
-        done=lambda number: work.journal.get(f"layer{number}"),
-        show_progress=work.show_progress,
-    )
-    return dataclasses.replace(subject, params=params)
 
 
 def at(params: Params, path: str) -> Params:

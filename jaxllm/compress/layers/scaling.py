@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.moments import Moments
-from jaxllm.compress.stream import Stage, at, put
+from jaxllm.compress.layers.moments import Moments
+from jaxllm.compress.layers.stream import Stage, at, put
 from jaxllm.models.family import Site
 from jaxllm.weights.formats import Weight, dense
 from jaxllm.weights.leaves.integers import Integer, QTensor

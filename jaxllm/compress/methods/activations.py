@@ -4,12 +4,13 @@ from typing import Annotated
 
 import msgspec
 
-from jaxllm.compress import observers
-from jaxllm.compress.histograms import histogram
-from jaxllm.compress.observers import observe
-from jaxllm.compress.ranges import TENSOR, Levels, Parameters, Range, parameters
+from jaxllm.compress.layers.stream import Stage, at, put
+from jaxllm.compress.methods.walk import layer_by_layer
+from jaxllm.compress.observe import observers
+from jaxllm.compress.observe.histograms import histogram
+from jaxllm.compress.observe.observers import observe
+from jaxllm.compress.observe.ranges import TENSOR, Levels, Parameters, Range, parameters
 from jaxllm.compress.recipe import On, Subject, Work
-from jaxllm.compress.stream import Stage, at, layer_by_layer, put
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import Site
 from jaxllm.weights.formats import parse

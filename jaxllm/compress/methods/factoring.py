@@ -8,12 +8,13 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress import lowrank
-from jaxllm.compress.lowrank import Spectrum
-from jaxllm.compress.moments import Moments
+from jaxllm.compress.layers.moments import Moments
+from jaxllm.compress.layers.stream import Stage, at, each_layer, put
+from jaxllm.compress.matrices import lowrank
+from jaxllm.compress.matrices.lowrank import Spectrum
+from jaxllm.compress.matrices.sparsity import share
+from jaxllm.compress.methods.walk import layer_by_layer
 from jaxllm.compress.recipe import Argument, Fraction, On, Shapes, Subject, Work, matched
-from jaxllm.compress.sparsity import share
-from jaxllm.compress.stream import Stage, at, each_layer, layer_by_layer, put
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import Site
 from jaxllm.progress import steps_bar

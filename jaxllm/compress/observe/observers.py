@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.compress.ranges import TENSOR, Levels, Parameters, Per, Range, parameters, rounded
+from jaxllm.compress.observe.ranges import (
+    TENSOR,
+    Levels,
+    Parameters,
+    Per,
+    Range,
+    parameters,
+    rounded,
+)
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.whole import whole
 

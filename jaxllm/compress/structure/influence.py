@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.salience import trace
+from jaxllm.compress.structure.salience import trace
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.paths import Params
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.moments import Moments
-from jaxllm.compress.sparsity import Sparsity, lowest
+from jaxllm.compress.layers.moments import Moments
+from jaxllm.compress.matrices.sparsity import Sparsity, lowest
 from jaxllm.weights.formats import Weight, dense
 
 
