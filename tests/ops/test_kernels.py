@@ -137,6 +137,10 @@ def test_no_rows_no_columns_no_outputs_and_rows_wider_than_a_cache(isa: str, nam
             if name in INTEGERS:
                 y = product(isa, matrix, x, rounded=True)
                 assert errors(y, rounded(x), matrix).max(initial=0) <= 1, (outputs, columns, rows)
+        if name in INTEGERS:
+            codes = placed(rng.integers(-127, 128, (rows, columns)).astype(np.int8))
+            y = product(isa, matrix, codes)
+            assert errors(y, codes, matrix).max(initial=0) <= 1, (outputs, columns, rows)
         if columns < 1000:
             wide = widen(isa, matrix, np.float32)
             np.testing.assert_allclose(wide, matrix.numbers, rtol=1e-6)

@@ -169,8 +169,10 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
     }
   }
   if (!Codes) return put(total, w, o, r, false, y);
-  for (int i = 0; i < O; i++)
-    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = float(exact_sum(exact[i][j])) * scale_at(w, o + i);
+  for (int i = 0; i < O; i++) {
+    const float scale = w.groups ? scale_at(w, o + i) : 0;  // there is none without columns
+    for (int j = 0; j < R; j++) y[(r + j) * w.rows + o + i] = float(exact_sum(exact[i][j])) * scale;
+  }
 }
 
 template <Read W, bool Codes = false>
