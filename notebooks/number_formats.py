@@ -27,7 +27,7 @@ from jaxllm.compress.apply import compress, subject_of
 from jaxllm.compress.data.calibration import from_samples
 from jaxllm.compress.observe.observers import min_max, observe
 from jaxllm.compress.observe.ranges import codes, levels, parameters, rounded
-from jaxllm.compress.report import Scale, as_table
+from jaxllm.compress.report import Scale
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.weights.formats import as_format, dense
 
@@ -484,18 +484,16 @@ recipes = {
     "int8": ["quantize: rtn int8"],
     "int4, to nearest": ["quantize: rtn int4-g64"],
     "int4, GPTQ": ["quantize: gptq int4-g64"],
-    "int3, to nearest": ["quantize: rtn int3-g64"],
-    "int3, GPTQ": ["quantize: gptq int3-g64"],
     "2:4, magnitude": ["prune: magnitude 2:4", "store: float32-2:4"],
     "2:4, SparseGPT": ["prune: sparsegpt 2:4", "store: float32-2:4"],
     "rank, SVD": ["factor: svd 55%"],
     "rank, SVD-LLM": ["factor: svdllm 55%"],
 }
-rows = [scale.measure("original", subject_of(lm))]
+rows = []
 for name, steps in recipes.items():
     made = compress(lm, [step + ON for step in steps], calibration=said, show_progress=False)
     rows.append(scale.measure(name, subject_of(made)))
-print(as_table(rows))
+print("\n".join(f"{row.step:>17}: {row.bytes / 1e6:.2f} MB" for row in rows))
 
 # %% [markdown]
 # At equal bytes, looking at the inputs pays: what is rounded, left out or cut off can be made up
@@ -505,7 +503,6 @@ print(as_table(rows))
 by = {row.step: row for row in rows}
 for plain, better in (
     ("int4, to nearest", "int4, GPTQ"),
-    ("int3, to nearest", "int3, GPTQ"),
     ("2:4, magnitude", "2:4, SparseGPT"),
     ("rank, SVD", "rank, SVD-LLM"),
 ):

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from jaxllm.compress.layers.stream import Stage, at, put
-from jaxllm.compress.methods.walk import layer_by_layer
+from jaxllm.compress.methods.walk import chosen_of, layer_by_layer
 from jaxllm.compress.observe import observers
 from jaxllm.compress.observe.histograms import histogram
 from jaxllm.compress.observe.observers import observe
@@ -16,7 +16,7 @@ from jaxllm.models.family import Site
 from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.integers import QTensor
 from jaxllm.weights.leaves.static import LEAST, MOST, Static, fits
-from jaxllm.weights.paths import Params, first_match
+from jaxllm.weights.paths import Params
 
 LEVELS = Levels(LEAST, MOST)
 
@@ -41,12 +41,7 @@ def static(subject: Subject, argument: str, options: StaticInputs, work: Work) -
     def change(stage: Stage) -> Params:
         params = stage.params
         for site in stage.sites:
-            rows = [(options.on, True)]
-            chosen = [
-                linear
-                for linear in site.linears
-                if first_match(rows, f"{stage.path}.{linear}.weight")
-            ]
+            chosen = chosen_of(stage, site, options.on)
             if not chosen:
                 continue
             found = _grid(stage, params, site, options)

@@ -12,10 +12,9 @@ from jaxllm.compress.matrices import pruning
 from jaxllm.compress.matrices.clip import rounded
 from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
 from jaxllm.compress.matrices.surgery import factor, solve
-from jaxllm.compress.methods.walk import layer_by_layer
+from jaxllm.compress.methods.walk import chosen_of, layer_by_layer
 from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
 from jaxllm.errors import ConfigError
-from jaxllm.models.family import Site
 from jaxllm.weights.formats import Weight, dense, parse
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.ordered import Ordered
@@ -147,7 +146,7 @@ def awq(subject: Subject, argument: str, options: Awq, work: Work) -> Subject:
     def change(stage: Stage) -> Params:
         params = stage.params
         for site in stage.sites:
-            chosen = _chosen(stage, site, options.on)
+            chosen = chosen_of(stage, site, options.on)
             if not chosen:
                 continue
             moments = stage.moments(params, site)
@@ -171,7 +170,7 @@ def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) ->
     def change(stage: Stage) -> Params:
         params = stage.params
         for site in stage.sites:
-            chosen = _chosen(stage, site, options.on)
+            chosen = chosen_of(stage, site, options.on)
             follows_norm = site.source and at(params, site.source)["weight"].ndim == 1
             if follows_norm and len(chosen) == len(site.linears):
                 moments = stage.moments(params, site)
@@ -226,7 +225,7 @@ def by_inputs(
     def change(stage: Stage) -> Params:
         params = stage.params
         for site in stage.sites:
-            chosen = _chosen(stage, site, options.on)
+            chosen = chosen_of(stage, site, options.on)
             if chosen:
                 one = prepare(stage.moments(params, site), f"{stage.path}.{chosen[0]}")
             for linear in chosen:
@@ -235,12 +234,6 @@ def by_inputs(
         return params
 
     return layer_by_layer(subject, work, name, change)
-
-
-def _chosen(stage: Stage, site: Site, rule: str) -> list[str]:
-    """The site's linears that a path rule names."""
-    paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
-    return [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
 
 
 def _shapes(params: Params) -> Shapes:
