@@ -44,6 +44,7 @@ RECIPES: dict[str, list[list[str]]] = {
         [r"quantize: rtn int4-g64 on=(layers|h)\..*"],
         [r"quantize: rtn int4-g64-zp on=(layers|h)\..*"],
         ["quantize: awq int4-g64-zp"],
+        [r"quantize: rtn int4-g64 on=(layers|h)\..* clip=true"],
         ["quantize: gptq int4-g64"],
         ["quantize: gptq int4-g64 act_order=true"],
     ],
@@ -51,6 +52,7 @@ RECIPES: dict[str, list[list[str]]] = {
         [r"quantize: rtn int3-g64 on=(layers|h)\..*"],
         [r"quantize: rtn int3-g64-zp on=(layers|h)\..*"],
         ["quantize: awq int3-g64-zp"],
+        [r"quantize: rtn int3-g64 on=(layers|h)\..* clip=true"],
         ["quantize: gptq int3-g64"],
         ["quantize: gptq int3-g64 act_order=true"],
     ],
@@ -84,7 +86,7 @@ RECIPES: dict[str, list[list[str]]] = {
         ["drop: layers QUARTER"],
         ["drop: heads QUARTER"],
         ["drop: channels 25%"],
-        ["drop: channels 25% by=inputs"],
+        ["drop: channels 25% by=first"],
     ],
 }
 

@@ -1,11 +1,16 @@
 """Cutting a group's range: against trying every range by itself."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxllm
+from jaxllm.compress.apply import compress
 from jaxllm.compress.layers.moments import Moments
 from jaxllm.compress.matrices.clip import STEPS, rounded
+from jaxllm.weights.formats import dense
 from jaxllm.weights.leaves.integers import parse
 
 
@@ -36,6 +41,20 @@ def test_the_range_of_least_error_of_those_tried(name: str, data: bool) -> None:
             q = np.asarray(to.values(codes, scale[..., None], zero[..., None]))[:, 0]
             least = np.minimum(least, error(q[:, : some.stop - begin]))
         np.testing.assert_allclose(error(found[:, some]), least, rtol=2e-3)
+
+
+def test_a_recipe_clips(shallow_demos: Path) -> None:
+    lm = jaxllm.load(shallow_demos / "llama", dtype="float32")
+    plain, clipped = (
+        compress(lm, [f"quantize: rtn int4-g64 on=.*down_proj{more}"])
+        for more in ("", " clip=true")
+    )
+    for layer in ("layers.0", "layers.1"):
+        weight, *found = (
+            dense(one.params[layer]["mlp"]["down_proj"]["weight"]) for one in (lm, plain, clipped)
+        )
+        errors = [float(((q - weight) ** 2).sum()) for q in found]
+        assert errors[1] < errors[0]
 
 
 def test_without_clipping_it_is_rounding() -> None:

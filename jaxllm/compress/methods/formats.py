@@ -3,18 +3,24 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
+from jaxllm.compress.matrices.clip import rounded
 from jaxllm.compress.recipe import On, Options, Subject, Work
-from jaxllm.weights.formats import Weight, as_format, as_leaf, parse
+from jaxllm.weights.formats import Weight, as_format, as_leaf, dense, parse
+from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import first_match, map_leaves
 from jaxllm.weights.quantize import POSITIONS, Rules, format_at
 
 
 class Everywhere(On, frozen=True):
-    """on: a path rule, by default all matrices."""
+    """on: a path rule, by default all matrices. clip: cut each range of integers to where the
+    weights' squared error is least.
+    """
 
     on: str = ".*"
+    clip: bool = False
 
 
 def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Subject:
@@ -28,7 +34,12 @@ def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Sub
 
     def change(path: str, leaf: Weight) -> Weight:
         name = format_at(rules, path, leaf.ndim)
-        return leaf if name is None else inside(leaf, name)
+        if name is None:
+            return leaf
+        to = parse(name)
+        if options.clip and isinstance(to, Integer) and not as_leaf(leaf).composed:
+            return rounded(dense(leaf, jnp.float32), to, clip=True)
+        return inside(leaf, name)
 
     return dataclasses.replace(subject, params=map_leaves(change, subject.params))
 
