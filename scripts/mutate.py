@@ -198,8 +198,9 @@ def _built(copy: Path) -> Path:
     library, sources = copy.parent / "_kernels.so", copy / KERNELS
     include = Path(jaxlib.__file__).parent / "include"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-isystem", include]
-    files = [sources / "ffi.cc", sources / "generic.cc", "-o", library]
-    subprocess.run([*map(str, command), *map(str, files)], check=True)
+    command += ["-DJAXLLM_SET=portable", '-DJAXLLM_LAYER="layers/portable.h"']
+    files = [sources / name for name in ("ffi.cc", "sets.cc", "set.cc")]
+    subprocess.run([*map(str, command), *map(str, files), "-o", str(library)], check=True)
     return library
 
 
