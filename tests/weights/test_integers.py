@@ -248,7 +248,7 @@ def test_ordered_columns_are_put_back(inner: str) -> None:
             kind.assemble("w", weight.shape, pieces)
     with pytest.raises(ConfigError, match="numbers alone have no order"):
         as_format(jnp.asarray(array), weight.format)
-    with pytest.raises(ConfigError, match="what is ordered is"):
+    with pytest.raises(ConfigError, match="what ordered/ stands before is"):
         parse(f"ordered/{weight.format}")
 
 

@@ -3,49 +3,31 @@
 GPTQ's act-order ("desc_act") rounds columns by falling importance, and groups them so.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.leaves.arrays import as_leaf
-from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Linear, Shape
+from jaxllm.errors import CheckpointError
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape
+from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "ordered/"
 
 
-class Ordered(Leaf, struct.PyTreeNode):
+class Ordered(Wrapped, struct.PyTreeNode):
     """A matrix `[O, I]` of which column j of `weight` is column `order[j]`.
 
     weight: `[O, I]`, an array or a leaf. order: int32 `[I]`, each of 0 to I - 1 once.
     """
 
-    composed = True
+    kind = KIND
 
     weight: Any
     order: jax.Array
-
-    @property
-    def stored(self) -> Leaf:
-        """The weight as a leaf."""
-        return as_leaf(self.weight)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.stored.dtype
-
-    @property
-    def format(self) -> str:
-        return f"{KIND}{self.stored.format}"
 
     def dense(self, dtype: Any = None) -> jax.Array:
         return self._unordered(self.stored.dense(dtype))
@@ -59,11 +41,8 @@ class Ordered(Leaf, struct.PyTreeNode):
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         return linear(self._ordered(x_RI), self.weight)
 
-    def pieces(self) -> dict[str, jax.Array]:
-        return {
-            ".order": self.order,
-            **{f".weight{name}": piece for name, piece in self.stored.pieces().items()},
-        }
+    def beside(self) -> dict[str, jax.Array]:
+        return {".order": self.order}
 
     def _ordered(self, x: jax.Array) -> jax.Array:
         return jnp.take(x, self.order, axis=-1, mode="clip")
@@ -72,41 +51,24 @@ class Ordered(Leaf, struct.PyTreeNode):
         return jnp.take(x, jnp.argsort(self.order), axis=-1, mode="clip")
 
 
-@dataclasses.dataclass(frozen=True)
-class OrderedFormat:
-    """The format of `Ordered`; inner: that of what it orders."""
+class OrderedFormat(WrappedFormat):
+    """The format of `Ordered`."""
 
-    inner: Format
+    kind = KIND
+    lacking = (
+        "numbers alone have no order; GPTQ finds one (act-order), or a checkpoint brings it"
+        " (desc_act)"
+    )
 
-    @property
-    def name(self) -> str:
-        return f"{KIND}{self.inner.name}"
+    def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        return {".order": (shape[-1:], np.int32)}
 
-    @property
-    def exact_in(self) -> str:
-        return self.inner.exact_in
-
-    def make(self, array: jax.Array) -> NoReturn:
-        raise ConfigError(
-            f"{self.name}: numbers alone have no order; GPTQ finds one (act-order), or a"
-            " checkpoint brings it (desc_act)"
-        )
-
-    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> NoReturn:
-        self.make(jnp.empty(0))
-
-    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
-        inner = {f".weight{name}": piece for name, piece in self.inner.expected(shape).items()}
-        return {".order": (shape[-1:], np.int32), **inner}
-
-    def assemble(
-        self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
+    def around(
+        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
     ) -> Ordered:
         order = pieces[".order"]
         if not np.array_equal(np.sort(order), np.arange(shape[-1])):
             raise CheckpointError(f"{path}.order is no order of {shape[-1]} columns")
-        inner = {name: pieces[f".weight{name}"] for name in self.inner.expected(shape)}
-        weight = self.inner.assemble(f"{path}.weight", shape, inner)
         return Ordered(weight, jax.device_put(order, may_alias=True))
 
 
@@ -115,9 +77,5 @@ def parse(name: str, inner: Callable[[str], Format]) -> OrderedFormat | None:
 
     Raises ConfigError for what is composed itself.
     """
-    if not name.startswith(KIND):
-        return None
-    stored = name.removeprefix(KIND)
-    if "/" in stored:
-        raise ConfigError(f"{name:.40}: what is ordered is an array, or packed, or integers")
-    return OrderedFormat(inner(stored))
+    stored = inner_of(name, KIND, inner)
+    return None if stored is None else OrderedFormat(stored)

@@ -1,0 +1,106 @@
+"""A weight with something beside it: what leaves that are composed of one other have in common."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.weights.leaves.arrays import as_leaf
+from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Shape
+
+
+class Wrapped(Leaf):
+    """`weight`, an array or a leaf, and pieces `beside` it. kind: of its format's name, up to and
+    with the slash.
+    """
+
+    composed = True
+    kind: ClassVar[str]
+    weight: Any
+
+    @property
+    def stored(self) -> Leaf:
+        """The weight as a leaf."""
+        return as_leaf(self.weight)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.stored.dtype
+
+    @property
+    def format(self) -> str:
+        return f"{self.kind}{self.stored.format}"
+
+    def beside(self) -> dict[str, jax.Array]:
+        """Its own pieces."""
+        raise NotImplementedError
+
+    def pieces(self) -> dict[str, jax.Array]:
+        inner = {f".weight{name}": piece for name, piece in self.stored.pieces().items()}
+        return {**self.beside(), **inner}
+
+
+@dataclasses.dataclass(frozen=True)
+class WrappedFormat:
+    """The format of such a leaf; inner: that of its weight. lacking: what numbers alone do not say,
+    and who does.
+    """
+
+    inner: Any
+    kind: ClassVar[str]
+    lacking: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.inner.name}"
+
+    @property
+    def exact_in(self) -> str:
+        exact: str = self.inner.exact_in
+        return exact
+
+    def make(self, array: jax.Array) -> NoReturn:
+        raise ConfigError(f"{self.name}: {self.lacking}")
+
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> NoReturn:
+        self.make(jnp.empty(0))
+
+    def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        """The shape and dtype of each piece of its own."""
+        raise NotImplementedError
+
+    def around(
+        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
+    ) -> Any:
+        """The leaf. Raises CheckpointError for numbers that no leaf has."""
+        raise NotImplementedError
+
+    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        inner = {f".weight{name}": piece for name, piece in self.inner.expected(shape).items()}
+        return {**self.beside(shape), **inner}
+
+    def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Any:
+        inner = {name: pieces[f".weight{name}"] for name in self.inner.expected(shape)}
+        weight = self.inner.assemble(f"{path}.weight", shape, inner)
+        return self.around(path, shape, weight, pieces)
+
+
+def inner_of(name: str, kind: str, inner: Callable[[str], Format]) -> Format | None:
+    """The format after `kind` in a name; None for other names.
+
+    Raises ConfigError for what is composed itself.
+    """
+    if not name.startswith(kind):
+        return None
+    stored = name.removeprefix(kind)
+    if "/" in stored:
+        raise ConfigError(f"{name:.40}: what {kind} stands before is an array, packed or integers")
+    return inner(stored)
