@@ -80,6 +80,10 @@ class Leaf:
         """Where it is composed, `x @ weight.T`, float32 `[R, O]`, by `linear` of its parts."""
         raise NotImplementedError
 
+    def training(self, key: jax.Array, step: jax.Array) -> "Leaf":
+        """Itself as step `step` of training multiplies with it; key: for what it draws."""
+        return self
+
     def fits_gpu(self, x_RI: jax.Array) -> bool:
         """Whether `gpu_product` takes these inputs."""
         return False
