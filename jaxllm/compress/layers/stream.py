@@ -137,8 +137,13 @@ def put(params: Params, path: str, **leaves: Any) -> Params:
 
 
 def _give_back(params: Params) -> None:
-    """A layer as it came is not looked at again: what lies in a file need not stay in memory."""
+    """A layer as it came is not looked at again: what lies in a file need not stay in memory.
+
+    What is not in one piece in this machine's memory, on a GPU or on several devices, stays.
+    """
     for array in jax.tree.leaves(params):
+        if [device.platform for device in array.devices()] != ["cpu"]:
+            continue
         begin = array.unsafe_buffer_pointer()
         give_back(begin, begin + array.nbytes)
 
