@@ -137,7 +137,7 @@ def test_cut_parts_are_those_of_least_salience_and_influence(lm: LM, tmp_path: P
     ],
 )
 def test_what_is_composed_is_not_multiplied_out(factored: LM, line: str) -> None:
-    with pytest.raises(ConfigError, match="layers.0.self_attn.q_proj.weight is rank9/int8: this"):
+    with pytest.raises(ConfigError, match=r"layers\.0.*q_proj.weight is rank9/int8: this"):
         compress(factored, [line], calibration=TEXT)
 
 
