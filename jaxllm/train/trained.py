@@ -37,12 +37,14 @@ def trainable(params: Mapping[str, Any]) -> Trained:
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def split(params: Params, rules: Rules = ALL) -> tuple[Trained, Params]:
+def split(params: Params, rules: Rules = ALL, like: Params | None = None) -> tuple[Trained, Params]:
     """What is trained, in float32 (the masters), and the rest, with a `Hole` for each of them.
 
     rules: rows `(regex, whether)` over the paths of `trainable`, as `weights.paths` has them; the
-    first that matches counts, what no row matches stays. Raises ConfigError where nothing is left
-    to train, or a row matches nothing.
+    first that matches counts, what no row matches stays. like: the same parameters in the formats
+    that the rest has and that the trained go back in, where these are others.
+
+    Raises ConfigError where nothing is left to train, or a row matches nothing.
     """
     known = trainable(params)
     chosen = {path for path in known if first_match(rules, path)}
@@ -54,8 +56,8 @@ def split(params: Params, rules: Rules = ALL) -> tuple[Trained, Params]:
             )
     if not chosen:
         raise ConfigError("there is nothing to train: the rules leave every parameter as it is")
-    named, structure = named_arrays(params)
-    trained = {path: x.astype(jnp.float32) for path, x in named if path in chosen}
+    trained = {path: known[path].astype(jnp.float32) for path in chosen}
+    named, structure = named_arrays(params if like is None else like)
     holed = [Hole(x.dtype.name) if path in chosen else x for path, x in named]
     return trained, jax.tree.unflatten(structure, holed)
 
