@@ -78,7 +78,7 @@ def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarra
     return found.reshape(score_OI.shape)
 
 
-def lowest_of(score_MO: jax.Array, count: int) -> jax.Array:
+def lowest_of(score_MO: jax.Array, count: int | jax.Array) -> jax.Array:
     """Which of each M scores `[M, O]` are the `count` lowest, as `lowest` has it; for `jit`."""
     rank_MO = jnp.argsort(jnp.argsort(score_MO, axis=0, stable=True), axis=0, stable=True)
     return rank_MO < count

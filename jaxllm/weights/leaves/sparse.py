@@ -41,6 +41,7 @@ class Sparse(Leaf, struct.PyTreeNode):
     """
 
     has_kernels = True
+    trained = ("values",)
 
     mask: jax.Array
     values: jax.Array
@@ -118,6 +119,7 @@ class SparseInt8(Sparse):
     """Of integers with a scale a row."""
 
     rounds_inputs = True
+    trained = ()
 
     def widened(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
         if dtype != jnp.bfloat16 or self.scale is None:
