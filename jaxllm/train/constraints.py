@@ -145,7 +145,7 @@ def _where_zero(before: jax.Array, after: jax.Array) -> jax.Array:
 def _lowest(score_GM: jax.Array, count: jax.Array) -> jax.Array:
     """Which of each M scores `[G, M]` are the `count` lowest, of equal ones the first."""
     if score_GM.shape[1] <= 64:  # neighbours: the ranks themselves
-        return lowest_of(score_GM.T, count).T
+        return lowest_of(score_GM, count)
     ordered = jnp.sort(score_GM, axis=1)
     bound = jnp.take(ordered, jnp.maximum(count - 1, 0), axis=1)[:, None]
     below, equal = score_GM < bound, score_GM == bound
