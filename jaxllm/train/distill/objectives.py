@@ -37,7 +37,7 @@ class FromTeacher:
 
     teacher: nn.Module
     size: int
-    mix: Mix = Mix()
+    mix: Mix
     hidden: Hidden | None = None
 
     def __call__(
@@ -63,7 +63,7 @@ class FromBuckets:
     """
 
     size: int
-    mix: Mix = Mix()
+    mix: Mix
 
     def __call__(
         self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
