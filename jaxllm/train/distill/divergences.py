@@ -68,12 +68,12 @@ def log_probs(logits_XV: jax.Array, size: int, temperature: float) -> jax.Array:
 
 
 class Learned(NamedTuple):
-    """Sums over the tokens that count, float32. count: how many these are."""
+    """Sums over the tokens that count, float32. tokens: how many these are."""
 
     loss: jax.Array
     divergence: jax.Array
     cross_entropy: jax.Array
-    count: jax.Array
+    tokens: jax.Array
 
 
 # Of the student's logits [T, V] and whatever the teacher says of the same tokens, [T, ...]: both

@@ -79,4 +79,4 @@ def _measured(
 ) -> Measured:
     found = learned(logits_BTV, jax.numpy.asarray(rows.label_BT), told, compared, mix)
     also = {"divergence": found.divergence, "cross_entropy": found.cross_entropy}
-    return Measured(found.loss, found.count, also)
+    return Measured(found.loss, found.tokens, also)

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -80,7 +80,7 @@ class Record:
         Rows of padding alone need no teacher. Raises CheckpointError for other rows than those of
         the record, and for a shard that is damaged.
         """
-        k, B, T = self.asked.k, *rows.token_BT.shape
+        k, (B, T) = self.asked.k, np.shape(rows.token_BT)
         token = np.zeros((B, T, k), ids_dtype(self.asked.size))
         logprob = np.zeros((B, T, k + 1), np.float16)
         for row, key in enumerate(_keys(rows)):
@@ -186,9 +186,7 @@ def record(
     return Record(directory, asked, number)
 
 
-def _said(
-    teacher: nn.Module, params: Params, rows: Rows, asked: Asked
-) -> Mapping[str, np.ndarray]:
+def _said(teacher: nn.Module, params: Params, rows: Rows, asked: Asked) -> Mapping[str, np.ndarray]:
     """What a shard has of a batch: keys uint8 `[B, 32]`, and buckets, of rows with a label."""
     told = _ask(teacher, params, rows, asked.size, asked.temperature, asked.k)
     kept_B = (np.asarray(rows.label_BT) != IGNORED).any(axis=1)

@@ -16,7 +16,6 @@ from jaxllm.decode.loops.generate import generate
 from jaxllm.decode.sampling.sampler import Sampler
 from jaxllm.decode.sampling.truncation import Temperature
 from jaxllm.errors import ConfigError
-from jaxllm.shapes import bucket
 from jaxllm.train.data.rows import IGNORED, Rows, blank
 from jaxllm.train.distill.hidden import without_projections
 from jaxllm.weights.paths import Params
@@ -29,7 +28,8 @@ class Sampled:
     model: the student's module. share: of the steps whose rows the student writes (GKD's lambda).
     A row's prompt is what stands before the first token that counts, of its first document; where
     that is less than `prompt` tokens, as in plain text, it is the first `prompt` tokens.
-    new: at most so many tokens are written, and no more than a row has room for. temperature: of
+    new: at most so many tokens are written, no more than a row has room for, nor than the model's
+    context has beyond the longest prompt. temperature: of
     the draw. eos: ids that end a text.
     """
 
@@ -69,7 +69,8 @@ class Sampled:
         B, T = rows.token_BT.shape
         length_B = prompt_lengths(rows, self.prompt)
         there_B = length_B > 0
-        width = min(T, bucket(int(length_B.max(initial=1))))
+        width = int(length_B.max(initial=1))
+        most = min(self.new, self.model.config.context_length - width + 1)
         # A row of nothing is given a token to go on from, and what comes of it is not used.
         given_B = np.maximum(length_B, 1)
         column_T = np.arange(T)[None]
@@ -80,7 +81,7 @@ class Sampled:
             token_BP,
             lengths_B=given_B,
             # A row's last label has no column of its own: there is room for one token more.
-            max_new_tokens=[int(n) for n in np.clip(T + 1 - given_B, 1, self.new)],
+            max_new_tokens=[int(n) for n in np.clip(T + 1 - given_B, 1, most)],
             sampler=Sampler((Temperature(jnp.float32(self.temperature)),)),
             seed=jax.random.split(key, B),
             eos_token_ids=self.eos,

@@ -1,6 +1,5 @@
 """Divergences, buckets and vocabularies of distillation against torch and closed forms."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jaxllm.train.distill.buckets import Buckets, buckets, of_buckets
 from jaxllm.train.data.rows import IGNORED
+from jaxllm.train.distill.buckets import Buckets, buckets, of_buckets
 from jaxllm.train.distill.divergences import (
     Mix,
     divergence,
@@ -74,7 +73,7 @@ def test_loss_and_gradient_are_those_of_torch(beta: float) -> None:
     np.testing.assert_allclose(ours, wanted.item(), rtol=1e-5)
     np.testing.assert_allclose(found.cross_entropy, entropy.item(), rtol=1e-5)
     np.testing.assert_allclose(found.divergence, each[counted].sum().item(), rtol=1e-5)
-    assert found.count == counted.sum().item()
+    assert found.tokens == counted.sum().item()
     assert student.grad is not None
     np.testing.assert_allclose(slope, student.grad.numpy(), atol=2e-5)
     assert not np.asarray(slope)[LABEL == IGNORED].any()

@@ -17,21 +17,8 @@ from jaxllm.train.distill.buckets import buckets
 from jaxllm.train.distill.divergences import Mix
 from jaxllm.train.distill.hidden import Hidden
 from jaxllm.train.distill.objectives import FromBuckets, FromTeacher, Taught
-from jaxllm.train.objective import run
-from tests.twins import VOCAB, random_model, tokens
-
-B, T = 2, 7
-
-
-def rows_of(seed: int = 0) -> Rows:
-    """Two documents in the first row, padding in the second."""
-    token = tokens(B, T + 1, seed)
-    label, position = token[:, 1:].copy(), np.tile(np.arange(T), (B, 1))
-    document = np.zeros((B, T), int)
-    position[0, 4:], document[0, 4:] = np.arange(3), 1
-    position[1, 5:], document[1, 5:], label[1, 5:], label[0, :2] = -1, -1, IGNORED, IGNORED
-    return Rows(*(x.astype(np.int32) for x in (token[:, :-1], label, position, document)))
-
+from tests.train.distill.small import B, T, ask, rows_of
+from tests.twins import VOCAB, random_model
 
 KEY = jax.random.key(0)
 
@@ -90,7 +77,7 @@ def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
     model, params = random_model("llama", num_hidden_layers=1, spread=0.2)
     _, teacher = random_model("llama", seed=1, num_hidden_layers=1, spread=0.2)
     rows, mix = rows_of(), Mix(0.5, 2.0, 0.8)
-    logits = jax.jit(lambda p: run(model, p, rows).logits)(teacher)
+    logits = ask(model, teacher, rows)
     told = Taught(
         rows.token_BT, rows.label_BT, rows.position_BT, rows.document_BT,
         told=buckets(logits, VOCAB, 2.0, VOCAB),
