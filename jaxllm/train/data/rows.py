@@ -1,14 +1,13 @@
 """The arrays of a batch of training rows, and what any source of them is."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 from flax import struct
 
 IGNORED = -100  # a label that does not count, as torch's cross-entropy has it
 
-Ints = np.ndarray | jax.Array
+Ints = Any  # an array of numpy or JAX
 
 
 class Rows(struct.PyTreeNode):
