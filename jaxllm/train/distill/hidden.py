@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -67,7 +68,7 @@ def check(hidden: Hidden, student: ModelConfig, teacher: ModelConfig) -> None:
 
 
 def with_projections(
-    params: Params, hidden: Hidden, student: ModelConfig, teacher: ModelConfig, key: jax.Array
+    params: Params, hidden: Hidden, student: ModelConfig, teacher: ModelConfig, seed: int
 ) -> Params:
     """The student's parameters with a projection for each pair, where the widths differ.
 
@@ -77,12 +78,10 @@ def with_projections(
     if student.hidden_size == teacher.hidden_size:
         return params
     shape = (teacher.hidden_size, student.hidden_size)
-    layers = dict.fromkeys(layer for layer, _ in hidden.pairs)
-    keys = jax.random.split(key, len(layers))
-    made = {
-        str(layer): {"weight": jax.random.normal(one, shape, jnp.float32) * shape[1] ** -0.5}
-        for layer, one in zip(layers, keys, strict=True)
-    }
+    rng, made = np.random.default_rng(seed), {}
+    for layer in dict.fromkeys(layer for layer, _ in hidden.pairs):
+        drawn = rng.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
+        made[str(layer)] = {"weight": jax.device_put(drawn)}
     return {**params, PLACE: made}
 
 

@@ -10,7 +10,6 @@ import math
 from typing import Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
@@ -19,7 +18,7 @@ from jaxllm.compress.structure import influence, salience, structure
 from jaxllm.compress.structure.salience import SALIENCES, Salience
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
+from jaxllm.weights.paths import Params, first_match, map_leaves
 from jaxllm.weights.precision import Precision
 
 Choice = Literal["even", "influence"]
@@ -96,7 +95,7 @@ def made_from(teacher: LM, smaller: Smaller, token_NT: np.ndarray | None = None)
     return _with(teacher, config, params, teacher.model.precision)
 
 
-def from_nothing(teacher: LM, config: ModelConfig, key: jax.Array) -> LM:
+def from_nothing(teacher: LM, config: ModelConfig, seed: int) -> LM:
     """A student of another configuration with the teacher's tokenizer, its weights drawn (`fresh`).
 
     Raises ConfigError for a vocabulary that has no room for the tokenizer's.
@@ -105,33 +104,30 @@ def from_nothing(teacher: LM, config: ModelConfig, key: jax.Array) -> LM:
     if config.vocab_size < size:
         raise ConfigError(f"a vocabulary of {config.vocab_size} has no room for {size} tokens")
     precision = Precision.uniform("float32")
-    return _with(teacher, config, fresh(config, key), precision)
+    return _with(teacher, config, fresh(config, seed), precision)
 
 
-# Standard deviations by path, of GPT-2's paper: what writes into the stream is smaller by the
-# square root of how many do. None: ones.
-_NORM, _BIAS, _OUT = (
-    r".*(norm|layernorm|ln_\w+)\.weight", r".*\.bias", r".*(o_proj|down_proj|c_proj)\.weight",
-)  # fmt: skip
+# What is drawn otherwise, by path.
+_NORM, _BIAS = r".*(norm|layernorm|ln_\w+)\.weight", r".*\.bias"
+_OUT = r".*(o_proj|down_proj|c_proj)\.weight"  # writes into the stream
 
 
-def fresh(config: ModelConfig, key: jax.Array, deviation: float = 0.02) -> Params:
+def fresh(config: ModelConfig, seed: int, deviation: float = 0.02) -> Params:
     """Parameters to begin with, float32: norms of 1, biases of 0, all else normal.
 
     deviation: the standard deviation; of matrices that write into the stream less, by the square
     root of their number (Radford et al. 2019, GPT-2, section 2.3).
     """
-    shapes = models.param_shapes(models.build(config))
-    paths = [path for path, _ in flatten(shapes)]
-    keys = dict(zip(paths, jax.random.split(key, len(paths)), strict=True))
+    rng = np.random.default_rng(seed)
     out = deviation / math.sqrt(2 * config.num_hidden_layers)
     rules = ((_BIAS, (0.0, 0.0)), (_NORM, (1.0, 0.0)), (_OUT, (0.0, out)), (".*", (0.0, deviation)))
 
     def draw(path: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
         mean, spread = first_match(rules, path) or (0.0, 0.0)
-        return mean + spread * jax.random.normal(keys[path], shape.shape, jnp.float32)
+        drawn = mean + spread * rng.standard_normal(shape.shape, np.float32)
+        return jax.device_put(drawn.astype(np.float32))
 
-    return map_leaves(draw, shapes)
+    return map_leaves(draw, models.param_shapes(models.build(config)))
 
 
 def _with(teacher: LM, config: ModelConfig, params: Params, precision: Precision) -> LM:

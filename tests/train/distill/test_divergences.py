@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -46,130 +45,116 @@ def gkd(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tens
     return (beta * of_teacher + (1 - beta) * of_student).sum(-1)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-def test_loss_and_gradient_are_those_of_torch(beta: float) -> None:
-    """Of the whole loss: temperature, its square, the cross-entropy, the labels that count."""
-    alpha, temperature = 0.7, 2.0
-    student = torch.tensor(STUDENT, requires_grad=True)
-    each = gkd(student / temperature, torch.tensor(TEACHER) / temperature, beta)
-    label = torch.tensor(LABEL).long()
-    counted = label != IGNORED
-    entropy = F.cross_entropy(student.reshape(-1, V), label.reshape(-1), reduction="sum")
-    wanted = alpha * temperature**2 * each[counted].sum() + (1 - alpha) * entropy
-    wanted.backward()
+# (beta, temperature, alpha): every kind of divergence, and both limits of the temperature.
+MIXES = [Mix(beta, 2.0, 0.7) for beta in BETAS] + [Mix(0.0, 1e3, 1.0)]
 
-    def loss(logits: jax.Array) -> tuple[jax.Array, Any]:
-        compared = of_logits(V, temperature)
-        found = learned(
-            logits,
-            jnp.asarray(LABEL),
-            jnp.asarray(TEACHER),
-            compared,
-            Mix(beta, temperature, alpha),
-        )
+
+@jax.jit
+def losses(student: jax.Array, teacher: jax.Array, label: jax.Array) -> Any:
+    """Of each of MIXES the sums, and the slope of the loss."""
+
+    def loss(student: jax.Array, mix: Mix) -> tuple[jax.Array, Any]:
+        found = learned(student, label, teacher, of_logits(V, mix.temperature), mix)
         return found.loss, found
 
-    (ours, found), slope = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(STUDENT))
-    np.testing.assert_allclose(ours, wanted.item(), rtol=1e-5)
-    np.testing.assert_allclose(found.cross_entropy, entropy.item(), rtol=1e-5)
-    np.testing.assert_allclose(found.divergence, each[counted].sum().item(), rtol=1e-5)
-    assert found.tokens == counted.sum().item()
-    assert student.grad is not None
-    np.testing.assert_allclose(slope, student.grad.numpy(), atol=2e-5)
-    assert not np.asarray(slope)[LABEL == IGNORED].any()
+    return [jax.grad(loss, has_aux=True)(student, mix) for mix in MIXES]
 
 
-@pytest.mark.parametrize("beta", BETAS)
-def test_a_teacher_that_is_the_student_teaches_nothing(beta: float) -> None:
-    def loss(logits: jax.Array) -> jax.Array:
-        said = jnp.asarray(TEACHER)
-        return learned(logits, jnp.asarray(LABEL), said, of_logits(V, 2.0), Mix(beta, 2.0, 1)).loss
+def test_loss_and_gradient_are_those_of_torch() -> None:
+    """Of the whole loss: temperature, its square, the cross-entropy, the labels that count."""
+    label = torch.tensor(LABEL).long()
+    counted = label != IGNORED
+    for mix, (slope, found) in zip(BETAS, losses(STUDENT, TEACHER, LABEL)[:-1], strict=True):
+        student = torch.tensor(STUDENT, requires_grad=True)
+        each = gkd(student / 2, torch.tensor(TEACHER) / 2, mix)
+        entropy = F.cross_entropy(student.reshape(-1, V), label.reshape(-1), reduction="sum")
+        wanted = 0.7 * 4 * each[counted].sum() + 0.3 * entropy
+        wanted.backward()
+        np.testing.assert_allclose(found.loss, wanted.item(), rtol=1e-5)
+        np.testing.assert_allclose(found.cross_entropy, entropy.item(), rtol=1e-5)
+        np.testing.assert_allclose(found.divergence, each[counted].sum().item(), rtol=1e-5)
+        assert found.tokens == counted.sum().item()
+        assert student.grad is not None
+        np.testing.assert_allclose(slope, student.grad.numpy(), atol=2e-5)
+        assert not np.asarray(slope)[LABEL == IGNORED].any()
 
-    value, slope = jax.value_and_grad(loss)(jnp.asarray(TEACHER))
-    assert value == 0
-    assert not np.asarray(slope).any()
+
+def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
+    """What is left is the cross-entropy's."""
+    for mix, (slope, found) in zip(MIXES, losses(TEACHER, TEACHER, LABEL), strict=True):
+        assert found.divergence == 0
+        student = torch.tensor(TEACHER, requires_grad=True)
+        label = torch.tensor(LABEL).long().reshape(-1)
+        F.cross_entropy(student.reshape(-1, V), label, reduction="sum").backward()
+        assert student.grad is not None
+        np.testing.assert_allclose(slope, (1 - mix.alpha) * student.grad.numpy(), atol=1e-7)
 
 
-def test_a_row_in_which_nothing_counts_is_zero() -> None:
-    def loss(logits: jax.Array) -> jax.Array:
-        label = jnp.full((B, T), IGNORED)
-        return learned(
-            logits, label, jnp.asarray(TEACHER), of_logits(V, 1.0), Mix(0.5, 1, 0.5)
-        ).loss
-
-    value, slope = jax.value_and_grad(loss)(jnp.asarray(STUDENT))
-    assert value == 0
-    assert not np.asarray(slope).any()
+def test_where_nothing_counts_the_loss_is_zero() -> None:
+    for slope, found in losses(STUDENT, TEACHER, np.full_like(LABEL, IGNORED)):
+        assert (float(found.loss), float(found.tokens)) == (0, 0)
+        assert not np.asarray(slope).any()
 
 
 def test_at_a_high_temperature_the_gradient_is_the_difference_of_centred_logits() -> None:
     """Hinton et al. 2015, eq. 4: T^2 dKL/dz = (z_s - z_t) / V, where both have mean 0."""
-
-    def loss(logits: jax.Array) -> jax.Array:
-        label, said = jnp.zeros((B, T), jnp.int32), jnp.asarray(TEACHER)
-        return learned(logits, label, said, of_logits(V, 1e3), Mix(0, 1e3, 1)).loss
-
-    slope = jax.grad(loss)(jnp.asarray(STUDENT))
+    slope, _ = losses(STUDENT, TEACHER, np.zeros_like(LABEL))[-1]
     centred = [x - x.mean(-1, keepdims=True) for x in (STUDENT, TEACHER)]
     np.testing.assert_allclose(slope, (centred[0] - centred[1]) / V, atol=3e-3)
 
 
 def test_what_cannot_be_is_no_nan() -> None:
     """A teacher that is sure of a token, and a student that is sure of another."""
-    sure = np.full((1, 1, V), -1e4, np.float32)
-    teacher, student = sure.copy(), sure.copy()
+    teacher, student = (np.full((B, T, V), -1e4, np.float32) for _ in range(2))
     teacher[..., 3], student[..., 5] = 0, 0
-    for beta in BETAS:
-        value, slope = jax.value_and_grad(
-            lambda x, beta=beta: divergence(jnp.asarray(teacher), x, beta).sum()
-        )(jnp.asarray(student))
-        assert np.isfinite(value)
+    each = losses(student, teacher, LABEL)
+    for slope, found in each:
+        assert np.isfinite(found.loss)
         assert np.isfinite(np.asarray(slope)).all()
-    half = divergence(jnp.asarray(teacher), jnp.asarray(student), 0.5)
-    np.testing.assert_allclose(half, np.log(2), rtol=1e-6)  # the largest that it can be
+    of_half = each[BETAS.index(0.5)][1]
+    np.testing.assert_allclose(of_half.divergence / of_half.tokens, np.log(2), rtol=1e-6)
 
 
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
     """Qwen's case: 23 tokens, padded to 31 rows in one model and 26 in the other."""
-    wide = [np.concatenate([x, drawn(9, n)], -1) for x, n in ((STUDENT, 8), (TEACHER, 3))]
-    for temperature in (1.0, 2.0):
-        plain = [log_probs(jnp.asarray(x), V, temperature) for x in (STUDENT, TEACHER)]
-        cut = [log_probs(jnp.asarray(x), V, temperature) for x in wide]
-        np.testing.assert_array_equal(plain, cut)
+    for x, more in ((STUDENT, 8), (TEACHER, 3)):
+        cut = log_probs(np.concatenate([x, drawn(9, more)], -1), V, 2.0)
+        np.testing.assert_array_equal(cut, log_probs(x, V, 2.0))
 
 
-def kl_of(k: int, beta: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Divergences by buckets and in full, `[B, T]`."""
-    told = buckets(jnp.asarray(TEACHER), V, 1.0, k)
-    p, q = of_buckets(V, 1.0)(jnp.asarray(STUDENT), told)
-    full = [log_probs(jnp.asarray(x), V, 1.0) for x in (TEACHER, STUDENT)]
-    return np.asarray(divergence(p, q, beta)), np.asarray(divergence(*full, beta))
+KS = [1, 4, 16, V]
+SOME = [0.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_buckets_are_a_lower_bound(beta: float) -> None:
-    before = np.zeros((B, T))
-    for k in (1, 4, 16):
-        some, full = kl_of(k, beta)
-        assert (some <= full + 1e-2).all()  # float16 log-probabilities
-        assert (some >= before - 1e-2).all()  # the more buckets, the nearer
-        before = some
+@jax.jit
+def by_buckets(student: jax.Array, teacher: jax.Array) -> Any:
+    """Divergences `[k, beta, B, T]` by buckets, in full `[beta, B, T]`, the KL's slope at k = V."""
+    said = {k: buckets(teacher, V, 1.0, k) for k in KS}
+    full = [log_probs(x, V, 1.0) for x in (teacher, student)]
+
+    def kl(student: jax.Array) -> jax.Array:
+        return divergence(*of_buckets(V, 1.0)(student, said[V]), 0.0).sum()
+
+    each = [of_buckets(V, 1.0)(student, said[k]) for k in KS]
+    some = jnp.stack([jnp.stack([divergence(p, q, beta) for beta in SOME]) for p, q in each])
+    return said, some, jnp.stack([divergence(*full, beta) for beta in SOME]), jax.grad(kl)(student)
 
 
-def test_buckets_of_all_tokens_are_the_whole_distribution() -> None:
-    told = buckets(jnp.asarray(TEACHER), V, 1.0, V)
-    assert np.isneginf(np.asarray(told.logprob_BTL)[..., -1]).all()
-    np.testing.assert_allclose(*kl_of(V), rtol=2e-3, atol=1e-3)
-    slope = jax.grad(lambda x: divergence(*of_buckets(V, 1.0)(x, told), 0.0).sum())(
-        jnp.asarray(STUDENT)
-    )
-    s, t = (jax.nn.softmax(x) for x in (STUDENT, TEACHER))
+def test_buckets_are_a_lower_bound_and_all_of_them_the_whole_distribution() -> None:
+    said, some, full, slope = by_buckets(STUDENT, TEACHER)
+    rounding = 1e-2  # float16 log-probabilities
+    assert (some <= full[None] + rounding).all()
+    assert (np.diff(some, axis=0) >= -rounding).all()  # the more buckets, the nearer
+    assert (some[0, 0] < full[0] - 0.1).any()
+    assert np.isneginf(np.asarray(said[V].logprob_BTL)[..., -1]).all()
+    np.testing.assert_allclose(some[-1], full, rtol=2e-3, atol=1e-3)
+    s, t = (np.asarray(torch.softmax(torch.tensor(x), -1)) for x in (STUDENT, TEACHER))
     np.testing.assert_allclose(slope, s - t, atol=2e-3)  # dKL/dz, in closed form
 
 
 def test_buckets_hold_the_likeliest_tokens_and_the_rest() -> None:
-    found: Buckets = buckets(jnp.asarray(TEACHER), V, 2.0, 4)
-    p = torch.log_softmax(torch.tensor(TEACHER) / 2, -1)
+    found: Buckets = by_buckets(STUDENT, TEACHER)[0][4]
+    p = torch.log_softmax(torch.tensor(TEACHER), -1)
     top, token = p.topk(4, -1)
     np.testing.assert_array_equal(found.token_BTk, token.numpy())
     assert (found.token_BTk.dtype, found.logprob_BTL.dtype) == (jnp.uint16, jnp.float16)

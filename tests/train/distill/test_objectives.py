@@ -1,7 +1,6 @@
 """Objectives through a whole model: hidden states against torch, self-distillation, buckets."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from jaxllm.errors import ConfigError
-from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.data.rows import IGNORED
 from jaxllm.train.distill import hidden as states
 from jaxllm.train.distill.buckets import buckets
 from jaxllm.train.distill.divergences import Mix
@@ -51,29 +50,8 @@ def _arrays(each: list[np.ndarray]) -> list[jax.Array]:
     return list(map(jnp.asarray, each))
 
 
-def test_a_model_learns_nothing_of_itself() -> None:
-    """Through the whole model: logits by every divergence, and hidden states by both measures."""
-    model, params = random_model("llama", num_hidden_layers=1)
-    rows = rows_of()
-
-    def losses(params: Any, given: Any) -> jax.Array:
-        each = [
-            FromTeacher(model, VOCAB, Mix(beta, 2.0), Hidden(by, ((0, 0), (1, 1))))
-            for beta, by in ((0.0, "mse"), (0.5, "cosine"), (1.0, "mse"))
-        ]
-        return sum((f(model, params, given, rows, KEY).total for f in each), jnp.zeros(()))
-
-    value, slope = jax.jit(jax.value_and_grad(losses))(params, params)
-    assert abs(value) < 1e-5
-    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(slope))
-    assert largest < 1e-4, largest
-    other = jax.jit(losses)(params, jax.tree.map(lambda x: x * 1.1, params))
-    assert other > 1
-
-
 def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
-    """With a bucket for each token: the loss and the gradient of the teacher itself. Batches that
-    are taken apart add up to the whole."""
+    """With a bucket for each token: the loss of the teacher itself."""
     model, params = random_model("llama", num_hidden_layers=1, spread=0.2)
     _, teacher = random_model("llama", seed=1, num_hidden_layers=1, spread=0.2)
     rows, mix = rows_of(), Mix(0.5, 2.0, 0.8)
@@ -83,20 +61,16 @@ def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
         told=buckets(logits, VOCAB, 2.0, VOCAB),
     )  # fmt: skip
 
-    @jax.jit
-    def both(params: Any, teacher: Any, told: Any) -> Any:
-        def one(f: Any, rows: Rows) -> Any:
-            return jax.value_and_grad(
-                lambda p: (m := f(model, p, teacher, rows, KEY)).total / m.weight
-            )(params)
+    objective, recorded = FromTeacher(model, VOCAB, mix), FromBuckets(VOCAB, mix)
 
-        plain = rows_of().replace(token_BT=told.token_BT)
-        return one(FromTeacher(model, VOCAB, mix), plain), one(FromBuckets(VOCAB, mix), told)
-
-    (value, slope), (cached, slope_too) = both(params, teacher, told)
-    np.testing.assert_allclose(cached, value, rtol=2e-3)
-    for a, b in zip(jax.tree.leaves(slope), jax.tree.leaves(slope_too), strict=True):
-        np.testing.assert_allclose(b, a, atol=3e-3 * float(jnp.abs(a).max()) + 1e-5)
+    one = jax.jit(lambda t: objective(model, params, t, rows, KEY))(teacher)
+    two = jax.jit(lambda told: recorded(model, params, (), told, KEY))(told)
+    assert float(one.total) > 1
+    for ours, theirs in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-3)
+    assert float(one.weight) == (np.asarray(rows.label_BT) != IGNORED).sum()
+    with pytest.raises(ConfigError, match="bring nothing that a teacher said"):
+        recorded(model, params, (), rows, KEY)
 
 
 def test_projections_live_beside_the_model() -> None:
@@ -104,10 +78,10 @@ def test_projections_live_beside_the_model() -> None:
     model, params = random_model("llama", num_hidden_layers=1)
     wider = dataclasses.replace(model.config, hidden_size=56)
     hidden = Hidden("mse", ((1, 1),))
-    both = states.with_projections(params, hidden, model.config, wider, KEY)
+    both = states.with_projections(params, hidden, model.config, wider, 0)
     assert both[states.PLACE]["1"]["weight"].shape == (56, model.config.hidden_size)
     assert states.without_projections(both).keys() == params.keys()
-    same = states.with_projections(params, hidden, model.config, model.config, KEY)
+    same = states.with_projections(params, hidden, model.config, model.config, 0)
     assert same.keys() == params.keys()
     with pytest.raises(ConfigError, match="the teacher has hidden states 0 to 1, not 2"):
         states.check(Hidden("mse", ((1, 2),)), model.config, model.config)

@@ -12,6 +12,7 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import IGNORED, blank
 from jaxllm.train.distill import student, written
 from jaxllm.train.distill.sampled import Sampled, prompt_lengths
@@ -19,7 +20,7 @@ from jaxllm.train.distill.student import Smaller
 from jaxllm.train.distill.vocabulary import shared_size
 from tests.compress.models import tiny
 from tests.train.distill.small import B, T, rows_of
-from tests.twins import random_model
+from tests.twins import cut_demo, random_model
 
 KEY = jax.random.key(3)
 
@@ -52,7 +53,7 @@ def test_a_student_is_part_of_its_teacher() -> None:
 
 def test_a_student_from_nothing_has_the_statistics_of_gpt2() -> None:
     teacher = tiny("gpt2", num_hidden_layers=1)
-    made = student.from_nothing(teacher, teacher.config, KEY)
+    made = student.from_nothing(teacher, teacher.config, 0)
     layer = made.params["h.0"]
     assert (np.asarray(layer["ln_1"]["weight"]) == 1).all()
     assert not np.asarray(layer["attn"]["c_attn"]["bias"]).any()
@@ -95,14 +96,14 @@ def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
 
 def test_a_share_of_all_steps_is_written_by_the_student() -> None:
     model, _ = random_model("llama", num_hidden_layers=1)
-    keys = jax.random.split(KEY, 100)
+    keys = list(jax.random.split(KEY, 40))
     half = Sampled(model, 0.5)
-    assert 30 < sum(half.writes(key) for key in keys) < 70
+    assert 10 < sum(half.writes(key) for key in keys) < 30
     assert not any(Sampled(model, 0.0).writes(key) for key in keys)
     assert all(Sampled(model, 1.0).writes(key) for key in keys)
     rows = rows_of()
     assert Sampled(model, 0.0)({}, rows, KEY) is rows
-    with pytest.raises(ConfigError, match="a share of 0 to 1 of the rows, not 1.5"):
+    with pytest.raises(ConfigError, match=r"a share of 0 to 1 of the rows, not 1\.5"):
         Sampled(model, 1.5)
     with pytest.raises(ConfigError, match="temperature must be above 0"):
         Sampled(model, 1.0, temperature=0.0)
@@ -112,16 +113,14 @@ OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
 
 
 def test_a_teacher_writes_texts_and_goes_on_when_killed(
-    shallow: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = jaxllm.load(shallow("llama"))
+    teacher = jaxllm.load(cut_demo("llama", tmp_path / "teacher", layers=1))
     prompts = ["Once upon a time", "One day", "The cat"]
     whole = tmp_path / "whole.jsonl"
     assert written.write(teacher, prompts, whole, OPTIONS, rows=2) == written.Wrote(3, 0)
     lines = [json.loads(line) for line in whole.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == prompts
-    alone = teacher.generate(prompts[1], **OPTIONS, seed=1)
-    assert lines[1]["completion"] == alone.text
 
     path, append = tmp_path / "killed.jsonl", written._Answers.append
 
@@ -139,7 +138,7 @@ def test_a_teacher_writes_texts_and_goes_on_when_killed(
         written.write(teacher, prompts[:1], path, OPTIONS)
     written.write(teacher, prompts, path, OPTIONS, rows=2)
     assert path.read_bytes() == whole.read_bytes()
-    assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
+    assert {p.name for p in tmp_path.iterdir()} == {"teacher", "whole.jsonl", "killed.jsonl"}
     with pytest.raises(CheckpointError, match="exists: name another"):
         written.write(teacher, prompts, path, OPTIONS)
     with pytest.raises(ConfigError, match="no prompt"):
@@ -148,15 +147,21 @@ def test_a_teacher_writes_texts_and_goes_on_when_killed(
 
 
 def test_only_teachers_that_speak_of_the_same_tokens_teach(
-    shallow: Callable[[str], Path],
+    shallow: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The demo models' tokenizers are of the same size and differ; padding does not matter."""
-    llama, gpt2 = (jaxllm.load(shallow(name)) for name in ("llama", "gpt2"))
+    """Two tokenizers of the same size in which two tokens have changed places."""
+    llama = jaxllm.load(shallow("llama"))
+    tree = json.loads((shallow("llama") / "tokenizer.json").read_text())
+    vocab = tree["model"]["vocab"]
+    one, two = sorted(vocab, key=vocab.get)[-2:]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    other = dataclasses.replace(llama, tokenizer=Tokenizer.from_directory(tmp_path))
     assert llama.tokenizer is not None
     size = llama.tokenizer.vocab_size
     padded = dataclasses.replace(llama, config=dataclasses.replace(llama.config, vocab_size=1600))
     assert shared_size(padded, llama) == size == shared_size(llama, padded)
-    with pytest.raises(ConfigError, match=r"different tokenizers, \d+ of \d+ ids are not the same"):
-        shared_size(llama, gpt2)
-    with pytest.raises(ConfigError, match="the student .* has no tokenizer"):
+    with pytest.raises(ConfigError, match=r"different tokenizers, 2 of \d+ ids are not the same"):
+        shared_size(llama, other)
+    with pytest.raises(ConfigError, match=r"the student .* has no tokenizer"):
         shared_size(llama, dataclasses.replace(llama, tokenizer=None))
