@@ -114,7 +114,7 @@ STOREYS = """
     complete
     serving
     api
-    bench harness batchfile verifying pruned
+    bench harness batchfile verifying
     compress
     train
     cli

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -136,6 +135,7 @@ _KINDS = {
     ("bfloat16", BITMAP): native.Kind.BITMAP_BF16,
     ("int8", BITMAP): native.Kind.BITMAP_INT8,
 }
+FORMATS = tuple("-".join(key) for key in _KINDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +262,7 @@ class SparseFormat:
 
 def parse(name: str) -> SparseFormat | None:
     """`bfloat16-2:4`, `int8-bitmap` and so on; None for other names."""
-    found = re.fullmatch(r"(float32|bfloat16|int8)-(2:4|bitmap)", name)
-    return SparseFormat(found[1], found[2]) if found else None
+    return SparseFormat(*name.rsplit("-", 1)) if name in FORMATS else None
 
 
 def sparse_of(weight: jax.Array | Leaf, pattern: str) -> Sparse:
