@@ -3,7 +3,8 @@ compiled program over it.
 
 trained: what is trained, apart from the rest. losses, objective: what is made small. optimizer:
 rates, clipping, decay. step: the compiled step. loop: steps, measurements, an end that loses
-nothing. keeping: the state on disk. data: what a model is trained on, as rows of tokens.
+nothing. keeping: the state on disk. constraints: what was pruned stays so. prefix: after a text
+that is run once, and prompts that are trained. data: what a model is trained on, as rows of tokens.
 
 Inference never imports any of it.
 """
