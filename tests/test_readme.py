@@ -109,8 +109,8 @@ STOREYS = """
     models inputs
     steps
     decode repair checkpoint text
-    convert fixed embed evaluate options prompts adapters
-    settings forms
+    convert fixed embed evaluate options prompts
+    settings forms adapters
     complete
     serving
     api

@@ -89,6 +89,7 @@ def train(
     plan: Plan,
     *,
     rules: Rules = ALL,
+    like: Params | None = None,
     given: Any = None,
     held_out: Data | None = None,
     prepare: Prepare | None = None,
@@ -99,11 +100,11 @@ def train(
 ) -> Run:
     """Train parameters on data; those that are given stay as they are.
 
-    rules: what is trained, as `trained.split` takes them. given: for the objective. held_out: what
-    the loss is measured on as it stands. prepare: changes rows on the host before a step, as a
-    pure function (samples of the model itself, say). journal: where the state is kept
-    (`keeping.journal_of`), by default nowhere. sample: a text of the parameters, said after each
-    measurement. say: takes a line for people.
+    rules, like: what is trained, and the formats that it runs in, as `trained.split` has them.
+    given: for the objective. held_out: what the loss is measured on as it stands. prepare: changes
+    rows on the host before a step, as a pure function (samples of the model itself, say). journal:
+    where the state is kept (`keeping.journal_of`), by default nowhere. sample: a text of the
+    parameters, said after each measurement. say: takes a line for people.
 
     Raises ConfigError where there is nothing to train or to train on, NonFiniteError as soon as a
     loss or a gradient is not finite (the state before that step is kept), CheckpointError where
@@ -113,7 +114,7 @@ def train(
         raise ConfigError("there is nothing to learn: no label of the data counts")
     if plan.patience is not None and held_out is None:
         raise ConfigError("patience needs held-out data, whose loss it waits for")
-    trained, rest = split(params, rules)
+    trained, rest = split(params, rules, like)
     state, journal, key = start(trained, setup), journal or Journal(), jax.random.key(plan.seed)
     del trained
     records: list[Record] = []
@@ -156,12 +157,14 @@ def train(
     bar = noted_bar("train", plan.steps, show_progress, len(records))
     with process.saying(so_far), bar as told:
         while len(records) < plan.steps and not _has_waited(records, plan.patience):
+            pace.begin()
             rows = _rows(data, len(records), plan.accumulate)
             if prepare is not None:
                 own = jax.random.fold_in(jax.random.fold_in(key, len(records)), _PREPARING)
                 rows = prepare(join(state.trained, rest), rows, own)
             state, metrics = train_step(state, rest, given, rows, key, setup=setup)
             record = _record(len(records) + 1, metrics)
+            pace.end(record)
             if not bool(metrics.finite):
                 save()
                 raise NonFiniteError(_diverged(record, journal))
@@ -238,19 +241,27 @@ class _Pace:
     """What clocks say: how fast it goes, and when a state is to be kept again."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[float, float]] = [(time.monotonic(), 0.0)]
+        self._began = 0.0
+        self._steps: list[tuple[float, float]] = []  # seconds and tokens of each
         self._saved, self._pause = time.monotonic(), KEEP_SECONDS
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+
+    def end(self, record: Record) -> None:
+        """It has ended."""
+        taken = time.monotonic() - self._began, record.weight
+        self._steps = [*self._steps[-_SPEED:], taken] if record.step > 1 else []
 
     @property
     def speed(self) -> float:
-        """Tokens a second over the last steps, without the first, which is compiled."""
-        steps = self._steps[1:] if len(self._steps) > 2 else self._steps
-        seconds = steps[-1][0] - steps[0][0]
-        return sum(weight for _, weight in steps[1:]) / seconds if seconds else 0.0
+        """Tokens that counted a second over the last steps, without the first, which compiles."""
+        seconds, weight = (sum(column) for column in zip((0.0, 0.0), *self._steps, strict=True))
+        return weight / seconds if seconds else 0.0
 
     def note(self, record: Record) -> str:
         """What a bar says of a step that has just ended."""
-        self._steps = [*self._steps[-_SPEED:], (time.monotonic(), record.weight)]
         return f"{_in_words(record).partition(': ')[2]}, {self.speed:,.0f} tokens/s"
 
     def is_time(self) -> bool:

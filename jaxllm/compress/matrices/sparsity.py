@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +75,8 @@ def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarra
     return found.reshape(score_OI.shape)
 
 
-@partial(jax.jit, static_argnums=1)
-def lowest_of(score_NM: jax.Array, count: int) -> jax.Array:
+@jax.jit
+def lowest_of(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
     """Which of each M scores are the `count` lowest, bool `[N, M]`: of equal ones the first.
 
     Each is compared with one after the other, in a sort's place: M is small. NaN is highest.
@@ -91,7 +90,8 @@ def lowest_of(score_NM: jax.Array, count: int) -> jax.Array:
         return rank_NM + lower_NM.astype(jnp.uint8)
 
     begin_NM = jnp.zeros(score_NM.shape, jnp.uint8)
-    return jax.lax.fori_loop(0, score_NM.shape[1], count_lower, begin_NM) < count
+    rank_NM = jax.lax.fori_loop(0, score_NM.shape[1], count_lower, begin_NM)
+    return rank_NM < jnp.asarray(count, jnp.uint8)
 
 
 def gradual(step: int, *, begin: int, end: int, first: float, last: float) -> float:

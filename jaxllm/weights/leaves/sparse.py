@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Sparse(Leaf, struct.PyTreeNode):
     """
 
     has_kernels = True
+    trained: ClassVar[tuple[str, ...]] = ("values",)
 
     mask: jax.Array
     values: jax.Array
@@ -117,6 +118,7 @@ class SparseInt8(Sparse):
     """Of integers with a scale a row."""
 
     rounds_inputs = True
+    trained = ()
 
     def widened(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
         if dtype != jnp.bfloat16 or self.scale is None:
