@@ -76,57 +76,56 @@ class Distillation:
         return Mix(self.beta, self.temperature, self.alpha)
 
 
-class Plan(NamedTuple):
+class Teaching(NamedTuple):
     """What a run of training takes. params: the student's, with projections where they are trained.
-    given: the arrays that the objective needs. prepare: what makes each step's rows, or None.
+    given: the arrays that the objective needs. data, held_out: with what the teacher said, where it
+    was recorded. prepare: what makes each step's rows, or None.
     """
 
     params: Params
     objective: Objective
     given: Any
     data: Data
+    held_out: Data | None
     prepare: Sampled | None
 
 
-def plan(
+def teaching(
     student: LM,
     teacher: LM,
     data: Data,
     options: Distillation,
     *,
+    held_out: Data | None = None,
     directory: Path | None = None,
     seed: int = 0,
     show_progress: bool | None = None,
-) -> Plan:
+) -> Teaching:
     """All that distilling `student` takes. Where the teacher is recorded, it speaks now.
 
-    directory: where a record is kept, for runs to come too. seed: of projections. Raises
+    directory: where records are kept, for runs to come too. seed: of projections. Raises
     ConfigError for tokenizers that differ, layers that there are not, rows wider than either
     context, a record of something else, or none named for top_k.
     """
     size = shared_size(teacher, student)
-    width = int(data.batch(0).token_BT.shape[1])
-    for name, lm in (("teacher", teacher), ("student", student)):
-        if width > lm.config.context_length:
-            raise ConfigError(
-                f"the {name}'s context has {lm.config.context_length} tokens, a row {width}: ask"
-                " for shorter rows"
-            )
+    _check_width(data, teacher, student)
     if options.top_k:
         if directory is None:
             raise ConfigError("what the teacher says is recorded on disk: name a directory")
-        said = record(
-            directory,
-            teacher.model,
-            teacher.params,
-            data,
-            k=min(options.top_k, size),
-            temperature=options.temperature,
-            size=size,
-            show_progress=show_progress,
-        )
+        asked = {"k": min(options.top_k, size), "temperature": options.temperature, "size": size}
+
+        def taught(data: Data, part: str) -> TaughtData:
+            where = directory / part
+            return TaughtData(
+                data,
+                record(
+                    where, teacher.model, teacher.params, data, show_progress=show_progress, **asked
+                ),
+            )
+
+        held_out = None if held_out is None else taught(held_out, "held-out")
         objective = FromBuckets(size, options.mix)
-        return Plan(student.params, objective, (), TaughtData(data, said), None)
+        return Teaching(student.params, objective, (), taught(data, "data"), held_out, None)
     params, compared = student.params, None
     if options.hidden is not None:
         layers = student.config.num_hidden_layers, teacher.config.num_hidden_layers
@@ -144,7 +143,17 @@ def plan(
             ends(student),
         )
     against = FromTeacher(teacher.model, size, options.mix, compared)
-    return Plan(params, against, teacher.params, data, prepare)
+    return Teaching(params, against, teacher.params, data, held_out, prepare)
+
+
+def _check_width(data: Data, teacher: LM, student: LM) -> None:
+    width = int(data.batch(0).token_BT.shape[1])
+    for name, lm in (("teacher", teacher), ("student", student)):
+        if width > lm.config.context_length:
+            raise ConfigError(
+                f"the {name}'s context has {lm.config.context_length} tokens, a row {width}: ask"
+                " for shorter rows"
+            )
 
 
 def ends(lm: LM) -> tuple[int, ...]:
