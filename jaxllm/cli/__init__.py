@@ -1,9 +1,10 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
-generate, chat, batch (`generate --batch`), embed; convert, quantize, compress, export; info, bench;
-verify, vectors, perplexity, sensitivity. Shared: options (flags of generation), corpus (flags of
-texts), calibration (what a recipe sees), console (what is said, and errors), compiled (programs
-kept for the next process).
+generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, export; info,
+bench; verify, vectors, perplexity, sensitivity; train (a command for each kind of training).
+Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
+training (flags of every training), console (what is said, and errors), compiled (programs kept for
+the next process).
 """
 
 import sys
@@ -22,9 +23,11 @@ from jaxllm.cli import (
     export,
     generate,
     info,
+    merge,
     perplexity,
     quantize,
     sensitivity,
+    train,
     vectors,
     verify,
 )
@@ -45,6 +48,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "bench": (bench.bench, bench.EXAMPLE),
     "convert": (convert.convert, convert.EXAMPLES),
     "quantize": (quantize.quantize, quantize.EXAMPLE),
+    "merge": (merge.merge, merge.EXAMPLE),
     "compress": (compress.compress, compress.EXAMPLES),
 }
 
@@ -55,6 +59,7 @@ app = typer.Typer(
 )
 for name, (function, epilog) in COMMANDS.items():
     app.command(name, epilog=epilog)(function)
+app.add_typer(train.app, name="train")
 
 
 def _version(asked: bool) -> None:

@@ -5,7 +5,15 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import CacheDtype, Dtype, Model, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import (
+    Adapters,
+    CacheDtype,
+    Dtype,
+    Model,
+    PrecisionFile,
+    Quantize,
+    load_model,
+)
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench -m ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
@@ -28,6 +36,7 @@ def bench(
         ),
     ] = None,
     precision: PrecisionFile = None,
+    adapter: Adapters = None,
     int8_inputs: Annotated[
         bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
     ] = False,
@@ -51,7 +60,6 @@ def bench(
         from jaxllm import bench as timing
         from jaxllm.ops import native
         from jaxllm.progress import steps_bar
-        from jaxllm.pruned import prune_for_timing
 
     start = time.perf_counter()
     lm = load_model(
@@ -61,11 +69,14 @@ def bench(
         quantize=quantize,
         precision=precision,
         int8_inputs=int8_inputs,
+        adapters=adapter,
         reuse_compiled=False,  # compiling is timed too
     )
     loaded = time.perf_counter() - start
     if sparse is not None:
-        lm = prune_for_timing(lm, sparse)
+        from jaxllm.compress.apply import pruned
+
+        lm = pruned(lm, sparse)
         note(f"pruned by magnitude to {sparse}, for this timing alone: nothing it says is any good")
     context = lm.config.context_length
     asked = timing.tests_of(lengths, decode, levels, rows_at_once)
