@@ -1,5 +1,8 @@
-"""Whole steps: a student learns more of a teacher than of its texts, and nothing of itself."""
+"""Whole steps: a student learns more of a teacher than of its texts, nothing of itself, and of
+rows that it writes.
+"""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,20 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.errors import ConfigError
+from jaxllm.train import loop
+from jaxllm.train.data.rows import IGNORED, Rows, blank
 from jaxllm.train.distill.divergences import Mix
 from jaxllm.train.distill.hidden import Hidden
 from jaxllm.train.distill.objectives import FromTeacher
+from jaxllm.train.distill.sampled import Sampled, prompt_lengths
+from jaxllm.train.keeping import journal_of
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.step import Metrics, Setup, TrainState, start, train_step
 from jaxllm.train.trained import join, split
-from tests.train.distill.small import ask
+from tests.train.distill.small import B, T, ask, rows_of
 from tests.twins import VOCAB, random_model
 
 ROWS, WIDTH, STEPS = 8, 8, 60
 MODEL, TEACHER = random_model("llama", num_hidden_layers=1, spread=0.3)
 ADAM = Optimizer(steps=STEPS, rate=5e-3, schedule="constant")
+KEY = jax.random.key(3)
 DISTILLED = Setup(
     MODEL, FromTeacher(MODEL, VOCAB, Mix(0.5), Hidden("cosine", ((0, 0), (1, 1)))), ADAM
 )
@@ -70,3 +78,103 @@ def test_a_step_of_self_distillation_changes_nothing(texts: list[Rows]) -> None:
     assert float(metrics.also["divergence"]) == pytest.approx(0, abs=1e-6)
     assert float(metrics.weight) == (np.asarray(texts[0].label_BT) != IGNORED).sum()
     assert int(state.step) == 1
+
+
+def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
+    model, params = MODEL, TEACHER
+    rows = jax.tree.map(lambda x: np.tile(x, (ROWS // B, 1)), rows_of())
+    assert prompt_lengths(rows, 1)[:2].tolist() == [3, 1]  # two of the first row's are only read
+    assert prompt_lengths(rows, 99)[:2].tolist() == [4, 5]  # the first document, no more
+    assert prompt_lengths(blank(B, T), 1).tolist() == [0, 0]
+    writes = Sampled(model, 1.0, prompt=2, new=99)
+    wrote = writes(params, rows, KEY)
+    again = writes(params, rows, KEY)
+    for ours, theirs in zip(jax.tree.leaves(wrote), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for row, prompt in ((0, 3), (1, 2)):
+        np.testing.assert_array_equal(
+            wrote.token_BT[row, :prompt], np.asarray(rows.token_BT)[row, :prompt]
+        )
+        assert (wrote.label_BT[row, : prompt - 1] == IGNORED).all()
+        np.testing.assert_array_equal(
+            wrote.label_BT[row, prompt - 1 : -1], wrote.token_BT[row, prompt:]
+        )
+        assert wrote.label_BT[row, -1] >= 0  # the last label has no column of its own
+        np.testing.assert_array_equal(wrote.position_BT[row], np.arange(T))
+    other = writes(params, rows, jax.random.key(4))
+    assert (np.asarray(other.token_BT) != np.asarray(wrote.token_BT)).any()
+    ended = Sampled(model, 1.0, prompt=2, new=99, eos=(int(wrote.label_BT[0, 2]),))(
+        params, rows, KEY
+    )
+    assert (ended.label_BT[0] != IGNORED).sum() == 1
+    assert (ended.position_BT[0] >= 0).sum() == 3
+    taken_apart = jax.tree.map(lambda x: x[None], rows)  # as batches are accumulated
+    assert writes(params, taken_apart, KEY).token_BT.shape == (1, ROWS, T)
+
+
+def test_a_share_of_all_steps_is_written_by_the_student() -> None:
+    model = MODEL
+    keys = list(jax.random.split(KEY, 40))
+    half = Sampled(model, 0.5)
+    assert 10 < sum(half.writes(key) for key in keys) < 30
+    assert not any(Sampled(model, 0.0).writes(key) for key in keys)
+    assert all(Sampled(model, 1.0).writes(key) for key in keys)
+    rows = rows_of()
+    assert Sampled(model, 0.0)({}, rows, KEY) is rows
+    with pytest.raises(ConfigError, match=r"a share of 0 to 1 of the rows, not 1\.5"):
+        Sampled(model, 1.5)
+    with pytest.raises(ConfigError, match="temperature must be above 0"):
+        Sampled(model, 1.0, temperature=0.0)
+
+
+class Texts:
+    """The batches of `texts`, over and over."""
+
+    digest, tokens = "texts", 1
+
+    def __init__(self, batches: list[Rows]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def batch(self, number: int) -> Rows:
+        return self.batches[number % len(self)]
+
+
+def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
+    texts: list[Rows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "KEEP_SECONDS", -1)
+    monkeypatch.setattr(loop, "KEEP_SHARE", -1)  # the state is kept after every step
+    _, student = random_model("llama", seed=7, num_hidden_layers=1)
+    writes, prepared = Sampled(MODEL, 0.7, prompt=2, new=99), [0]
+
+    def run(folder: Path, killed: int) -> Any:
+        def prepare(params: Any, rows: Rows, key: jax.Array) -> Rows:
+            prepared[0] += 1
+            if prepared[0] == killed:
+                raise KeyboardInterrupt
+            return writes(params, rows, key)
+
+        plan = loop.Plan(steps=4)
+        journal = journal_of(student, TEACHER, [DISTILLED, plan, writes], folder)
+        with journal.kept():
+            return loop.train(
+                student, Texts(texts), DISTILLED, plan, given=TEACHER, prepare=prepare,
+                journal=journal, show_progress=False,
+            )  # fmt: skip
+
+    whole = run(tmp_path / "whole", 0)
+    prepared[0] = 0
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed", 3)
+    again = run(tmp_path / "killed", 0)
+    assert prepared[0] == 3 + 2  # two steps were not done again
+    assert [r.weight for r in again.records] == [r.weight for r in whole.records]
+    for ours, theirs in zip(*map(jax.tree.leaves, (again.params, whole.params)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    alone = loop.train(
+        student, Texts(texts), DISTILLED, loop.Plan(steps=4), given=TEACHER, show_progress=False
+    )
+    assert [r.weight for r in alone.records] != [r.weight for r in whole.records]
