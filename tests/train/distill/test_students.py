@@ -2,21 +2,23 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.complete import Completion
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.distill import student, written
 from jaxllm.train.distill.student import Smaller
 from jaxllm.train.distill.vocabulary import shared_size
 from tests.compress.models import tiny
-from tests.twins import cut_demo
 
 
 def test_layers_are_taken_at_even_distances() -> None:
@@ -56,18 +58,51 @@ def test_a_student_from_nothing_has_the_statistics_of_gpt2() -> None:
         assert np.std(layer["mlp"][name]["weight"]) == pytest.approx(wanted, rel=0.1)
 
 
+class Writer:
+    """A teacher that answers the second of two requests first, and says what it was asked."""
+
+    params: Any = {"weight": np.ones(3, np.float32)}  # noqa: RUF012
+    config, model = "config", SimpleNamespace(precision="float32")
+
+    def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
+        for some in batched(requests, 2):
+            for request in reversed(some):
+                text = f"{request['prompt']}, seed {request['seed']}"
+                yield request["id"], Completion(text, [1], [0.0], "stop", 1)
+
+
+def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
+
+@pytest.mark.full
+def test_a_model_writes_what_it_generates(shallow: Callable[[str], Path], tmp_path: Path) -> None:
+    teacher = jaxllm.load(shallow("llama"))
+    prompts = written.prompts_of(teacher, ["Once upon a time there was", "One day"], 4)
+    assert "Once upon a time there".startswith(prompts[0])
+    written.write(teacher, prompts, tmp_path / "texts", OPTIONS)
+    lines = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
+    alone = [teacher.generate(p, **OPTIONS, seed=i).text for i, p in enumerate(prompts)]
+    assert [line["completion"] for line in lines] == alone
+
+
 OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
 
 
 def test_a_teacher_writes_texts_and_goes_on_when_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = jaxllm.load(cut_demo("llama", tmp_path / "teacher", layers=1))
+    teacher: Any = Writer()
     prompts = ["Once upon a time", "One day", "The cat"]
     whole = tmp_path / "whole.jsonl"
     assert written.write(teacher, prompts, whole, OPTIONS, rows=2) == written.Wrote(3, 0)
     lines = [json.loads(line) for line in whole.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == prompts
+    assert [line["completion"] for line in lines] == [
+        f"{p}, seed {i}" for i, p in enumerate(prompts)
+    ]
 
     path, append = tmp_path / "killed.jsonl", written._Answers.append
 
@@ -85,12 +120,13 @@ def test_a_teacher_writes_texts_and_goes_on_when_killed(
         written.write(teacher, prompts[:1], path, OPTIONS)
     written.write(teacher, prompts, path, OPTIONS, rows=2)
     assert path.read_bytes() == whole.read_bytes()
-    assert {p.name for p in tmp_path.iterdir()} == {"teacher", "whole.jsonl", "killed.jsonl"}
+    assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
     with pytest.raises(CheckpointError, match="exists: name another"):
         written.write(teacher, prompts, path, OPTIONS)
+    with pytest.raises(ConfigError, match="the seed must be a number, got 'random'"):
+        written.write(teacher, prompts, tmp_path / "none", {**OPTIONS, "seed": "random"})
     with pytest.raises(ConfigError, match="no prompt"):
         written.write(teacher, [], tmp_path / "none", OPTIONS)
-    assert written.prompts_of(teacher, ["Once upon a time there was", "x"], 4)[0] in prompts[0]
 
 
 def test_only_teachers_that_speak_of_the_same_tokens_teach(
