@@ -114,8 +114,9 @@ STOREYS = """
     complete
     serving
     api
-    bench harness batchfile verifying pruned
+    bench harness batchfile verifying
     compress
+    train
     cli
     __main__
 """

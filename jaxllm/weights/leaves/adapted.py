@@ -43,6 +43,7 @@ class Adapted(Wrapped, struct.PyTreeNode):
     """
 
     kind = KIND
+    trained = ("a", "b", "magnitude")
 
     weight: Any
     a: jax.Array

@@ -1,0 +1,250 @@
+"""What kinds of training there are: of a model each makes a `Job`, which the one loop runs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jaxllm import models
+from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
+from jaxllm.api import LM
+from jaxllm.compress.journal import Journal
+from jaxllm.train.constraints import KeepZeros, keep_zeros
+from jaxllm.train.data.rows import Data
+from jaxllm.train.distill.settings import Distillation, finished, teaching
+from jaxllm.train.fake.prepare import convert, prepare
+from jaxllm.train.keeping import journal_of
+from jaxllm.train.loop import Plan, Prepare, Run, Say, train
+from jaxllm.train.objective import NextToken, Objective
+from jaxllm.train.prefix import AfterPrefix, run_prefix
+from jaxllm.train.step import Constraint, Setup, Transformation
+from jaxllm.train.trained import ALL, Rules, trainable
+from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.precision import Precision, cast, exactly
+from jaxllm.weights.quantize import Rules as Formats
+
+_ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training to be run.
+
+    lm: what is trained, `params` as they start. like: the same in the formats that the model runs
+    in, where these are others; what is trained is kept in float32 all the same. rules: what is
+    trained. given: arrays for the objective. finish: writes what came of it into a directory. data,
+    held_out: in place of those that it is run on, where a teacher has said more of them.
+    """
+
+    lm: LM
+    params: Params
+    objective: Objective
+    finish: Callable[[Params, Path], None]
+    like: Params | None = None
+    rules: Rules = ALL
+    given: Any = None
+    constraint: Constraint | None = None
+    prepare: Prepare | None = None
+    data: Data | None = None
+    held_out: Data | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.lm.model
+
+
+def full(
+    lm: LM,
+    dtype: str = "float32",
+    *,
+    rules: Rules = ALL,
+    objective: Objective | None = None,
+    constraint: Constraint | None = None,
+) -> Job:
+    """All weights, or those that `rules` name. dtype: what the model runs in and is written in.
+
+    lm: in float32, since what is trained begins from these numbers.
+    """
+    precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
+    ran = dataclasses.replace(lm, model=models.build(lm.config, precision))
+
+    def finish(params: Params, directory: Path) -> None:
+        dataclasses.replace(ran, params=params).save(directory)
+
+    return Job(
+        lm=ran,
+        params=lm.params,
+        like=None if dtype == "float32" else cast(lm.params, precision),
+        objective=objective or NextToken(),
+        rules=rules,
+        constraint=constraint,
+        finish=finish,
+    )
+
+
+def lora(
+    lm: LM,
+    config: LoraConfig,
+    *,
+    seed: int = 0,
+    start: Adapter | None = None,
+    prefix: Sequence[int] = (),
+) -> Job:
+    """An adapter beside the weights, which stay as they are, in any format. The result is PEFT's
+    directory.
+
+    seed: of what is drawn. start: an adapter of this configuration to begin with, in place of a
+    new one. prefix: token ids that every document goes on after; the model without the adapter runs
+    them, once (`prefix.AfterPrefix`). Raises ConfigError for targets that are not there.
+    """
+    adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
+
+    def finish(params: Params, directory: Path) -> None:
+        found = taken(lm.config, params, config)
+        write_adapter(directory, found, lm.config, base=str(lm.path))
+
+    return Job(
+        lm=lm,
+        params=attached(lm.config, lm.params, adapter),
+        objective=AfterPrefix() if prefix else NextToken(),
+        given=run_prefix(lm.model, lm.params, prefix) if prefix else None,
+        rules=_ADAPTERS,
+        finish=finish,
+    )
+
+
+def qat(lm: LM, quantize: Formats, dtype: str = "float32", **options: Any) -> Job:
+    """All weights, of which those that `quantize` names multiply as the integers that they become
+    (`fake.prepare`, whose options these are). The result has those integers.
+
+    lm: in float32. dtype: what the rest is and what activations are.
+    """
+    precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
+    precision = dataclasses.replace(precision, int8_inputs=bool(options.get("dynamic")))
+    ran = dataclasses.replace(lm, model=models.build(lm.config, precision))
+    prepared = prepare(lm.params, quantize, **options)
+
+    def finish(params: Params, directory: Path) -> None:
+        made = convert(params)
+        model = models.build(lm.config, exactly(made, precision))
+        recipe = (*lm.recipe, f"train: qat {quantize}")
+        dataclasses.replace(ran, model=model, params=made, recipe=recipe).save(directory)
+
+    return Job(
+        lm=ran, params=prepared, like=_cast(prepared, precision), objective=NextToken(),
+        finish=finish,
+    )  # fmt: skip
+
+
+def distill(
+    teacher: LM,
+    student: LM,
+    data: Data,
+    options: Distillation,
+    *,
+    held_out: Data | None = None,
+    directory: Path | None = None,
+    seed: int = 0,
+) -> Job:
+    """A student, all of it, after a teacher. The result is a model of its own.
+
+    directory: where what the teacher says is recorded, if `options` ask for that. Raises what
+    `distill.teaching` raises.
+    """
+    taught = teaching(
+        student, teacher, data, options, held_out=held_out, directory=directory, seed=seed
+    )
+
+    def finish(params: Params, directory: Path) -> None:
+        finished(student, params).save(directory)
+
+    return Job(
+        lm=student,
+        params=taught.params,
+        objective=taught.objective,
+        given=taught.given,
+        prepare=taught.prepare,
+        data=taught.data,
+        held_out=taught.held_out,
+        finish=finish,
+    )
+
+
+def _cast(params: Params, precision: Precision) -> Params | None:
+    """The parameters in the formats that they run in; leaves of other kinds as they are."""
+    if precision.weights == "float32":
+        return None
+    return map_leaves(lambda path, x: x if isinstance(x, Leaf) else precision.cast(path, x), params)
+
+
+def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:
+    """The constraint that what is zero in a pruned model's matrices stays zero.
+
+    Raises ConfigError where none of them has zeros.
+    """
+    return keep_zeros(trainable(lm.params), rules)
+
+
+def run(
+    job: Job,
+    data: Data,
+    optimizer: Transformation,
+    plan: Plan,
+    *,
+    held_out: Data | None = None,
+    directory: Path | None = None,
+    remat: bool = False,
+    sample: Callable[[Params], str] | None = None,
+    show_progress: bool | None = None,
+    say: Say = lambda _: None,
+) -> Run:
+    """Run a job. directory: where its state is kept, from which an interrupted one goes on; the
+    caller removes it (`Journal.forget`) when the result is written. remat: keep no block's inside
+    for its gradient.
+
+    Raises what `loop.train` raises.
+    """
+    model = job.model.clone(remat=remat)
+    setup = Setup(model, job.objective, optimizer, job.constraint)
+    data, held_out = job.data or data, job.held_out or held_out
+    facts = (setup, plan, job.rules, data.digest, None if held_out is None else held_out.digest)
+    journal = (
+        Journal() if directory is None else journal_of(job.params, job.given, facts, directory)
+    )
+    with journal.kept():
+        return train(
+            job.params,
+            data,
+            setup,
+            plan,
+            rules=job.rules,
+            like=job.like,
+            given=job.given,
+            held_out=held_out,
+            prepare=job.prepare,
+            journal=journal,
+            sample=sample,
+            show_progress=show_progress,
+            say=say,
+        )
+
+
+def forget(directory: Path) -> None:
+    """Remove the state that a run has kept there: its result is written."""
+    journal = Journal(directory)
+    with journal.kept():
+        journal.forget()
+
+
+def told(lm: LM, prompt: str, tokens: int = 40) -> Callable[[Params], str]:
+    """What a model says after a prompt, greedily: a line for people."""
+
+    def sample(params: Params) -> str:
+        found = dataclasses.replace(lm, params=params).generate(prompt, max_new_tokens=tokens)
+        return f"  {prompt}{found.text}".replace("\n", " ")
+
+    return sample

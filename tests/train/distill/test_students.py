@@ -1,0 +1,150 @@
+"""Students, the texts that a teacher writes, and who may teach whom."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.complete import Completion
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.train.distill import student, written
+from jaxllm.train.distill.student import Smaller
+from jaxllm.train.distill.vocabulary import shared_size
+from tests.compress.models import tiny
+
+
+def test_layers_are_taken_at_even_distances() -> None:
+    """DistilBERT's own six of twelve layers (its script `extract.py`)."""
+    assert student.even_layers(12, 6) == [0, 2, 4, 7, 9, 11]
+    assert student.even_layers(6, 3) == [0, 2, 5]
+    with pytest.raises(ConfigError, match="of 6 layers 1 to 6 can stay, got 7"):
+        student.even_layers(6, 7)
+
+
+def test_a_student_is_part_of_its_teacher() -> None:
+    teacher = tiny("llama", num_hidden_layers=3)
+    made = student.made_from(teacher, Smaller(layers=2, heads=1, channels=50, by="magnitude"))
+    c = made.config
+    assert (c.num_hidden_layers, c.num_key_value_heads, c.intermediate_size) == (2, 1, 50)
+    assert (c.num_attention_heads, c.head_dim) == (4, 6)
+    for ours, theirs in ((0, 0), (1, 2)):
+        np.testing.assert_array_equal(
+            made.params[f"layers.{ours}"]["input_layernorm"]["weight"],
+            teacher.params[f"layers.{theirs}"]["input_layernorm"]["weight"],
+        )
+    assert np.isfinite(jaxllm.forward(made.model, made.params, None, [[1, 2]]).logits).all()
+    with pytest.raises(ConfigError, match="seen on a text"):
+        student.made_from(teacher, Smaller(channels=50))
+    with pytest.raises(ConfigError, match="of 2 heads 1 at least stay, got 3"):
+        student.made_from(teacher, Smaller(heads=3, by="magnitude"))
+
+
+def test_a_student_from_nothing_has_the_statistics_of_gpt2() -> None:
+    teacher = tiny("gpt2", num_hidden_layers=1)
+    made = student.from_nothing(teacher, teacher.config, 0)
+    layer = made.params["h.0"]
+    assert (np.asarray(layer["ln_1"]["weight"]) == 1).all()
+    assert not np.asarray(layer["attn"]["c_attn"]["bias"]).any()
+    count = made.config.num_hidden_layers
+    for name, wanted in (("c_fc", 0.02), ("c_proj", 0.02 / np.sqrt(2 * count))):
+        assert np.std(layer["mlp"][name]["weight"]) == pytest.approx(wanted, rel=0.1)
+
+
+class Writer:
+    """A teacher that answers the second of two requests first, and says what it was asked."""
+
+    params: Any = {"weight": np.ones(3, np.float32)}  # noqa: RUF012
+    config, model = "config", SimpleNamespace(precision="float32")
+
+    def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
+        for some in batched(requests, 2):
+            for request in reversed(some):
+                text = f"{request['prompt']}, seed {request['seed']}"
+                yield request["id"], Completion(text, [1], [0.0], "stop", 1)
+
+
+def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
+
+@pytest.mark.full
+def test_a_model_writes_what_it_generates(shallow: Callable[[str], Path], tmp_path: Path) -> None:
+    teacher = jaxllm.load(shallow("llama"))
+    prompts = written.prompts_of(teacher, ["Once upon a time there was", "One day"], 4)
+    assert "Once upon a time there".startswith(prompts[0])
+    written.write(teacher, prompts, tmp_path / "texts", OPTIONS)
+    lines = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
+    alone = [teacher.generate(p, **OPTIONS, seed=i).text for i, p in enumerate(prompts)]
+    assert [line["completion"] for line in lines] == alone
+
+
+OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
+
+
+def test_a_teacher_writes_texts_and_goes_on_when_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher: Any = Writer()
+    prompts = ["Once upon a time", "One day", "The cat"]
+    whole = tmp_path / "whole.jsonl"
+    assert written.write(teacher, prompts, whole, OPTIONS, rows=2) == written.Wrote(3, 0)
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    assert [line["completion"] for line in lines] == [
+        f"{p}, seed {i}" for i, p in enumerate(prompts)
+    ]
+
+    path, append = tmp_path / "killed.jsonl", written._Answers.append
+
+    def killed(self: Any, line: str) -> None:
+        append(self, line if "owner" in line else line[:9])  # cut off in the middle of a line
+        if "owner" not in line:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(written._Answers, "append", killed)
+    with pytest.raises(KeyboardInterrupt):
+        written.write(teacher, prompts, path, OPTIONS, rows=2)
+    assert not path.exists()
+    monkeypatch.setattr(written._Answers, "append", append)
+    with pytest.raises(ConfigError, match="of another teacher, or to other prompts"):
+        written.write(teacher, prompts[:1], path, OPTIONS)
+    written.write(teacher, prompts, path, OPTIONS, rows=2)
+    assert path.read_bytes() == whole.read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
+    with pytest.raises(CheckpointError, match="exists: name another"):
+        written.write(teacher, prompts, path, OPTIONS)
+    with pytest.raises(ConfigError, match="the seed must be a number, got 'random'"):
+        written.write(teacher, prompts, tmp_path / "none", {**OPTIONS, "seed": "random"})
+    with pytest.raises(ConfigError, match="no prompt"):
+        written.write(teacher, [], tmp_path / "none", OPTIONS)
+
+
+def test_only_teachers_that_speak_of_the_same_tokens_teach(
+    shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two tokenizers of the same size in which two tokens have changed places."""
+    llama = jaxllm.load(shallow("llama"))
+    tree = json.loads((shallow("llama") / "tokenizer.json").read_text())
+    vocab = tree["model"]["vocab"]
+    one, two = sorted(vocab, key=vocab.get)[-2:]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    other = dataclasses.replace(llama, tokenizer=Tokenizer.from_directory(tmp_path))
+    assert llama.tokenizer is not None
+    size = llama.tokenizer.vocab_size
+    padded = dataclasses.replace(llama, config=dataclasses.replace(llama.config, vocab_size=1600))
+    assert shared_size(padded, llama) == size == shared_size(llama, padded)
+    with pytest.raises(ConfigError, match=r"different tokenizers, 2 of \d+ ids are not the same"):
+        shared_size(llama, other)
+    with pytest.raises(ConfigError, match=r"the student .* has no tokenizer"):
+        shared_size(llama, dataclasses.replace(llama, tokenizer=None))
