@@ -12,6 +12,8 @@ from jaxllm.cli.training import Options, Target, TrainedModel, check, trained, w
 EXAMPLE_FULL = "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4"
 EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --rank 8"
 
+EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
+
 
 @with_options
 def full(
@@ -93,8 +95,48 @@ def lora(
     trained(job, target, options, 1e-3, {"title": f"an adapter of {model}"})
 
 
+@with_options
+def qat(
+    model: TrainedModel,
+    target: Target,
+    options: Options,
+    name: Annotated[
+        str, typer.Option("--format", help="Integers, as for quantize: int4-g64, int3-g64-zp, ...")
+    ] = "int4-g64",
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="A JSON list of [regex over parameter paths, format or null] in place."),
+    ] = None,
+    learned_scales: Annotated[
+        bool, typer.Option("--learned-scales", help="Scales are trained with the weights (LSQ).")
+    ] = False,
+    int8_inputs: Annotated[
+        bool, typer.Option("--int8-inputs", help="Inputs of integer weights are int8 too.")
+    ] = False,
+    float_steps: Annotated[
+        int, typer.Option(min=0, help="First so many steps without rounding.")
+    ] = 0,
+) -> None:
+    """Train a model for integers: each step rounds as quantize does. The result is quantized.
+
+    Its logits are those of the last step, bit for bit. The state is kept in OUT.parts on the way.
+    """
+    with waiting("starting"):
+        from jaxllm.cli.quantize import read_rules
+        from jaxllm.train.fake.job import qat as job_of
+
+        check(target, options)
+    wanted = name if rules is None else read_rules(rules)
+    lm = load_model(model, "float32")
+    job = job_of(
+        lm, wanted, dtype=options.dtype, learned=learned_scales, dynamic=int8_inputs,
+        starts=float_steps,
+    )  # fmt: skip
+    trained(job, target, options, 1e-4, {"title": f"quantization-aware training of {model}"})
+
+
 # Name: the function that runs, and the example below its --help.
-METHODS = {"full": (full, EXAMPLE_FULL), "lora": (lora, EXAMPLE_LORA)}
+METHODS = {"full": (full, EXAMPLE_FULL), "lora": (lora, EXAMPLE_LORA), "qat": (qat, EXAMPLE_QAT)}
 
 app = typer.Typer(
     help="Train a model: all of it, adapters, for integers, or after a teacher.",
