@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from jaxllm.train.jobs import Job
 
 EXAMPLE_FULL = "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4"
-EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --quantize int3"
 EXAMPLE_DISTILL = "Example: jaxllm train distill demo:llama student --data story.txt --layers 3"
 EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --rank 8"
+
+EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
 
 
 @with_options
@@ -122,32 +123,42 @@ def qat(
     model: TrainedModel,
     target: Target,
     options: Options,
-    quantize: Annotated[
-        str, typer.Option(help="What the weights become: int8, int4, int4-g32, int3, int2, ...")
-    ] = "int4",
-    learned: Annotated[bool, typer.Option("--learned", help="Learn the scales too (LSQ).")] = False,
-    int8_inputs: Annotated[
-        bool, typer.Option("--int8-inputs", help="Round the inputs to int8 as they come, too.")
+    name: Annotated[
+        str, typer.Option("--format", help="Integers, as for quantize: int4-g64, int3-g64-zp, ...")
+    ] = "int4-g64",
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="A JSON list of [regex over parameter paths, format or null] in place."),
+    ] = None,
+    learned_scales: Annotated[
+        bool, typer.Option("--learned-scales", help="Scales are trained with the weights (LSQ).")
     ] = False,
-    starts: Annotated[
-        int, typer.Option(min=0, help="The first step that rounds; earlier ones train as it is.")
+    int8_inputs: Annotated[
+        bool, typer.Option("--int8-inputs", help="Inputs of integer weights are int8 too.")
+    ] = False,
+    float_steps: Annotated[
+        int, typer.Option(min=0, help="First so many steps without rounding.")
     ] = 0,
 ) -> None:
-    """Train a model whose weights multiply as integers already. The result has those integers.
+    """Train a model for integers: each step rounds as quantize does. The result is quantized.
 
-    Its logits are those of training, bit for bit. The state is kept in OUT.parts on the way.
+    Its logits are those of the last step, bit for bit. The state is kept in OUT.parts on the way.
     """
     with waiting("starting"):
-        from jaxllm.train import jobs
+        from jaxllm.cli.quantize import read_rules
+        from jaxllm.train.fake.job import qat as job_of
 
         check(target, options)
+    wanted = name if rules is None else read_rules(rules)
     lm = load_model(model, "float32")
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
-        chosen = {"learned": learned, "dynamic": int8_inputs, "starts": starts}
-        return jobs.qat(lm, quantize, options.dtype, **chosen)
+        return job_of(
+            lm, wanted, dtype=options.dtype, learned=learned_scales, dynamic=int8_inputs,
+            starts=float_steps,
+        )  # fmt: skip
 
-    trained(lm, made, target, options, 3e-5, f"{model} as {quantize}")
+    trained(lm, made, target, options, 1e-4, f"quantization-aware training of {model}")
 
 
 @with_options

@@ -15,17 +15,14 @@ from jaxllm.compress.journal import Journal
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
 from jaxllm.train.distill.settings import Distillation, finished, teaching
-from jaxllm.train.fake.prepare import convert, prepare
 from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.prefix import AfterPrefix, run_prefix
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
-from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.paths import Params, map_leaves
-from jaxllm.weights.precision import Precision, cast, exactly
-from jaxllm.weights.quantize import Rules as Formats
+from jaxllm.weights.paths import Params
+from jaxllm.weights.precision import cast
 
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
@@ -117,29 +114,6 @@ def lora(
     )
 
 
-def qat(lm: LM, quantize: Formats, dtype: str = "float32", **options: Any) -> Job:
-    """All weights, of which those that `quantize` names multiply as the integers that they become
-    (`fake.prepare`, whose options these are). The result has those integers.
-
-    lm: in float32. dtype: what the rest is and what activations are.
-    """
-    precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
-    precision = dataclasses.replace(precision, int8_inputs=bool(options.get("dynamic")))
-    ran = dataclasses.replace(lm, model=models.build(lm.config, precision))
-    prepared = prepare(lm.params, quantize, **options)
-
-    def finish(params: Params, directory: Path) -> None:
-        made = convert(params)
-        model = models.build(lm.config, exactly(made, precision))
-        recipe = (*lm.recipe, f"train: qat {quantize}")
-        dataclasses.replace(ran, model=model, params=made, recipe=recipe).save(directory)
-
-    return Job(
-        lm=ran, params=prepared, like=_cast(prepared, precision), objective=NextToken(),
-        finish=finish,
-    )  # fmt: skip
-
-
 def distill(
     teacher: LM,
     student: LM,
@@ -172,13 +146,6 @@ def distill(
         held_out=taught.held_out,
         finish=finish,
     )
-
-
-def _cast(params: Params, precision: Precision) -> Params | None:
-    """The parameters in the formats that they run in; leaves of other kinds as they are."""
-    if precision.weights == "float32":
-        return None
-    return map_leaves(lambda path, x: x if isinstance(x, Leaf) else precision.cast(path, x), params)
 
 
 def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:

@@ -104,7 +104,7 @@ def test_what_is_no_matrix_no_layer_or_no_adapter_is_refused(
     kinds = (
         ("lora", ("--target", "nothing"), "nothing"),
         ("lora", ("--adapter", tmp_path), "has no adapter_config.json"),
-        ("qat", ("--quantize", "bf16-packed"), "no format of integers"),
+        ("qat", ("--format", "bf16-packed"), "no format of integers"),
         ("distill", (), "give --student DIR, or what of the teacher stays"),
         ("distill", ("--layers", 9), "of 2 layers 1 to 2 can stay"),
     )
