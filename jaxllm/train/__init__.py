@@ -6,7 +6,7 @@ rates, clipping, decay. step: the compiled step. loop: steps, measurements, an e
 nothing. keeping: the state on disk. constraints: what was pruned stays so. prefix: after a text
 that is run once, and prompts that are trained. jobs: what kinds of training there are. picture: the
 losses, drawn. data: what a model is trained on, as rows of tokens. distill: a student after a
-teacher.
+teacher. fake: weights that train as the integers that they will become.
 
 Inference never imports any of it.
 """

@@ -5,6 +5,7 @@ prepares each step's rows.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -112,16 +113,18 @@ def teaching(
     if options.top_k:
         if directory is None:
             raise ConfigError("what the teacher says is recorded on disk: name a directory")
-        asked = {"k": min(options.top_k, size), "temperature": options.temperature, "size": size}
+        say = partial(
+            record,
+            teacher=teacher.model,
+            params=teacher.params,
+            k=min(options.top_k, size),
+            temperature=options.temperature,
+            size=size,
+            show_progress=show_progress,
+        )
 
         def taught(data: Data, part: str) -> TaughtData:
-            where = directory / part
-            return TaughtData(
-                data,
-                record(
-                    where, teacher.model, teacher.params, data, show_progress=show_progress, **asked
-                ),
-            )
+            return TaughtData(data, say(directory / part, data=data))
 
         held_out = None if held_out is None else taught(held_out, "held-out")
         objective = FromBuckets(size, options.mix)
