@@ -4,9 +4,10 @@
 
 The teacher is demo:llama, the student three of its six layers (0, 2 and 5), which by themselves say
 little. Data are stories of the demo's grammar, the same rows in the same order for all but
-"sequence-level", whose texts the teacher wrote from the beginnings of half of these stories. Each way has a
-line of Markdown on stdout, and with --out a line of numbers in a file: cross-entropy of held-out
-stories, and the KL from the teacher's distribution to the student's on them, in nats a token.
+"sequence-level", whose texts the teacher wrote from the beginnings of half of these stories. Each
+way has a line of Markdown on stdout, and with --out a line of numbers in a file: cross-entropy of
+held-out stories, and the KL from the teacher's distribution to the student's on them, in nats a
+token.
 """
 
 import argparse
