@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 EXAMPLE_FULL = "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4"
 EXAMPLE_DISTILL = "Example: jaxllm train distill demo:llama student --data story.txt --layers 3"
 EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --rank 8"
-
+EXAMPLE_PROMPT = (
+    "Example: jaxllm train prompt demo:llama a.cache --data story.txt --begin 'Once upon'"
+)
 EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
 
 
@@ -96,7 +98,7 @@ def lora(
     with waiting("starting"):
         from jaxllm.adapters import LoraConfig, read_adapter
         from jaxllm.files import read_text
-        from jaxllm.train import jobs
+        from jaxllm.train import jobs, prompts
 
         check(target, options, "adapter_config.json")
     config = LoraConfig(
@@ -113,9 +115,39 @@ def lora(
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
         asked = start.config if start else config
-        return jobs.lora(lm, asked, seed=options.seed, start=start, prefix=before)
+        job = jobs.lora(lm, asked, seed=options.seed, start=start)
+        return prompts.after(job, before) if before else job
 
-    trained(lm, made, target, options, 1e-3, f"an adapter of {model}")
+    trained(lm, made, target, options, 1e-3, f"an adapter of {model}", room=len(before))
+
+
+@with_options
+def prompt(
+    model: TrainedModel,
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The cache file to write.")],
+    options: Options,
+    begin: Annotated[
+        str, typer.Option("--begin", help="The text that the prompt begins as; its length stays.")
+    ],
+    entries: Annotated[
+        bool, typer.Option("--entries", help="Train keys and values, not embeddings.")
+    ] = False,
+) -> None:
+    """Train a prompt in front of a model that stays as it is. The result is a cache file.
+
+    generate --prompt-cache OUT -p TEXT goes on from it, where TEXT begins as --begin does.
+    """
+    with waiting("starting"):
+        from jaxllm.train import prompts
+
+        check(target, options, None)
+    lm = load_model(model, options.dtype)
+    tokens = lm.encode(begin)
+
+    def made(data: "Data", held_out: "Data | None") -> "Job":
+        return prompts.prompt(lm, tokens, kind="entries" if entries else "embeddings")
+
+    trained(lm, made, target, options, 3e-3, f"a prompt for {model}", room=len(tokens))
 
 
 @with_options
@@ -202,7 +234,8 @@ def distill(
     What the teacher said or wrote is kept in OUT.taught; the state in OUT.parts, on the way.
     """
     with waiting("starting"):
-        from jaxllm.train import jobs, teachers
+        from jaxllm.train import jobs
+        from jaxllm.train.distill import teachers
         from jaxllm.train.distill.settings import Distillation
         from jaxllm.train.distill.student import Smaller
 
@@ -239,6 +272,7 @@ def distill(
 METHODS = {
     "full": (full, EXAMPLE_FULL),
     "lora": (lora, EXAMPLE_LORA),
+    "prompt": (prompt, EXAMPLE_PROMPT),
     "qat": (qat, EXAMPLE_QAT),
     "distill": (distill, EXAMPLE_DISTILL),
 }

@@ -1,7 +1,7 @@
 """What kinds of training there are: of a model each makes a `Job`, which the one loop runs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from jaxllm.train.distill.settings import Distillation, finished, teaching
 from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.train.prefix import AfterPrefix, run_prefix
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
 from jaxllm.weights.paths import Params
@@ -83,20 +82,12 @@ def full(
     )
 
 
-def lora(
-    lm: LM,
-    config: LoraConfig,
-    *,
-    seed: int = 0,
-    start: Adapter | None = None,
-    prefix: Sequence[int] = (),
-) -> Job:
+def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = None) -> Job:
     """An adapter beside the weights, which stay as they are, in any format. The result is PEFT's
     directory.
 
     seed: of what is drawn. start: an adapter of this configuration to begin with, in place of a
-    new one. prefix: token ids that every document goes on after; the model without the adapter runs
-    them, once (`prefix.AfterPrefix`). Raises ConfigError for targets that are not there.
+    new one. Raises ConfigError for targets that are not there.
     """
     adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
 
@@ -107,8 +98,7 @@ def lora(
     return Job(
         lm=lm,
         params=attached(lm.config, lm.params, adapter),
-        objective=AfterPrefix() if prefix else NextToken(),
-        given=run_prefix(lm.model, lm.params, prefix) if prefix else None,
+        objective=NextToken(),
         rules=_ADAPTERS,
         finish=finish,
     )

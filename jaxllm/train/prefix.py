@@ -157,8 +157,9 @@ def prompt_cache(
     """
     if PROMPT not in params:
         raise ConfigError("these parameters have no trained prompt")
+    past: steps.Segments = ()
     if prefix is None:
-        cache, past = init_cache(model, 1, capacity), ()
+        cache = init_cache(model, 1, capacity)
     else:
         cache, past = compact(prefix, capacity=capacity), segments_of(prefix)
     return commit(cache, _prompt_of(model, params, past))

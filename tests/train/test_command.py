@@ -64,6 +64,22 @@ def test_an_adapter_goes_on_after_a_prefix_and_from_another(
     assert status == 0, err
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert (config["r"], config["use_dora"]) == (2, True)
+    arguments = ("train", "lora", "demo:llama", tmp_path / "c", "--data", text, *SMALL)
+    status, _, err = run(*arguments, "--prefix", prefix, "--length", 510)
+    assert (status, "exceed the model's context of 512" in err) == (1, True), err
+
+
+def test_a_prompt_becomes_a_cache_file(run: Run, text: Path, tmp_path: Path) -> None:
+    file, begin = tmp_path / "prompt.cache", "Once upon a time"
+    arguments = ("train", "prompt", "demo:llama", file, "--data", text, *SMALL, "--begin", begin)
+    status, _, err = run(*arguments, "--dtype", "float32")
+    assert status == 0, err
+    more = ("-p", f"{begin} there", "-n", 2, "--dtype", "float32")
+    status, _, err = run("generate", "-m", "demo:llama", *more, "--prompt-cache", file)
+    assert status == 0, err
+    assert "of the prompt's" in err
+    status, _, err = run(*arguments)
+    assert (status, f"{file} exists" in err) == (1, True)
 
 
 @pytest.mark.parametrize(
