@@ -83,7 +83,7 @@ def _multiply(digits: int) -> Callable[..., Products]:
 
     @multiply.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        plain = partial(_plain, 3)
+        plain: Callable[..., Products] = partial(_plain, 3)
         if any(isinstance(weight, Leaf) for weight in primals[1]):
             # Expanded again for the gradient: kept, all layers' weights would be floats at once.
             plain = jax.checkpoint(plain)

@@ -155,11 +155,9 @@ class Fake(Wrapped, struct.PyTreeNode):
         if self.scale is None:
             scale, zero = self.to.grid(jax.lax.stop_gradient(w_OGg))
             return w_OGg, scale.astype(jnp.float32)[..., None], zero[..., None]
-        scale, zero = self.scale, self.zero
-        if scale.dtype != kept:
-            scale = valued(scale.astype(kept).astype(jnp.float32), scale)
-        if zero is None:
-            zero = jnp.full(scale.shape, self.to.middle, jnp.uint8)
+        scale = valued(self.scale.astype(kept).astype(jnp.float32), self.scale)
+        middle = jnp.full(scale.shape, self.to.middle, jnp.uint8)
+        zero = middle if self.zero is None else self.zero
         return w_OGg, scale[..., None], zero[..., None]
 
     def _rounded(self) -> jax.Array:
