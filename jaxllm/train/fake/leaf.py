@@ -155,9 +155,7 @@ class Fake(Wrapped, struct.PyTreeNode):
         if self.scale is None:
             scale, zero = self.to.grid(jax.lax.stop_gradient(w_OGg))
             return w_OGg, scale.astype(jnp.float32)[..., None], zero[..., None]
-        scale = self.scale
-        if scale.dtype != kept:
-            scale = valued(scale.astype(kept).astype(jnp.float32), scale)
+        scale = valued(self.scale.astype(kept).astype(jnp.float32), self.scale)
         middle = jnp.full(scale.shape, self.to.middle, jnp.uint8)
         zero = middle if self.zero is None else self.zero
         return w_OGg, scale[..., None], zero[..., None]
