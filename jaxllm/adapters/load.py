@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 
 from jaxllm.adapters.files import read_adapter
 from jaxllm.adapters.several import with_adapters
@@ -29,7 +30,8 @@ def with_directories(
     }
     if not named:
         return params, ()
-    return choose(with_adapters(config, params, named), jnp.zeros(1, jnp.int32)), tuple(named)
+    first = jax.device_put(np.zeros(1, np.int32))
+    return choose(with_adapters(config, params, named), first), tuple(named)
 
 
 def _named(adapters: Adapters) -> dict[str, Path]:

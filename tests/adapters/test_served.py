@@ -15,7 +15,7 @@ from jaxllm.adapters.attach import attached
 from jaxllm.cache import load_cache, save_cache
 from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError, SamplingError
 from tests.adapters.made import random_adapter
-from tests.twins import assert_close, save_random, tokens
+from tests.twins import assert_close, cut_demo, save_random, tokens
 
 NAMES = ("x", "y", "z")
 ASKED = {
@@ -87,6 +87,7 @@ def test_each_row_of_a_batch_has_the_text_that_it_has_alone(
     assert [c.tokens for c in invariant] == [c.tokens for c in found]
 
 
+@pytest.mark.full
 def test_beams_keep_to_the_adapter_of_their_prompt(
     lm: jaxllm.LM, alone: Callable[[str], jaxllm.LM]
 ) -> None:
@@ -117,7 +118,7 @@ def test_requests_with_three_adapters_are_answered_as_each_alone(
             assert isinstance(answer, jaxllm.Completion)
             assert answer.tokens == expected[name or "x"], name
     before = len(compiled)
-    dict(lm.serve(requests(["z", "z", "x", "y"]), rows=3, capacity=16))
+    dict(lm.serve(requests(["z", "z", "x", "y", "base", "x"]), rows=3, capacity=16))
     assert compiled[before:] == []
 
 
@@ -164,27 +165,52 @@ def test_what_names_no_adapter_is_refused(lm: jaxllm.LM, folder: Path, tmp_path:
         with_adapters(base.config, base.params, {"base": one})
 
 
-def test_the_commands_take_adapters(folder: Path, shallow: Any, tmp_path: Path, run: Any) -> None:
-    demo = shallow("llama")
-    base = jaxllm.load(demo)
+@pytest.fixture(scope="module")
+def demo(folder: Path) -> Path:
+    """A layer of a demo model, which has a tokenizer, and two adapters beside it."""
+    path = cut_demo("llama", folder / "demo", layers=1)
+    base = jaxllm.load(path)
     for name in ("x", "y"):
         made = random_adapter(base.config, base.params, ASKED[name], spread=0.05)
-        write_adapter(tmp_path / name, made, base.config, base=str(demo))
-    beside = ("--adapter", tmp_path / "x", "--adapter", f"second={tmp_path / 'y'}")
-    lm = jaxllm.load(demo, adapters={"x": tmp_path / "x", "second": tmp_path / "y"})
+        write_adapter(folder / f"demo-{name}", made, base.config, base=str(path))
+    return path
+
+
+def test_generate_takes_adapters_by_name(folder: Path, demo: Path, run: Any) -> None:
+    beside = ("--adapter", folder / "demo-x", "--adapter", f"second={folder / 'demo-y'}")
+    lm = jaxllm.load(demo, adapters={"demo-x": folder / "demo-x", "second": folder / "demo-y"})
     asked = ("generate", "-m", demo, "-p", "Once", "-n", 4, "--json")
-    for option, name in (((), "x"), (("-o", "adapter=second"), "second")):
+    for option, name in (((), "demo-x"), (("-o", "adapter=second"), "second")):
         code, out, _ = run(*asked, *beside, *option)
         assert code == 0
-        text = lm.generate("Once", max_new_tokens=4, adapter=name)
-        assert json.loads(out)["tokens"] == text.tokens
-    lines = "\n".join(json.dumps({"prompt": "Once", "adapter": n}) for n in ("x", "second", "base"))
+        streamed = lm.stream("Once", max_new_tokens=4, adapter=name)
+        assert json.loads(out)["tokens"] == [piece.token for piece in streamed]
+    code, _, err = run(*asked, *beside, "-o", "adapter=third")
+    assert code == 1 and "no adapter 'third'; there are demo-x, second, base" in err
+
+
+def test_merge_writes_the_model_with_the_adapter_in_it(
+    folder: Path, expected: dict[str, list[int]], tmp_path: Path, run: Any
+) -> None:
+    code, _, err = run("merge", folder / "model", tmp_path / "out", "--adapter", folder / "y")
+    assert code == 0 and "y merged, in float32. KL divergence" in err, err
+    assert jaxllm.load(tmp_path / "out").generate(PROMPT, **NEW).tokens == expected["y"]
+    divergence = float(err.partition("beside it: ")[2].split()[0])
+    assert abs(divergence) < 1e-5
+    code, _, err = run("merge", folder / "model", tmp_path / "none", "--adapter", folder)
+    assert code == 1 and "has no adapter_config.json" in err
+
+
+@pytest.mark.full
+def test_lines_of_a_batch_name_their_adapters(folder: Path, demo: Path, run: Any) -> None:
+    lm = jaxllm.load(demo, adapters={"a": folder / "demo-x", "b": folder / "demo-y"})
+    beside = ("--adapter", f"a={folder / 'demo-x'}", "--adapter", f"b={folder / 'demo-y'}")
+    lines = "\n".join(
+        json.dumps({"prompt": "Once", "adapter": name}) for name in ("a", "b", "base")
+    )
     code, out, _ = run("generate", "-m", demo, "--batch", "-", "-n", 4, *beside, stdin=lines)
+    assert code == 0
     answers = {a["line"]: a["tokens"] for a in map(json.loads, out.splitlines())}
-    for line, name in enumerate(("x", "second", "base"), start=1):
+    for line, name in enumerate(("a", "b", "base"), start=1):
         alone = lm.generate("Once", max_new_tokens=4, adapter=name)
         assert answers[line] == alone.tokens, name
-    code, _, err = run("merge", demo, tmp_path / "out", "--adapter", tmp_path / "y")
-    assert code == 0 and "y merged, in float32. KL divergence" in err, err
-    one = jaxllm.load(tmp_path / "out").generate("Once", max_new_tokens=4)
-    assert one.tokens == lm.generate("Once", max_new_tokens=4, adapter="second").tokens

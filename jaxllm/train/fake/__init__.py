@@ -5,4 +5,5 @@ are learned), and the product is that of the `QTensor` itself. So the logits of 
 are those of training, bit for bit.
 
 gradient: the slope that rounding is given. leaf: the weight. prepare: parameters to and fro.
+job: the training as a `Job`.
 """

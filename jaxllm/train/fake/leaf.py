@@ -33,11 +33,11 @@ class Fake(Wrapped, struct.PyTreeNode):
     scale: learned scales, float32 `[..., O, G]`; None where the weight says them, as it does for
     `to.make`, which then have no slope. zero: uint8 `[..., O, G]`, fixed, where `to` has zero
     points and scales are learned. grid: of the inputs, where they are rounded on one (`Static`).
-    step: that of the grid where it is learned. on: whether it is rounded at all, a bool scalar;
-    None: yes.
+    step: that of the grid where it is learned. starts: the first step of training that rounds,
+    int32 scalar; None: all. on: whether it is rounded at all, a bool scalar; None: yes.
 
     to: the format. dynamic: whether the model rounds its inputs as they come
-    (`Precision.int8_inputs`). starts: the first step of training that rounds.
+    (`Precision.int8_inputs`).
     """
 
     kind = "fake/"
@@ -48,10 +48,10 @@ class Fake(Wrapped, struct.PyTreeNode):
     zero: jax.Array | None
     grid: Grid | None
     step: jax.Array | None
+    starts: jax.Array | None = None
     on: jax.Array | None = None
     to: Integer = struct.field(pytree_node=False, kw_only=True)
     dynamic: bool = struct.field(pytree_node=False, default=False)
-    starts: int = struct.field(pytree_node=False, default=0)
 
     @property
     def dtype(self) -> Any:
@@ -67,7 +67,7 @@ class Fake(Wrapped, struct.PyTreeNode):
         )
 
     def training(self, key: jax.Array, step: jax.Array) -> "Fake":
-        return self.replace(on=step >= self.starts) if self.starts else self
+        return self if self.starts is None else self.replace(on=step >= self.starts)
 
     def integers(self) -> QTensor:
         """What it becomes, and is in each product; without a slope."""

@@ -56,7 +56,8 @@ def prepare(
         grid = grids.get(path) if fits(to) else None
         step = grid.step if grid is not None and learned_inputs else None
         rounds = dynamic and grid is None and not path.endswith(_TABLES)
-        return Fake(weight, scale, zero, grid, step, to=to, dynamic=rounds, starts=starts)
+        first = jnp.int32(starts) if starts else None
+        return Fake(weight, scale, zero, grid, step, first, to=to, dynamic=rounds)
 
     made = map_leaves(change, params)
     if not any(isinstance(leaf, Fake) for _, leaf in flatten(made)):

@@ -119,8 +119,9 @@ def test_what_cannot_be_is_no_nan() -> None:
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
     """Qwen's case: 23 tokens, padded to 31 rows in one model and 26 in the other."""
     for x, more in ((STUDENT, 8), (TEACHER, 3)):
-        cut = log_probs(np.concatenate([x, drawn(9, more)], -1), V, 2.0)
-        np.testing.assert_array_equal(cut, log_probs(x, V, 2.0))
+        wide = jnp.asarray(np.concatenate([x, drawn(9, more)], -1))
+        plain = log_probs(jnp.asarray(x), V, 2.0)
+        np.testing.assert_array_equal(log_probs(wide, V, 2.0), plain)
 
 
 KS = [1, 8, V]
@@ -131,14 +132,14 @@ SOME = [0.3]
 def by_buckets(student: jax.Array, teacher: jax.Array) -> Any:
     """Divergences `[k, beta, B, T]` by buckets, in full `[beta, B, T]`, the KL's slope at k = V."""
     said = {k: buckets(teacher, V, 1.0, k) for k in KS}
-    full = [log_probs(x, V, 1.0) for x in (teacher, student)]
+    p, q = (log_probs(x, V, 1.0) for x in (teacher, student))
 
     def kl(student: jax.Array) -> jax.Array:
         return divergence(*of_buckets(V, 1.0)(student, said[V]), 0.0).sum()
 
     each = [of_buckets(V, 1.0)(student, said[k]) for k in KS]
-    some = jnp.stack([jnp.stack([divergence(p, q, beta) for beta in SOME]) for p, q in each])
-    return said, some, jnp.stack([divergence(*full, beta) for beta in SOME]), jax.grad(kl)(student)
+    some = jnp.stack([jnp.stack([divergence(*both, beta) for beta in SOME]) for both in each])
+    return said, some, jnp.stack([divergence(p, q, beta) for beta in SOME]), jax.grad(kl)(student)
 
 
 def test_buckets_are_a_lower_bound_and_all_of_them_the_whole_distribution() -> None:

@@ -41,7 +41,7 @@ def test_hidden_states_are_compared_as_torch_does() -> None:
                 each = 1 - F.cosine_similarity(ours, theirs, dim=-1)
             wanted += each[counted].sum() / len(layers)
         found = states.apart(
-            Hidden(by, layers), params, *map(_arrays, (student, teacher)), rows.label_BT
+            Hidden(by, layers), params, _arrays(student), _arrays(teacher), rows.label_BT
         )
         np.testing.assert_allclose(found, wanted.item(), rtol=1e-5)
 

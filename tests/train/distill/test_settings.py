@@ -20,6 +20,7 @@ from jaxllm.train.distill.objectives import FromBuckets, FromTeacher, Taught
 from jaxllm.train.distill.sampled import Sampled
 from jaxllm.train.distill.settings import Distillation, finished, teaching
 from jaxllm.train.distill.student import Smaller
+from jaxllm.train.objective import NextToken
 
 IDS = np.random.default_rng(0).integers(3, 1000, (6, 9))
 DATA = Dataset(from_ids(IDS), 8, 2)
@@ -44,6 +45,9 @@ def test_options_become_what_a_run_takes(teacher: LM, student: LM) -> None:
     assert found.given is teacher.params
     assert found.data is found.held_out is DATA
     assert PLACE not in found.params  # widths are equal
+    other = dataclasses.replace(student, tokenizer=None)  # the teacher's texts are all there is
+    texts = teaching(other, teacher, DATA, Distillation(alpha=0.0))
+    assert (texts.objective, texts.given) == (NextToken(), ())
     plain = teaching(student, teacher, DATA, Distillation())
     assert (plain.prepare, plain.objective) == (None, FromTeacher(teacher.model, 1536, Mix()))
 
@@ -79,6 +83,7 @@ def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: P
         ({"hidden": "l1"}, "hidden: .*'l1'"),
         ({"top_k": 4, "on_policy": 0.5}, "leave one of them out"),
         ({"top_k": 4, "hidden": "mse"}, "need the teacher to run"),
+        ({"alpha": 0.0, "on_policy": 0.5}, "with alpha 0 nothing is learned"),
         ({"pairs": ((1, 1),)}, "say hidden, mse or cosine"),
     ],
 )
