@@ -17,7 +17,6 @@ import transformers
 import jaxllm
 from jaxllm.adapters import attached, read_adapter
 from jaxllm.cache.files import load_cache, save_cache
-from jaxllm.decode.loops.generate import generate
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
@@ -152,7 +151,7 @@ class Descent:
         return optax.sgd(RATE)
 
 
-def test_a_soft_prompt_is_trained_saved_and_generated_from(tmp_path: Path) -> None:
+def test_a_soft_prompt_is_trained_and_saved_as_a_cache(tmp_path: Path) -> None:
     """After a frozen prefix, whose segments it attends to."""
     twin = make_twin(tmp_path, "gpt2", 1)
     before, begun = PREFIX[:3], PREFIX[3:]
@@ -192,12 +191,9 @@ def test_a_soft_prompt_is_trained_saved_and_generated_from(tmp_path: Path) -> No
     save_cache(tmp_path / "prompt", made, twin.model, base)
     again = load_cache(tmp_path / "prompt", twin.model, base)
     learned = torch.tensor(np.asarray(params["prompt"]["embeddings"]))
-    text = TEXTS[0]
+    logits = jaxllm.forward(twin.model, base, again, TEXTS[0][None]).logits[0]
     with torch.no_grad():
-        for _ in range(4):
-            text = np.append(text, int(run(learned, text)[-1].argmax()))
-    said = generate(twin.model, base, TEXTS[0][None], max_new_tokens=4, cache=again)
-    assert np.asarray(said.token_BT)[0].tolist() == text[-4:].tolist()
+        assert_close(logits, run(learned, TEXTS[0]).numpy())
 
 
 def test_trained_keys_and_values_have_torchs_gradients(tmp_path: Path) -> None:
@@ -205,7 +201,7 @@ def test_trained_keys_and_values_have_torchs_gradients(tmp_path: Path) -> None:
     twin = make_twin(tmp_path, "llama", 1)
     params = with_trained_prefix(twin.model, twin.params, PREFIX.tolist())
     trained, rest = split(params, PROMPT_RULES)
-    assert list(trained) == ["prompt.k.0", "prompt.v.0"]
+    assert trained.keys() == {"prompt.k.0", "prompt.v.0"}
     loss, gradient = compiled_loss(twin.model)(trained, rest, None)
     with torch.no_grad():
         past = twin.torch_model(ids(PREFIX), use_cache=True).past_key_values
