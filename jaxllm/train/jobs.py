@@ -21,7 +21,7 @@ from jaxllm.train.trained import ALL, Rules
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import cast
 
-_ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
+ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         lm=lm,
         params=attached(lm.config, lm.params, adapter),
         objective=NextToken(),
-        rules=_ADAPTERS,
+        rules=ADAPTERS,
         finish=finish,
     )
 
