@@ -11,11 +11,10 @@ from typing import Any, Unpack, overload
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import checkpoint, models
-from jaxllm.adapters import read_adapter, with_adapters
+from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
     Completion,
@@ -35,7 +34,6 @@ from jaxllm.errors import (
     CheckpointError,
     ConfigError,
     JaxllmError,
-    SamplingError,
     TemplateError,
     TokenError,
 )
@@ -49,13 +47,10 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TOKENIZER_FILES, tokenizer_files
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
-from jaxllm.weights.leaves.adapted import Adapted, choose
+from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Place, flatten
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
-
-# Directories of adapters: one, several, or by names of one's own.
-Adapters = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 
 DEMOS = Path(__file__).parent / "demo"
 
@@ -116,6 +111,8 @@ class LM:
         """
         if adapter is None:
             return self
+        if not isinstance(adapter, str):
+            raise ConfigError(f"adapter must be the name of one, got {adapter!r:.60}")
         return dataclasses.replace(self, params=self.parts.using(adapter).params, adapter=adapter)
 
     @overload
@@ -179,9 +176,8 @@ class LM:
             raise TokenError("stream takes one prompt; use generate for a list of them")
         prompts = [self.encode(given[0])]
         settings = self._settings(prompts, options, "stream")
-        if isinstance(settings.adapter, list):
-            raise SamplingError(f"stream takes one adapter, got {settings.adapter!r:.60}")
-        return self.using(settings.adapter)._pieces(prompts, settings)
+        adapter: Any = settings.adapter  # of a list `using` says what is wrong
+        return self.using(adapter)._pieces(prompts, settings)
 
     def _pieces(self, prompts: list[list[int]], settings: Settings) -> Iterator[Piece]:
         tokens_BT, arguments = generation(prompts, settings)
@@ -251,7 +247,7 @@ class LM:
         """
         if isinstance(texts, str):
             raise TokenError("embed takes a list of texts, got one text")
-        params = self.parts.using(adapter).params
+        params = self.using(adapter).params
         return embeddings(self.model, params, [self.encode(t) for t in texts], **options)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -354,9 +350,8 @@ def load(
     ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading.
     adapters: PEFT's directories (LoRA, DoRA) beside the weights, by the names that `generate` is to
     know them by, or a list of them, which go by their own; the first is taken where none is named.
-    place:
-    told an array's path and the array, says its device or its sharding, None for the default.
-    show_progress: by default where stderr is a terminal.
+    place: told an array's path and the array, says its device or its sharding, None for the
+    default. show_progress: by default where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
@@ -392,12 +387,7 @@ def load_opened(
         reading = beside.submit(read_texts, opened)
         params = checkpoint.load_params(opened, precision, place=place, show_progress=show_progress)
     texts = reading.result()
-    named = {
-        name: read_adapter(directory, opened.config, params)
-        for name, directory in _named(adapters).items()
-    }
-    if named:
-        params = choose(with_adapters(opened.config, params, named), jnp.zeros(1, jnp.int32))
+    params, names = with_directories(opened.config, params, adapters)
     return LM(
         config=opened.config,
         model=models.build(opened.config, precision),
@@ -407,26 +397,9 @@ def load_opened(
         path=opened.directory,
         chat_template=texts.chat_template,
         recipe=opened.recipe,
-        adapters=tuple(named),
-        adapter=next(iter(named), None),
+        adapters=names,
+        adapter=next(iter(names), None),
     )
-
-
-def _named(adapters: Adapters) -> dict[str, Path]:
-    """Directories of adapters by name. Raises ConfigError for two of one name."""
-    if isinstance(adapters, Mapping):
-        return {name: Path(directory) for name, directory in adapters.items()}
-    given = [adapters] if isinstance(adapters, str | Path) else adapters
-    found: dict[str, Path] = {}
-    for directory in map(Path, given):
-        name = directory.resolve().name
-        if name in found:
-            raise ConfigError(
-                f"two adapters are called {name!r:.60}: {found[name]} and {directory}; give them"
-                " names, {name: directory} (--adapter NAME=DIR)"
-            )
-        found[name] = directory
-    return found
 
 
 def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:

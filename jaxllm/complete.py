@@ -62,7 +62,8 @@ class Parts(NamedTuple):
         numbers = list(map(self.number, names))
         if len(set(numbers)) == 1:  # one for all rows, however many there are
             numbers = numbers[:1]
-        return self._replace(params=choose(self.params, jnp.asarray(numbers, jnp.int32)))
+        choice_B = jax.device_put(np.array(numbers, np.int32))
+        return self._replace(params=choose(self.params, choice_B))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,10 @@
 
 The teacher is demo:llama, the student three of its six layers (0, 2 and 5), which by themselves say
 little. Data are stories of the demo's grammar, the same rows in the same order for all but
-"sequence-level", whose texts the teacher wrote from the beginnings of these stories. Each way has a
-line of Markdown on stdout, and with --out a line of numbers in a file: cross-entropy of held-out stories, and
-the KL from the teacher's distribution to the student's on them, in nats a token.
+"sequence-level", whose texts the teacher wrote from the beginnings of half of these stories. Each
+way has a line of Markdown on stdout, and with --out a line of numbers in a file: cross-entropy of
+held-out stories, and the KL from the teacher's distribution to the student's on them, in nats a
+token.
 """
 
 import argparse
@@ -42,7 +43,7 @@ PROMPT = 16  # tokens, of what is continued
 TEACHER = "demo:llama"
 
 # None: without a teacher. A text: the teacher's own texts, without its distributions.
-WAYS: dict[str, Distillation | None | str] = {
+WAYS: dict[str, Distillation | str | None] = {
     "trained alone": None,
     "forward KL": Distillation(),
     "forward KL, T = 2": Distillation(temperature=2.0),
@@ -50,7 +51,7 @@ WAYS: dict[str, Distillation | None | str] = {
     "reverse KL": Distillation(beta=1.0),
     "GKD, beta 0.5, off-policy": Distillation(beta=0.5),
     "GKD, beta 0.5, half on-policy": Distillation(
-        beta=0.5, on_policy=0.5, prompt_tokens=PROMPT, new_tokens=WIDTH - PROMPT
+        beta=0.5, on_policy=0.5, prompt_tokens=PROMPT, new_tokens=112
     ),
     "forward KL, hidden states (mse)": Distillation(hidden="mse"),
     "forward KL, hidden states (cosine)": Distillation(hidden="cosine"),
@@ -108,7 +109,7 @@ def _measured(model: Any, teacher: Any, params: Any, given: Any, rows: Any) -> A
 
 
 def distilled(
-    way: Distillation | None | str, student: LM, teacher: LM, data: Data, steps: int, folder: Path
+    way: Distillation | str | None, student: LM, teacher: LM, data: Data, steps: int, folder: Path
 ) -> LM:
     """The student after so many steps of one way."""
     optimizer = Optimizer(steps=steps, rate=RATE)
@@ -141,7 +142,7 @@ def main() -> None:
             start, way = time.perf_counter(), WAYS[name]
             texts: Data = data
             if way == "written":
-                texts = written_by(teacher, asked.stories, 31, Path(folder))
+                texts = written_by(teacher, asked.stories // 2, 31, Path(folder))
             made = distilled(way, student, teacher, texts, asked.steps, Path(folder))
             seconds = time.perf_counter() - start
         loss = loss_of(made, teacher, held_out)

@@ -88,7 +88,7 @@ def _lengths(
     given = {n: leaf for n, leaf in leaves.items() if leaf.magnitude is not None}
     if not given:
         return None, None
-    length = np.shape(next(iter(given.values())).magnitude)
+    (length,) = {np.asarray(leaf.magnitude).shape for leaf in given.values()}
     magnitude, norm = np.ones((count, *length), np.float32), np.ones((count, *length), np.float32)
     for n, leaf in given.items():
         magnitude[n], norm[n] = np.asarray(leaf.magnitude), np.asarray(norms(leaf))

@@ -18,6 +18,7 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.train.data.examples import Examples
+    from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import Job
     from jaxllm.train.loop import Run
 
@@ -132,23 +133,25 @@ def check(target: Path, options: Options, result: str = "config.json") -> None:
 
 
 def trained(
-    job: "Job",
+    lm: "LM",
+    made: "Callable[[Data, Data | None], Job]",
     target: Path,
     options: Options,
     rate: float,
-    about: dict[str, Any],
+    title: str,
     examples: "Callable[[Path], Examples] | None" = None,
 ) -> "Run":
-    """Run a job with the options, write what came of it, and say so.
+    """Read the data for a model, run the job made of it, write what came of it, and say so.
 
-    rate: where no other is asked for. about: what the report says beside. examples: how a file is
-    read, where it is not as `sources.read_examples` does.
+    made: told the data and what is held out, or None. rate: where no other is asked for. title: of
+    report and picture. examples: how a file is read, where it is not as `sources.read_examples`
+    does.
     """
     from jaxllm.train import jobs, picture
     from jaxllm.train.loop import Plan
     from jaxllm.train.optimizer import Optimizer
 
-    data, held_out = _data(job.lm, options, examples)
+    data, held_out = _data(lm, options, examples)
     steps = options.steps or max(1, round(options.epochs * len(data) / options.accumulate))
     facts = data.facts
     note(
@@ -170,8 +173,7 @@ def trained(
         clip=options.clip or None,
         decay=options.decay,
     )
-    parts = Path(os.path.realpath(target))
-    parts = parts.with_name(f"{parts.name}.parts")
+    parts, job = parts_of(target), made(data, held_out)
     run = jobs.run(
         job, data, optimizer, plan, held_out=held_out, directory=parts, remat=options.remat,
         sample=None if options.sample is None else jobs.told(job.lm, options.sample), say=note,
@@ -182,17 +184,23 @@ def trained(
     if options.report is not None:
         from jaxllm.files import writing
 
-        content = {**about, "data": facts, "before": run.before}
+        content = {"title": title, "data": facts, "before": run.before}
         content["steps"] = [{**r._asdict()} for r in run.records]
         with writing(options.report, "w") as file:
             json.dump(content, file, indent=1)
     if options.plot is not None:
-        picture.plot(run.records, run.before, options.plot, str(about["title"]))
+        picture.plot(run.records, run.before, options.plot, title)
     last = run.best or run.records[-1]
     loss = last.loss if last.held_out is None else last.held_out
     was = "" if run.before is None else f" (before: {run.before:.4f})"
     write(f"{target}: loss {loss:.4f}{was} after step {last.step}\n")
     return run
+
+
+def parts_of(target: Path) -> Path:
+    """Where a run keeps what is finished: beside its result."""
+    whole = Path(os.path.realpath(target))
+    return whole.with_name(f"{whole.name}.parts")
 
 
 def _data(

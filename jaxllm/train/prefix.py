@@ -32,6 +32,7 @@ from jaxllm.cache.kv import (
     commit,
     init_cache,
 )
+from jaxllm.cache.surgery import compact
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.models import family
 from jaxllm.ops import cast
@@ -150,14 +151,16 @@ def prompt_cache(
 
     Its slots have the ids of the tokens that the prompt began as, so that `LM.generate` takes a
     prompt that begins with these, and are marked as patched: they hold other keys and values.
-    prefix: the cache that the prompt was trained after; capacity is then its own.
+    prefix: the cache that the prompt was trained after, which stays as it is.
 
     Raises ConfigError where the parameters have no prompt, CapacityError where it does not fit.
     """
     if PROMPT not in params:
         raise ConfigError("these parameters have no trained prompt")
-    cache = init_cache(model, 1, capacity) if prefix is None else prefix
-    past = () if prefix is None else segments_of(prefix)
+    if prefix is None:
+        cache, past = init_cache(model, 1, capacity), ()
+    else:
+        cache, past = compact(prefix, capacity=capacity), segments_of(prefix)
     return commit(cache, _prompt_of(model, params, past))
 
 

@@ -207,6 +207,14 @@ def test_gradual_pruning_follows_the_published_schedule(pattern: tuple[int, int]
     )
 
 
+def test_the_last_pruning_comes_at_the_end_though_it_is_no_multiple() -> None:
+    prune = PruneGradually(paths=("w",), sparsity=Sparsity(0.75), begin=0, end=5, every=2)
+    apply, now = jax.jit(prune), {"w": rng_array(4, 20)}
+    for step, share in ((4, 0.75 * (1 - (1 - 4 / 5) ** 3)), (5, 0.75)):
+        now = apply(now, now, jnp.asarray(step))
+        assert int((now["w"] == 0).sum()) == int(80 * share)
+
+
 def test_a_matrix_is_pruned_while_it_learns() -> None:
     weight = rng_array(24, 40)
     trained, _ = split({"w": {"weight": weight}})

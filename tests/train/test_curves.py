@@ -15,7 +15,6 @@ import torch
 from jaxllm import quantize
 from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, read_adapter, taken, write_adapter
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.jobs import ADAPTERS
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.step import Setup, start, train_step
@@ -25,6 +24,7 @@ from jaxllm.weights.paths import Params, flatten
 from tests.twins import Twin, load_twin, save_random, tokens
 
 STEPS, RATE = 10, 1e-2
+ADAPTERS = ((r".*\.weight\.(a|b|magnitude)", True),)
 BLOCKS = r"(layers|h)\..*"  # the tables and the head stay as they are, as in QLoRA
 ADAMW: dict[str, Any] = {"schedule": "constant", "warmup": 0.0, "clip": None, "decay": 0.1}
 GPT2 = {"family": "gpt2", "lora": LoraConfig(r=3, lora_alpha=7)}

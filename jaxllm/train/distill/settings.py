@@ -5,6 +5,7 @@ prepares each step's rows.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from jaxllm.train.distill.objectives import FromBuckets, FromTeacher
 from jaxllm.train.distill.recorded import TaughtData, record
 from jaxllm.train.distill.sampled import Sampled
 from jaxllm.train.distill.vocabulary import shared_size
-from jaxllm.train.objective import Objective
+from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -35,6 +36,7 @@ class Distillation:
 
     beta: the divergence: 0 forward KL, 1 reverse KL, between them Jensen-Shannon. temperature: of
     both distributions in it. alpha: its share of the loss; the rest is cross-entropy with the text.
+    With alpha 0 no teacher runs (it wrote the texts, say), and its tokenizer may be another.
     top_k: the teacher's likeliest tokens are recorded once, with the rest as one bucket, and it
     does not run beside the student; 0: it runs, and says all.
     on_policy: the share of steps whose rows the student writes itself, from the rows' prompts or
@@ -66,6 +68,11 @@ class Distillation:
             )
         if self.top_k and self.hidden:
             complaints.append("hidden states need the teacher to run: leave top_k or hidden out")
+        if self.alpha == 0 and (self.top_k or self.on_policy):
+            complaints.append(
+                "with alpha 0 nothing is learned of what the teacher says: leave top_k and"
+                " on_policy out, or give alpha a share"
+            )
         if self.pairs and not self.hidden:
             complaints.append("pairs of layers are for hidden states: say hidden, mse or cosine")
         if complaints:
@@ -107,21 +114,25 @@ def teaching(
     ConfigError for tokenizers that differ, layers that there are not, rows wider than either
     context, a record of something else, or none named for top_k.
     """
+    if options.alpha == 0 and options.hidden is None:
+        return Teaching(student.params, NextToken(), (), data, held_out, None)
     size = shared_size(teacher, student)
     _check_width(data, teacher, student)
     if options.top_k:
         if directory is None:
             raise ConfigError("what the teacher says is recorded on disk: name a directory")
-        asked = {"k": min(options.top_k, size), "temperature": options.temperature, "size": size}
+        say = partial(
+            record,
+            teacher=teacher.model,
+            params=teacher.params,
+            k=min(options.top_k, size),
+            temperature=options.temperature,
+            size=size,
+            show_progress=show_progress,
+        )
 
         def taught(data: Data, part: str) -> TaughtData:
-            where = directory / part
-            return TaughtData(
-                data,
-                record(
-                    where, teacher.model, teacher.params, data, show_progress=show_progress, **asked
-                ),
-            )
+            return TaughtData(data, say(directory / part, data=data))
 
         held_out = None if held_out is None else taught(held_out, "held-out")
         objective = FromBuckets(size, options.mix)

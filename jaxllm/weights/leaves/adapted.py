@@ -141,10 +141,10 @@ class Adapted(Wrapped, struct.PyTreeNode):
 
     def _choices(self, rows: int) -> jax.Array:
         assert self.choice is not None
-        each, rest = divmod(rows, self.choice.shape[0])
-        if rest:
-            raise ValueError(f"{rows} rows for a choice of adapters for {self.choice.shape[0]}")
-        return jnp.repeat(self.choice, each, total_repeat_length=rows)
+        given = self.choice.shape[0]
+        if rows % given:
+            raise ValueError(f"{rows} rows for a choice of adapters for {given}")
+        return jnp.broadcast_to(self.choice[:, None], (given, rows // given)).reshape(rows)
 
     def _gain(self, rows: int) -> jax.Array:
         """What the sums are times, float32 `[1 or R, O]`."""
