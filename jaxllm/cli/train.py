@@ -234,8 +234,8 @@ def distill(
     What the teacher said or wrote is kept in OUT.taught; the state in OUT.parts, on the way.
     """
     with waiting("starting"):
-        from jaxllm.train import jobs
         from jaxllm.train.distill import teachers
+        from jaxllm.train.distill.job import distill as job_of
         from jaxllm.train.distill.settings import Distillation
         from jaxllm.train.distill.student import Smaller
 
@@ -255,7 +255,7 @@ def distill(
     def made(data: "Data", held_out: "Data | None") -> "Job":
         taught = None if student is None else load_model(student, options.dtype)
         taught = taught or teachers.part_of(teacher, part, data)
-        return jobs.distill(
+        return job_of(
             teacher, taught, data, asked, held_out=held_out, directory=directory,
             seed=options.seed,
         )  # fmt: skip

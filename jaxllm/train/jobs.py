@@ -1,4 +1,7 @@
-"""What kinds of training there are: of a model each makes a `Job`, which the one loop runs."""
+"""A training as a value: of a model each kind makes a `Job`, which the one loop runs.
+
+All weights and adapters are here; `fake.job`, `distill.job` and `prompts` have the other kinds.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +17,6 @@ from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
-from jaxllm.train.distill.settings import Distillation, finished, teaching
 from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
@@ -100,40 +102,6 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         params=attached(lm.config, lm.params, adapter),
         objective=NextToken(),
         rules=_ADAPTERS,
-        finish=finish,
-    )
-
-
-def distill(
-    teacher: LM,
-    student: LM,
-    data: Data,
-    options: Distillation,
-    *,
-    held_out: Data | None = None,
-    directory: Path | None = None,
-    seed: int = 0,
-) -> Job:
-    """A student, all of it, after a teacher. The result is a model of its own.
-
-    directory: where what the teacher says is recorded, if `options` ask for that. Raises what
-    `distill.teaching` raises.
-    """
-    taught = teaching(
-        student, teacher, data, options, held_out=held_out, directory=directory, seed=seed
-    )
-
-    def finish(params: Params, directory: Path) -> None:
-        finished(student, params).save(directory)
-
-    return Job(
-        lm=student,
-        params=taught.params,
-        objective=taught.objective,
-        given=taught.given,
-        prepare=taught.prepare,
-        data=taught.data,
-        held_out=taught.held_out,
         finish=finish,
     )
 
