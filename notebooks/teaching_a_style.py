@@ -226,7 +226,9 @@ for name, params in (("before", lm.params), ("after", run.params)):
     logits[name], attention[name] = look(params)
 
 CALL = lm.tokenizer.encode(" Oh,")  # after it comes a name
-begins_BT = counted_BT & (rows.label_BT == CALL[0])
+runs = np.lib.stride_tricks.sliding_window_view(rows.label_BT, len(CALL), axis=1)
+begins_BT = np.zeros_like(counted_BT)  # where it is what comes next
+begins_BT[:, : runs.shape[1]] = (runs == CALL).all(axis=-1)
 row = int(begins_BT.sum(axis=1).argmax())  # the story with most calls
 words = [lm.tokenizer.decode([token]) for token in rows.token_BT[row]]
 at = int(np.flatnonzero(begins_BT[row])[1]) + len(CALL)  # where the second call wants its name
