@@ -23,6 +23,7 @@
 # %%
 import dataclasses
 import tempfile
+import textwrap
 from pathlib import Path
 
 import jax
@@ -46,6 +47,12 @@ plt.rcParams["figure.dpi"] = 110
 
 lm = jaxllm.load("demo:llama", dtype="float32")
 print(lm)
+
+
+def show(name, text):
+    """A text under a name, in lines of a page."""
+    print(textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    "))
+
 
 # %% [markdown]
 # ## Stories to learn from
@@ -83,7 +90,7 @@ stories = [" ".join((o + t.text).split()) for o, t in zip(openings, told, strict
 stories = [story[: story.rindex(".") + 1] for story in stories]  # whole sentences
 
 for style in (calling, excited):
-    print(style(stories[0], heroes[0]), end="\n\n")
+    show(style.__name__, style(stories[0], heroes[0]))
 
 # %% [markdown]
 # A few stories are held out. A `Dataset` is a value too: any batch of it can be asked for, and a
@@ -112,14 +119,14 @@ print(f"{len(data)} batches to train on, {len(held_out)} held out, rows of {WIDT
 
 # %%
 config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
-STEPS = 40
+STEPS = 32
 
 
-def train(data, held_out):
-    """The job, and what came of running it."""
+def train(data, held_out, steps=STEPS):
+    """The job, and what came of running it, or the first steps of it."""
     job = jobs.lora(lm, config, seed=1)
     optimizer = Optimizer(steps=STEPS, rate=5e-3, schedule="cosine", decay=0.0)
-    plan = Plan(steps=STEPS, evaluate_every=8)
+    plan = Plan(steps=steps, evaluate_every=8)
     return job, jobs.run(job, data, optimizer, plan, held_out=held_out, show_progress=False)
 
 
@@ -156,8 +163,8 @@ def tell(lm, **options):
     return beginning + lm.generate(beginning, max_new_tokens=50, **options).text.replace("\n", " ")
 
 
-print("before:", tell(lm))
-print("after: ", tell(taught))
+show("before", tell(lm))
+show("after", tell(taught))
 
 base, trained = dict(flatten(lm.params)), dict(flatten(run.params))
 assert all(bare(leaf) is base[path] for path, leaf in trained.items())
@@ -218,12 +225,17 @@ logits, attention = {}, {}
 for name, params in (("before", lm.params), ("after", run.params)):
     logits[name], attention[name] = look(params)
 
-words = [lm.tokenizer.decode([token]) for token in rows.token_BT[0]]
-commas = [t for t in range(2, WIDTH) if words[t - 2 : t + 1] == [" O", "h", ","]]
-at = commas[1]  # of the second call, after which the name comes
+CALL = lm.tokenizer.encode(" Oh,")  # after it comes a name
+runs = np.lib.stride_tricks.sliding_window_view(rows.label_BT, len(CALL), axis=1)
+begins_BT = np.zeros_like(counted_BT)  # where it is what comes next
+begins_BT[:, : runs.shape[1]] = (runs == CALL).all(axis=-1)
+row = int(begins_BT.sum(axis=1).argmax())  # the story with most calls
+words = [lm.tokenizer.decode([token]) for token in rows.token_BT[row]]
+at = int(np.flatnonzero(begins_BT[row])[1]) + len(CALL)  # where the second call wants its name
+assert rows.token_BT[row, at - len(CALL) + 1 : at + 1].tolist() == CALL
 print("...", "".join(words[at - 20 : at + 1]))
 for name in logits:
-    p_V = np.asarray(jax.nn.softmax(logits[name][0, at]))
+    p_V = np.asarray(jax.nn.softmax(logits[name][row, at]))
     best = np.argsort(-p_V)[:3]
     print(f"{name:>6}: " + ", ".join(f"{lm.tokenizer.decode([t])!r} {p_V[t]:.1%}" for t in best))
 
@@ -236,16 +248,16 @@ for name in logits:
 figure, each = plt.subplots(2, 1, figsize=(10, 5), layout="constrained", sharex=True)
 layers = [str(layer + 1) for layer in range(lm.config.num_hidden_layers)]
 for axes, name in zip(each, attention, strict=True):
-    grid(axes, attention[name][:, 0, at, 1 : at + 1], f'What "Oh," attends to, {name}', layers)
+    grid(axes, attention[name][:, row, at, 1 : at + 1], f'What "Oh," attends to, {name}', layers)
     axes.set_ylabel("layer")
 each[1].set_xticks(range(at), [w.strip() for w in words[1 : at + 1]], rotation=90, fontsize=8)
 plt.show()
 
-(name_token,) = {rows.label_BT[0, t] for t in commas if rows.label_BT[0, t] != IGNORED}
-said = [t for t in range(at + 1) if rows.token_BT[0, t] == name_token]
-print(f"{lm.tokenizer.decode([int(name_token)])!r} was said {len(said)} times before")
+wanted = int(rows.label_BT[row, at])
+said = np.flatnonzero(rows.token_BT[row, : at + 1] == wanted)
+print(f"{lm.tokenizer.decode([wanted])!r} was said {len(said)} times before")
 for name in attention:
-    share_L = attention[name][:, 0, at][:, said].sum(axis=-1)
+    share_L = attention[name][:, row, at][:, said].sum(axis=-1)
     print(f"{name:>6}: attention to it, by layer: " + ", ".join(f"{x:.0%}" for x in share_L))
 
 # %% [markdown]
@@ -263,19 +275,22 @@ def divergence(p, q):
 
 
 kl_BT = divergence(logits["after"], logits["before"])
-ends_BT = counted_BT & (rows.label_BT == lm.tokenizer.encode(" Oh,")[0])
-calls_BT = np.zeros_like(ends_BT)  # the tokens of calls, and the one that they begin after
-for shift in range(5):
-    calls_BT[:, shift:] |= ends_BT[:, : WIDTH - shift]
-within_BT = counted_BT & ~calls_BT
-for what, where in (("begin", ends_BT), ("go on", calls_BT & counted_BT & ~ends_BT)):
-    print(f"where calls {what}: {kl_BT[where].mean():.1f} nats")
-print(f"elsewhere: {kl_BT[within_BT].mean():.1f} nats")
-assert kl_BT[ends_BT].mean() > 4 * kl_BT[within_BT].mean()
+calls_BT = np.zeros_like(begins_BT)  # where the next token is one of a call, name and mark too
+for shift in range(len(CALL) + 2):
+    calls_BT[:, shift:] |= begins_BT[:, : WIDTH - shift]
+for what, where in (
+    ("where calls begin", begins_BT),
+    ("where they go on", calls_BT & ~begins_BT),
+    ("elsewhere", ~calls_BT),
+):
+    print(f"{what}: {kl_BT[where & counted_BT].mean():.1f} nats")
+assert kl_BT[begins_BT].mean() > 4 * kl_BT[counted_BT & ~calls_BT].mean()
 
-shown = at + 3
+shown = min(at + 3, WIDTH)
 _, axes = plt.subplots(figsize=(10, 2.6), layout="constrained")
-axes.bar(range(shown), kl_BT[0, :shown], color=np.where(calls_BT[0, :shown], "#b5367a", "#999999"))
+axes.bar(
+    range(shown), kl_BT[row, :shown], color=np.where(calls_BT[row, :shown], "#b5367a", "#999999")
+)
 axes.set_xticks(range(shown), [w.strip() for w in words[:shown]], rotation=90, fontsize=8)
 axes.set_ylabel("nats")
 axes.set_title("What comes next, after against before; calls in colour", loc="left", fontsize=11)
@@ -285,11 +300,11 @@ plt.show()
 # %% [markdown]
 # ## Two styles in one batch
 #
-# The same steps, already compiled, teach the second style. Both adapters are written as PEFT
+# Half of the steps, already compiled, teach the second style. Both adapters are written as PEFT
 # writes them, and are loaded side by side. Each row of a batch then names its own.
 
 # %%
-other, other_run = train(*data_of(excited))
+other, other_run = train(*data_of(excited), steps=STEPS // 2)
 with tempfile.TemporaryDirectory() as folder:
     job.finish(run.params, Path(folder) / "calling")
     other.finish(other_run.params, Path(folder) / "excited")
@@ -303,7 +318,7 @@ names = ["calling", "excited", "base"]
 batch = both.generate([beginning] * 3, max_new_tokens=50, adapter=names)
 texts = {n: beginning + c.text.replace("\n", " ") for n, c in zip(names, batch, strict=True)}
 for name, text in texts.items():
-    print(f"{name:>7}: {text}")
+    show(name, text)
 assert texts["base"] == tell(lm) and texts["calling"] == tell(taught)
 
 # %% [markdown]
@@ -330,7 +345,7 @@ for format in ("float32", "int8", "int4"):
     if format == "float32":
         assert kl < 1e-5
 for format, text in texts.items():
-    print(f"{format:>8}: {text}")
+    show(format, text)
 
 # %% [markdown]
 # ## Undone
@@ -340,4 +355,4 @@ for format, text in texts.items():
 
 # %%
 assert np.array_equal(look(lm.params)[0], logits["before"])
-print(tell(lm))
+show("still", tell(lm))

@@ -25,7 +25,7 @@ from tests.twins import Twin, load_twin, save_random, tokens
 
 STEPS, RATE = 10, 1e-2
 ADAPTERS = ((r".*\.weight\.(a|b|magnitude)", True),)
-BLOCKS = r"(layers|h)\..*"  # the tables and the head stay as they are, as in QLoRA
+BLOCKS = r"(layers|h)\..*"  # the tables and the head keep their numbers, as in QLoRA
 ADAMW: dict[str, Any] = {"schedule": "constant", "warmup": 0.0, "clip": None, "decay": 0.1}
 GPT2 = {"family": "gpt2", "lora": LoraConfig(r=3, lora_alpha=7)}
 # What is trained: of which model, the adapter that is asked for, the format of the base.
@@ -129,8 +129,8 @@ def test_training_follows_pefts_curve(twins: dict[str, Twin], name: str, tmp_pat
     peer = loaded(twin, params, tmp_path / "start")
 
     losses, after = ours(twin, params, before)
-    np.testing.assert_allclose(losses, theirs(peer), rtol=1e-4)
-    assert losses[-1] < 0.9 * losses[0]  # they went somewhere
+    np.testing.assert_allclose(losses, theirs(peer), rtol=2e-5)
+    assert losses[-1] < 0.95 * losses[0]  # they went somewhere
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
