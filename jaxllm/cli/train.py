@@ -231,7 +231,8 @@ def distill(
 ) -> None:
     """Train a smaller model to do as MODEL does. The result is a model of its own.
 
-    What the teacher said or wrote is kept in OUT.taught; the state in OUT.parts, on the way.
+    The losses that are told are what is made small: the divergence, with --alpha 1. What the
+    teacher said or wrote is kept in OUT.taught; the state in OUT.parts, on the way.
     """
     with waiting("starting"):
         from jaxllm.train.distill import teachers

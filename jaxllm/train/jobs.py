@@ -136,7 +136,8 @@ def run(
     model = job.model.clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
-    facts = (setup, plan, job.rules, data.digest, None if held_out is None else held_out.digest)
+    digests = [None if some is None else some.digest for some in (data, held_out)]
+    facts = (setup, plan, job.rules, job.prepare, digests)
     journal = (
         Journal() if directory is None else journal_of(job.params, job.given, facts, directory)
     )

@@ -1,10 +1,13 @@
 """What a teacher does before its student is trained: it gives a part of itself, or writes texts."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 
 from jaxllm.api import LM
+from jaxllm.cache.files import fingerprint
 from jaxllm.files import is_there
 from jaxllm.train.data.examples import Examples
 from jaxllm.train.data.rows import Data
@@ -28,15 +31,16 @@ def completed(
 ) -> Examples:
     """The examples of a file begun, by so many tokens, and completed by the teacher.
 
-    directory: where they are kept, in a file that is not written again when it is there.
+    directory: where they are kept, in a file of this teacher, these prompts and this seed, which is
+    not written again when it is there.
     """
     writing = Writing(teacher.tokenizer, teacher.chat_template)
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{path.stem}.written.jsonl"
+    found = read_examples(path, writing)
+    starts = [found[n].token_T[:tokens].tolist() for n in range(len(found))]
+    options = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": seed}
+    whose = json.dumps([fingerprint(teacher.params), starts, options])
+    file = directory / f"{hashlib.sha256(whose.encode()).hexdigest()[:16]}.jsonl"
     if not is_there(file):
-        found = read_examples(path, writing)
-        starts = [found[n].token_T[:tokens].tolist() for n in range(len(found))]
-        prompts = [writing.known.decode(ids) for ids in starts]
-        options = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": seed}
-        write(teacher, prompts, file, options)
+        directory.mkdir(parents=True, exist_ok=True)
+        write(teacher, [writing.known.decode(ids) for ids in starts], file, options)
     return read_examples(file, writing)
