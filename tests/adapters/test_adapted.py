@@ -163,7 +163,8 @@ def test_step_0_is_the_base_and_shares_its_leaves(tiny: tuple[Any, Any]) -> None
         assert (x.weight if isinstance(x, Adapted) else x) is before[path]
     matrices = taken(model.config, adapted, lora).matrices
     low = matrices["layers.0.self_attn.q_proj"]
-    assert np.abs(np.asarray(low.a, np.float32)).max() <= 40**-0.5 and not low.b.any()
+    bound = 40**-0.5 * (1 + 2**-8)  # bfloat16 may round up
+    assert 0.1 < np.abs(np.asarray(low.a, np.float32)).max() <= bound and not low.b.any()
     assert matrices["embed_tokens"].b.shape == (131, 2)
 
 
@@ -214,7 +215,7 @@ def test_one_of_several_is_told_from_the_others(
     np.testing.assert_array_equal(leaf.a, three["y"].matrices["layers.0.self_attn.q_proj"].a)
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
+@pytest.mark.parametrize("format", ["int4", pytest.param("int8", marks=pytest.mark.full)])
 def test_adapters_stand_beside_quantized_weights(
     tiny: tuple[Any, Any], three: dict[str, Any], format: str
 ) -> None:

@@ -122,6 +122,7 @@ def test_requests_with_three_adapters_are_answered_as_each_alone(
     assert compiled[before:] == []
 
 
+@pytest.mark.full
 def test_embeddings_are_those_of_the_adapter(
     lm: jaxllm.LM, alone: Callable[[str], jaxllm.LM]
 ) -> None:
