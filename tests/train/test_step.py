@@ -108,7 +108,7 @@ def test_loss_and_gradient_equal_torchs(twin: Twin) -> None:
 
 
 def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
-    setup = setup_of(twin.model, schedule="constant", decay=0.1, clip=0.5, eps=1e-6)
+    setup = setup_of(twin.model, schedule="constant", decay=0.1, clip=0.5, eps=1e-3)
     trained, rest = split(twin.params)
     state = start(trained, setup)
     before = {path: np.array(x) for path, x in trained.items()}
@@ -117,7 +117,7 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
     for parameter in twin.torch_model.parameters():
         (matrices if parameter.ndim >= 2 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=RATE, eps=1e-6)
+    adamw = torch.optim.AdamW(groups, lr=RATE, eps=1e-3)
     for _ in range(2):
         state, metrics = train_step(state, rest, None, stacked(*BATCHES), KEY, setup=setup)
         adamw.zero_grad()
@@ -134,8 +134,8 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
             parameter.copy_(kept[name])
     for path, array in state.trained.items():
         moved = wanted[path] - before[path]
-        close = np.isclose(np.asarray(array) - before[path], moved, atol=RATE * 0.02, rtol=1e-3)
-        assert close.mean() > 0.999, path  # where a gradient is near eps, its sign is rounding
+        ours = np.asarray(array) - before[path]
+        np.testing.assert_allclose(ours, moved, atol=RATE * 1e-3, rtol=1e-3, err_msg=path)
 
 
 def test_accumulated_batches_are_one_batch(twin: Twin) -> None:
