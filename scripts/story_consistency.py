@@ -1,0 +1,239 @@
+"""Does a model keep its characters? The share of stories told without a slip in name or pronoun.
+
+A story is judged by its text alone. Its hero is the first character that it names, the friend the
+second; they differ in pronoun, as the grammar's always do. A slip is
+
+* the name of a third character, or an animal that neither of the two was introduced as,
+* a friend whose pronoun is the hero's,
+* a word that the grammar does not know, with a capital letter,
+* a beat of the grammar told with the wrong pronouns. In a beat that names nobody every pronoun must
+  be that of the character whom the grammar means there ("{He} loved to {habit}." is the hero). A
+  beat that names somebody may have the two change places, but then names and pronouns alike.
+
+Sentences that are no beat of the grammar are judged by the first three rules; `Judged.beats` says
+how many were. A story that does not end within the model's context is none without a slip.
+
+    python scripts/story_consistency.py jaxllm/demo/llama jaxllm/demo/gpt2
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from story.tables import (
+    ANIMALS,
+    CHILD,
+    COLUMNS,
+    FRIEND_TRAITS,
+    NAMES,
+    PRONOUNS,
+    SINGLES,
+    TRAITS,
+    Row,
+)
+from story_grammar import SHAPES, stories
+
+import jaxllm
+
+SEED = 1_000_003  # of the stories that are continued: no model was trained on them
+PRONOUN_OF = {name: pronoun for pronoun, names in NAMES.items() for name in names}
+# What a placeholder of a character can be: a name, or a form of the pronoun.
+FORMS = dict(zip(("he", "him", "his", "himself"), zip(*PRONOUNS.values(), strict=True), strict=True))
+ROLES: dict[str, Row] = {
+    "hero": tuple(PRONOUN_OF),
+    "pal": tuple(PRONOUN_OF),
+    **{f"{who}{form}": words for who in ("", "p") for form, words in FORMS.items()},
+}
+KINDS = (*ANIMALS, *CHILD.values())
+WORDS: dict[str, Sequence[str]] = {
+    "kind": KINDS,
+    "pkind": KINDS,
+    "trait": TRAITS,
+    "ptrait": FRIEND_TRAITS,
+    "hands": ("hands", "paws"),
+    "phands": ("hands", "paws"),
+    **SINGLES,
+    **{
+        name: tuple(dict.fromkeys(row[column] for row in rows))
+        for names, rows in COLUMNS.items()
+        for column, name in enumerate(names)
+    },
+}
+_PARTS = re.compile(r"(\[[^\[\]]*\]|{\w+}|[Aa]\(n\) )")
+_SENTENCE_END = re.compile(r'[.!?]"?(?: |$)')
+
+
+class Judged(NamedTuple):
+    """slips: what is wrong, in words; none in a story that keeps its characters. beats: sentences
+    of the grammar that were found, others: sentences that are none."""
+
+    slips: tuple[str, ...]
+    beats: int
+    others: int
+
+
+class Pattern(NamedTuple):
+    """A beat as an expression; roles: the placeholder that each of its groups stands for."""
+
+    expression: re.Pattern[str]
+    roles: tuple[str, ...]
+
+
+def _expression(text: str, roles: list[str]) -> str:
+    """The expression of all that a sentence with placeholders can become."""
+    pieces = []
+    for part in _PARTS.split(text):
+        if part.startswith("["):
+            options = [_expression(option, roles) for option in part[1:-1].split("|")]
+            pieces.append(f"(?:{'|'.join(options)})")
+        elif part.startswith("{"):
+            name = part[1].lower() + part[2:-1]
+            if name in ROLES:
+                roles.append(name)
+                pieces.append(rf"\b({'|'.join(ROLES[name])})\b")
+            else:
+                cells = [_expression(cell, roles) for cell in WORDS[name]]
+                pieces.append(f"(?:{'|'.join(cells)})")
+        else:
+            pieces.append("an? " if part.lower() == "a(n) " else re.escape(part))
+    return "".join(pieces)
+
+
+@cache
+def patterns() -> tuple[Pattern, ...]:
+    """Every beat of every shape."""
+    beats = {beat for shape in SHAPES for paragraph in shape for of in paragraph for beat in of}
+    found = []
+    for beat in sorted(beats - {""}):
+        roles: list[str] = []
+        expression = _expression(beat, roles) + r"(?= |$)"
+        found.append(Pattern(re.compile(expression, re.IGNORECASE), tuple(roles)))
+    return tuple(found)
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word that the grammar can write."""
+    texts = [beat for shape in SHAPES for paragraph in shape for of in paragraph for beat in of]
+    texts += [word for words in (*ROLES.values(), *WORDS.values()) for word in words]
+    plain = " ".join(re.sub(r"{\w+}|[Aa]\(n\)|[\[\]|]", " ", text) for text in texts)
+    return frozenset(word.lower() for word in re.findall(r"[A-Za-z]+", plain)) | {"an", "a"}
+
+
+def _bound(hero: str, friend: str | None) -> dict[str, str]:
+    """What every role is in a story of these two."""
+    forms = {PRONOUN_OF[hero]: "", "he" if PRONOUN_OF[hero] == "she" else "she": "p"}
+    found = {
+        f"{who}{form}": word
+        for pronoun, who in forms.items()
+        for form, word in zip(FORMS, PRONOUNS[pronoun], strict=True)
+    }
+    return found | {"hero": hero.lower()} | ({"pal": friend.lower()} if friend else {})
+
+
+def _told_rightly(found: list[tuple[str, str]], bound: dict[str, str]) -> bool:
+    """Whether the roles of a beat are filled by the cast, or by the cast with changed places."""
+    if all(bound.get(role, word) == word for role, word in found):
+        return True
+    places = {role: role[1:] if role[0] == "p" else f"p{role}" for role in bound}
+    places |= {"hero": "pal", "pal": "hero"}
+    named = any(role in ("hero", "pal") for role, _ in found)
+    return named and all(bound.get(places[role], word) == word for role, word in found)
+
+
+def judge(story: str) -> Judged:
+    """Judges a whole story, paragraphs with a blank line between them."""
+    named = list(dict.fromkeys(re.findall(rf"\b({'|'.join(PRONOUN_OF)})\b", story)))
+    if not named:
+        return Judged(("nobody is named",), 0, 0)
+    hero, friend = named[0], named[1] if len(named) > 1 else None
+    slips = [f"{name} is a third name" for name in named[2:]]
+    if friend and PRONOUN_OF[friend] == PRONOUN_OF[hero]:
+        slips.append(f"{friend} is {PRONOUN_OF[friend]} as {hero} is")
+    kinds = list(dict.fromkeys(re.findall(rf"\b({'|'.join(KINDS)})\b", story)))
+    slips += [f"a {kind} is a third kind" for kind in kinds[2:]]
+    words = re.findall(r"\b[A-Z][A-Za-z]*", story)
+    slips += [f"{word} is nobody" for word in words if word.lower() not in vocabulary()]
+    bound, beats, others = _bound(hero, friend), 0, 0
+    for paragraph in story.split("\n\n"):
+        start = 0
+        while start < len(paragraph):
+            told = [
+                (match.end(), _told_rightly(found, bound))
+                for pattern in patterns()
+                if (match := pattern.expression.match(paragraph, start))
+                for found in [
+                    [
+                        (role, word.lower())
+                        for role, word in zip(pattern.roles, match.groups(), strict=True)
+                        if word
+                    ]
+                ]
+            ]
+            if told:
+                end, right = max(told, key=lambda each: (each[1], each[0]))
+                beats += 1
+                if not right:
+                    slips.append(f"not of {hero} and {friend}: {paragraph[start:end]}")
+            else:
+                match = _SENTENCE_END.search(paragraph, start)
+                end = match.end() - 1 if match and match.end() < len(paragraph) else len(paragraph)
+                others += 1
+            start = end + 1
+    return Judged(tuple(slips), beats, others)
+
+
+def openings(count: int, seed: int = SEED) -> list[str]:
+    """The first sentence of stories that nobody was trained on: it names the hero."""
+    return [re.split(r"(?<=[.]) ", story)[0] for story in stories(count, seed)]
+
+
+def continued(lm: jaxllm.LM, prompts: list[str], batch: int, **options: float) -> list[str | None]:
+    """Each prompt with the model's continuation; None where it does not end in the context."""
+    told: list[str | None] = []
+    for start in range(0, len(prompts), batch):
+        some = prompts[start : start + batch]
+        for prompt, done in zip(some, lm.generate(some, max_new_tokens=400, **options), strict=True):
+            told.append(prompt + done.text if done.finish_reason == "stop" else None)
+    return told
+
+
+def rate(told: Sequence[str | None]) -> tuple[float, list[Judged]]:
+    """The share of stories without a slip, and what was found in each."""
+    judged = [judge(story) if story else Judged(("it does not end",), 0, 0) for story in told]
+    return sum(not each.slips for each in judged) / len(judged), judged
+
+
+def main() -> None:
+    """The command line: a line for each model and each way of sampling."""
+    parser = argparse.ArgumentParser(
+        description="Count the stories in which a model keeps names and pronouns.",
+        epilog="example: python scripts/story_consistency.py jaxllm/demo/llama --count 256",
+    )
+    parser.add_argument("models", nargs="+", help="directories")
+    parser.add_argument("--count", type=int, default=256, help="stories (default 256)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of sampling (default 0.8)")
+    parser.add_argument("--show", type=int, default=0, help="print so many stories with slips")
+    options = parser.parse_args()
+    prompts = openings(options.count)
+    for model in options.models:
+        lm = jaxllm.load(model)
+        for temperature in (0.0, options.temperature):
+            drawn = {"temperature": temperature, "seed": 0} if temperature else {}
+            told = continued(lm, prompts, 64, **drawn)
+            kept, judged = rate(told)
+            beats, others = (sum(getattr(j, n) for j in judged) for n in ("beats", "others"))
+            how = f"temperature {temperature}" if temperature else "greedy"
+            print(
+                f"{model}, {how}: {100 * kept:.1f}% of {len(told)} stories keep names and pronouns"
+                f" ({100 * beats / max(1, beats + others):.1f}% of sentences are beats)"
+            )
+            slipped = [(t, j) for t, j in zip(told, judged, strict=True) if j.slips]
+            for story, each in slipped[: options.show]:
+                print(f"\n{story}\n  SLIPS: {'; '.join(each.slips)}\n")
+
+
+if __name__ == "__main__":
+    main()
