@@ -218,12 +218,14 @@ def run(
     attention_mass: Asked = False,
     embeddings_BTD: jax.Array | None = None,
     memory: tuple[Any, ...] = (),
+    document_BT: jax.Array | None = None,
 ) -> tuple[Trace, Delta, jax.Array | None]:
     """The model on checked input: what every step, compiled or not, is made of.
 
     memory: the cache's; only models that have one are given one.
     length_B: the length of the whole text, where these tokens are one chunk of it. column_B: the
-    column of each row whose logits are wanted. The third thing returned is the attention mass.
+    column of each row whose logits are wanted. document_BT: which of several documents each token
+    is of; those of one do not see another's. The third thing returned is the attention mass.
     """
     if segments and not memory and any(map(model.config.memory, range(len(segments[0].k)))):
         raise ConfigError("this model's layers keep a memory, which this way of running lacks")
@@ -231,6 +233,8 @@ def run(
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
     given: dict[str, Any] = {"memory": memory} if memory else {}
+    if document_BT is not None:
+        given["document_BT"] = document_BT
     trace = model.apply(
         {"params": params},
         token_BT,

@@ -109,13 +109,14 @@ STOREYS = """
     models inputs
     steps
     decode repair checkpoint text
-    convert fixed embed evaluate options prompts
+    convert fixed embed evaluate options prompts adapters
     settings forms
     complete
     serving
     api
     bench harness batchfile verifying pruned
     compress
+    train
     cli
     __main__
 """

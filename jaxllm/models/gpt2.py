@@ -26,6 +26,7 @@ from jaxllm.models.layers import (
     Trace,
     attend,
     pick,
+    run_block,
     unembed,
 )
 from jaxllm.weights.precision import Precision
@@ -63,10 +64,14 @@ class GPT2Config(ModelConfig):
 
 
 class GPT2(nn.Module):
-    """The model: tables of tokens and of positions, blocks, a norm, and logits."""
+    """The model: tables of tokens and of positions, blocks, a norm, and logits.
+
+    remat: see `layers.run_block`.
+    """
 
     config: GPT2Config
     precision: Precision
+    remat: bool = False
 
     @nn.compact
     def __call__(
@@ -80,6 +85,7 @@ class GPT2(nn.Module):
         *,
         embeddings_BTD: jax.Array | None = None,
         mask_BTS: jax.Array | None = None,
+        document_BT: jax.Array | None = None,
     ) -> Trace:
         """As `Llama.__call__`; `length_B` is not read. Positions past the table give NaN.
 
@@ -92,10 +98,10 @@ class GPT2(nn.Module):
         )
         x = x if embeddings_BTD is None else embeddings_BTD
         x = x.astype(p.activations) + places.astype(p.activations)
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass)
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass, document_BT=document_BT)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
-            layers.append(Block(c, p, i, name=f"h.{i}")(x, scope))
+            layers.append(run_block(Block(c, p, i, name=f"h.{i}"), x, scope, self.remat))
             x = layers[-1].x
         norm = LayerNorm(c.norm_eps, name="ln_f")(x)
         logits = unembed(c, p, table, pick(norm, column_B))

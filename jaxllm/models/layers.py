@@ -17,7 +17,7 @@ from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
-from jaxllm.ops.masked import attend_masked, attention_weights
+from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
 
@@ -30,8 +30,10 @@ class Scope(NamedTuple):
 
     position_BT: int32, of the new tokens, -1 for padding. segments: of the cache, oldest first.
     mask_BTS: what each query sees of all slots and then the new tokens, as `attend_masked` takes
-    it, in place of what positions and windows say. mass: what to say of the weights; nothing under
-    a mask. angles: what queries and keys are turned by; None where they are not.
+    it, in place of what positions and windows say. document_BT: int32, which document each new
+    token is of: it sees new tokens of its own alone, and all of the cache. mass: what to say of the
+    weights; nothing under a mask or with documents. angles: what queries and keys are turned by;
+    None where they are not.
     """
 
     position_BT: jax.Array
@@ -39,6 +41,7 @@ class Scope(NamedTuple):
     mask_BTS: jax.Array | None = None
     mass: Mass = False
     angles: Angles | None = None
+    document_BT: jax.Array | None = None
 
 
 class Attended(NamedTuple):
@@ -139,8 +142,11 @@ def attend(
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
-    if scope.mask_BTS is not None:
-        out, mass = attend_masked(q, parts, scope.mask_BTS, scale=scale), None
+    mask_BTS = scope.mask_BTS
+    if scope.document_BT is not None:
+        mask_BTS = within_documents(scope.position_BT, parts, scope.document_BT, window=window)
+    if mask_BTS is not None:
+        out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
     else:
         at, summed = scope.position_BT, scope.mass is True
         out, mass = ops.attend(q, at, parts, scale=scale, window=window, mass=summed)
@@ -148,6 +154,18 @@ def attend(
             mass = attention_weights(q, at, parts, scale=scale, window=window)
     x = project_out(out.reshape(*out.shape[:2], -1))
     return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
+
+
+def run_block(block: nn.Module, x: jax.Array, scope: Scope, remat: bool) -> Layer:
+    """One layer of a text. remat: what it computes is computed again where its gradient needs it,
+    and not kept until then.
+    """
+    if not remat:
+        layer: Layer = block(x, scope)
+        return layer
+    again = nn.remat(lambda module, x: module(x, scope), prevent_cse=True)
+    layer = again(block, x)
+    return layer
 
 
 def angles_of(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles | None:

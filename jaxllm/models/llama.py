@@ -24,6 +24,7 @@ from jaxllm.models.layers import (
     attend,
     pick,
     project,
+    run_block,
     unembed,
 )
 from jaxllm.weights.precision import Precision
@@ -63,10 +64,14 @@ class LlamaConfig(ModelConfig):
 
 
 class Llama(nn.Module):
-    """The model: a table of tokens, blocks, a norm, and logits."""
+    """The model: a table of tokens, blocks, a norm, and logits.
+
+    remat: see `layers.run_block`.
+    """
 
     config: LlamaConfig
     precision: Precision
+    remat: bool = False
 
     @nn.compact
     def __call__(
@@ -81,6 +86,7 @@ class Llama(nn.Module):
         embeddings_BTD: jax.Array | None = None,
         angles: Angles | None = None,
         mask_BTS: jax.Array | None = None,
+        document_BT: jax.Array | None = None,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -96,10 +102,10 @@ class Llama(nn.Module):
         x, table = Embedding(c.vocab_size, c.hidden_size, name="embed_tokens")(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         angles = angles or angles_of(c, position_BT, length_B)
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles)
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles, document_BT)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
-            layers.append(self.block(i)(x, scope))
+            layers.append(run_block(self.block(i), x, scope, self.remat))
             x = layers[-1].x
         norm = RMSNorm(c.norm_eps, name="norm")(x)
         logits = unembed(c, p, table, pick(norm, column_B))

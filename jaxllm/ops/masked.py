@@ -35,6 +35,28 @@ def attention_weights(
     return weight_BKGTS.reshape(B, N, T, -1)
 
 
+def within_documents(
+    position_BT: jax.Array,
+    parts: Sequence[Part],
+    document_BT: jax.Array,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """The mask `[B, T, S]` of `ops.attend` over the slots of all parts, where the last part, the T
+    new tokens themselves, is several documents: a token sees there only those of its own.
+
+    document_BT: int32, which one; positions count from 0, or from where the cache ends, in each.
+    """
+    before = [
+        jnp.broadcast_to(p.position_BS, (position_BT.shape[0], p.position_BS.shape[1]))
+        for p in parts[:-1]
+    ]
+    seen = [visible(position_BT, slots, window=window) for slots in before]
+    own = document_BT[:, :, None] == document_BT[:, None, :]
+    new = visible(position_BT, parts[-1].position_BS, window=window) & own
+    return jnp.concatenate([*seen, new], axis=-1)
+
+
 def attend_masked(
     q_BTNH: jax.Array, parts: Sequence[Part], mask_BTS: jax.Array, *, scale: float
 ) -> jax.Array:

@@ -47,9 +47,14 @@ def map_leaves(function: Callable[[str, Any], Any], params: Mapping[str, Any]) -
     return visit(params, "")
 
 
-def named_arrays(tree: Any, prefix: str = "") -> tuple[list[tuple[str, jax.Array]], Any]:
-    """The arrays of any pytree by dotted path, in order, and the tree they hang on."""
-    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+def named_arrays(
+    tree: Any, prefix: str = "", is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[str, Any]], Any]:
+    """The arrays of any pytree by dotted path, in order, and the tree they hang on.
+
+    is_leaf: what counts as an array, too.
+    """
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     named = [(".".join([prefix, *map(_word, path)]).strip("."), leaf) for path, leaf in found]
     return named, structure
 

@@ -25,6 +25,7 @@ class Factored(Leaf, struct.PyTreeNode):
     """
 
     composed = True
+    trained = ("left", "right")
 
     left: Any
     right: Any

@@ -5,7 +5,7 @@ matrix; `jax.vmap` takes a stack apart.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,13 @@ class Leaf:
 
     rounds_inputs: whether `Precision.int8_inputs` applies to products with it. has_kernels: whether
     the native kernels know it (`matrix`); elsewhere `product` does it all. composed: whether it is
-    made of other weights, and a product with it of products with them (`through`).
+    made of other weights, and a product with it of products with them (`through`). trained: its
+    fields that training can change; what they hold of integers stays.
     """
 
     rounds_inputs = False
     composed = False
+    trained: ClassVar[tuple[str, ...]] = ()
 
     @property
     def has_kernels(self) -> bool:
@@ -79,6 +81,10 @@ class Leaf:
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         """Where it is composed, `x @ weight.T`, float32 `[R, O]`, by `linear` of its parts."""
         raise NotImplementedError
+
+    def training(self, key: jax.Array, step: jax.Array) -> "Leaf":
+        """Itself as step `step` of training multiplies with it; key: for what it draws."""
+        return self
 
     def fits_gpu(self, x_RI: jax.Array) -> bool:
         """Whether `gpu_product` takes these inputs."""

@@ -1,0 +1,200 @@
+"""Examples in batches of rows: shuffled by a seed, and resumable to the row without a cursor.
+
+Which pieces share a row is decided once; each epoch has the rows in another order.
+"""
+
+import dataclasses
+import hashlib
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CapacityError, ConfigError, TokenError
+from jaxllm.train.data.examples import Examples
+from jaxllm.train.data.packing import best_fit
+from jaxllm.train.data.rows import IGNORED, Rows, blank
+from jaxllm.whole import check_ids, whole
+
+
+class _Pieces(NamedTuple):
+    """Parts of examples that fit a row: tokens from start to end of `Examples.token_N`.
+
+    head_P: the token that stands in place of the first one, -1 for none. short, gone: how many
+    examples lost some of their tokens, and how many all.
+    """
+
+    start_P: np.ndarray
+    end_P: np.ndarray
+    head_P: np.ndarray
+    short: int
+    gone: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataset:
+    """`Data` of examples, in rows of `width` columns and batches of `batch` rows.
+
+    A piece of L tokens takes L - 1 columns: its last token is only a label. pack: whether several
+    pieces share a row where they fit; they do not see each other. seed: of the packing and of the
+    order of the rows, another one in each epoch. The last batch of an epoch is filled up with rows
+    of padding.
+
+    Raises ConfigError for numbers below one, TokenError where nothing is to be learned.
+    """
+
+    examples: Examples
+    width: int
+    batch_size: int = 1
+    seed: int = 0
+    pack: bool = True
+
+    def __post_init__(self) -> None:
+        whole("the width of a row", self.width, 1, None, ConfigError)
+        whole("the rows of a batch", self.batch_size, 1, None, ConfigError)
+        whole("seed", self.seed, 0, None, ConfigError)
+        if not len(self._pieces.start_P):
+            learned = "every token is only read, none is learned"
+            if self.examples.counts_N is None or self.examples.counts_N.any():
+                learned = f"in rows of {self.width} columns no example has a token left to learn"
+            raise TokenError(
+                f"there is nothing to train on in {len(self.examples)} examples: {learned}"
+            )
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self.batch_size)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Labels that count in an epoch."""
+        counts_N, (start_P, end_P, *_) = self.examples.counts_N, self._pieces
+        if counts_N is None:
+            return int((end_P - start_P - 1).sum())
+        return sum(int(counts_N[s + 1 : e].sum()) for s, e in zip(start_P, end_P, strict=True))
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for the same batches, wherever the examples came from."""
+        examples = self.examples
+        settings = (self.width, self.batch_size, self.seed, self.pack, examples.long, examples.bos)
+        sha = hashlib.sha256(repr(settings).encode())
+        for array in (examples.token_N, examples.counts_N, examples.begin_E):
+            if array is not None:
+                sha.update(array.data)
+        return sha.hexdigest()[:16]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a report says: examples, rows, tokens, how full rows are, what was cut."""
+        columns = int((self._pieces.end_P - self._pieces.start_P - 1).sum())
+        return {
+            **self.examples.source,
+            "examples": len(self.examples),
+            "rows": len(self._rows),
+            "width": self.width,
+            "tokens": self.tokens,
+            "filled": columns / (len(self._rows) * self.width),
+            "cut": self._pieces.short,
+            "dropped": self._pieces.gone,
+            "digest": self.digest,
+        }
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise CapacityError for rows longer than the context, TokenError for ids outside the
+        vocabulary.
+        """
+        if self.width > config.context_length:
+            raise CapacityError(
+                f"training rows have {self.width} columns, the model's context has"
+                f" {config.context_length}: ask for narrower rows"
+            )
+        check_ids(self.examples.token_N, config.vocab_size, "training data: ")
+
+    def batch(self, number: int) -> Rows:
+        """Batch `number` from 0 of an endless sequence of epochs; always the same one."""
+        epoch, within = divmod(whole("batch", number, 0, None, ConfigError), len(self))
+        order_R = _order(len(self._rows), self.seed, epoch)
+        rows = blank(self.batch_size, self.width)
+        chosen = order_R[within * self.batch_size : (within + 1) * self.batch_size]
+        for row, at in enumerate(chosen):
+            column = 0
+            for document, piece in enumerate(self._rows[at]):
+                column = self._write(rows, row, column, document, piece)
+        return rows
+
+    def _write(self, rows: Rows, row: int, column: int, document: int, piece: int) -> int:
+        """Put a piece into a row from a column on; the column after it."""
+        start, end = self._pieces.start_P[piece], self._pieces.end_P[piece]
+        token_L, counts_N = self.examples.token_N[start:end], self.examples.counts_N
+        here = (row, slice(column, column + len(token_L) - 1))
+        rows.token_BT[here] = token_L[:-1]
+        if self._pieces.head_P[piece] >= 0:
+            rows.token_BT[row, column] = self._pieces.head_P[piece]
+        labels = token_L[1:]
+        if counts_N is not None:
+            labels = np.where(counts_N[start + 1 : end], labels, IGNORED)
+        rows.label_BT[here] = labels
+        rows.position_BT[here] = np.arange(len(labels), dtype=np.int32)
+        rows.document_BT[here] = document
+        return column + len(labels)
+
+    @cached_property
+    def _pieces(self) -> _Pieces:
+        return _cut(self.examples, self.width)
+
+    @cached_property
+    def _rows(self) -> list[np.ndarray]:
+        length_P = self._pieces.end_P - self._pieces.start_P - 1
+        if self.pack:
+            return best_fit(length_P, self.width, self.seed)
+        return list(np.arange(len(length_P))[:, None])
+
+
+@lru_cache(maxsize=8)
+def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+def _cut(examples: Examples, width: int) -> _Pieces:
+    """Pieces of at most `width` + 1 tokens, each with something to learn."""
+    found: list[tuple[int, int, int]] = []
+    short = gone = 0
+    counts_N, begin = examples.counts_N, examples.begin_E.tolist()
+    for start, end in pairwise(begin):
+        pieces = [(start, end, -1)]
+        if end - start > width + 1:
+            pieces = _SHORTENED[examples.long](examples, start, end, width)
+            short += examples.long != "split"
+        kept = [p for p in pieces if p[1] - p[0] > 1]
+        if counts_N is not None:
+            kept = [p for p in kept if counts_N[p[0] + 1 : p[1]].any()]
+        gone += not kept
+        found += kept
+    table = np.array(found, np.int64).reshape(-1, 3)
+    return _Pieces(table[:, 0], table[:, 1], table[:, 2], short, gone)
+
+
+def _split(examples: Examples, start: int, end: int, width: int) -> list[tuple[int, int, int]]:
+    """The last token of a piece, which is only a label there, is the first of the next one."""
+    return [(at, min(at + width + 1, end), -1) for at in range(start, end - 1, width)]
+
+
+def _left(examples: Examples, start: int, end: int, width: int) -> list[tuple[int, int, int]]:
+    counts_L = examples[_number(examples, start)].counts_T
+    learned = int(np.argmax(counts_L[1:])) + 1 if counts_L[1:].any() else 1
+    begin = min(end - width - 1, start + learned - 1)
+    head = -1 if examples.bos is None or begin == start else examples.bos
+    return [(begin, min(begin + width + 1, end), head)]
+
+
+def _right(examples: Examples, start: int, end: int, width: int) -> list[tuple[int, int, int]]:
+    return [(start, start + width + 1, -1)]
+
+
+def _number(examples: Examples, start: int) -> int:
+    return int(np.searchsorted(examples.begin_E, start, side="right")) - 1
+
+
+_SHORTENED = {"split": _split, "left": _left, "right": _right}

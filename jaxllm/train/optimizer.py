@@ -1,0 +1,96 @@
+"""Optimisers as a value: which of optax's methods, its rate over the steps, what decays."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import ConfigError
+from jaxllm.train.trained import Trained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) with a rate that warms up and goes down.
+
+    steps: of the whole run. rate: the peak. warmup: the share of the steps in which the rate rises
+    to it in a line. schedule: what it does then: "cosine" or "linear" down to `floor` times the
+    peak, or "constant". clip: the largest norm of all gradients together, None for any. decay: of
+    matrices and tables; norms, biases and other vectors do not decay.
+
+    Raises ConfigError for what is no such number.
+    """
+
+    steps: int
+    rate: float = 1e-4
+    warmup: float = 0.05
+    schedule: str = "cosine"
+    floor: float = 0.1
+    clip: float | None = 1.0
+    decay: float = 0.01
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        shares = {"warmup": self.warmup, "floor": self.floor}
+        complaints = [
+            f"{name} must be from 0 to 1, got {value}"
+            for name, value in shares.items()
+            if not 0 <= value <= 1
+        ]
+        if self.steps < 1:
+            complaints.append(f"steps must be at least 1, got {self.steps}")
+        if not 0 < self.rate < float("inf"):
+            complaints.append(f"rate must be above 0, got {self.rate}")
+        if self.clip is not None and not self.clip > 0:
+            complaints.append(f"clip must be above 0, got {self.clip}")
+        if not 0 <= self.decay < float("inf"):
+            complaints.append(f"decay must be at least 0, got {self.decay}")
+        if self.schedule not in SCHEDULES:
+            complaints.append(
+                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r:.40}"
+            )
+        if complaints:
+            raise ConfigError("; ".join(complaints))
+
+    def rate_at(self, step: jax.Array) -> jax.Array:
+        """The rate of step `step`, of which the first is 0."""
+        step, warm = jnp.asarray(step, jnp.float32), round(self.warmup * self.steps)
+        done = (step - warm) / max(1, self.steps - warm)
+        share = self.floor + (1 - self.floor) * SCHEDULES[self.schedule](jnp.clip(done, 0, 1))
+        rising = (step + 1) / (warm + 1)
+        return self.rate * jnp.where(step < warm, rising, share)
+
+    def made(self) -> Any:
+        """optax's transformation. Raises ConfigError where optax is not installed."""
+        optax = check_optax()
+        clip = [] if self.clip is None else [optax.clip_by_global_norm(self.clip)]
+        adamw = optax.adamw(
+            self.rate_at, self.b1, self.b2, self.eps, weight_decay=self.decay, mask=decays
+        )
+        return optax.chain(*clip, adamw)
+
+
+def decays(trained: Trained) -> dict[str, bool]:
+    """What weight decay applies to: matrices and tables alone."""
+    return {path: x.ndim >= 2 for path, x in trained.items()}
+
+
+def check_optax() -> Any:
+    """optax. Raises ConfigError where it is not installed."""
+    try:
+        import optax
+    except ImportError:
+        raise ConfigError("training needs optax: pip install 'jaxllm[train]'") from None
+    return optax
+
+
+# What a rate does after it has warmed up: from 1 to 0 over the rest of the steps, from 0 to 1.
+SCHEDULES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "cosine": lambda done: 0.5 * (1 + jnp.cos(jnp.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: jnp.ones_like(done),
+}

@@ -1,0 +1,252 @@
+"""The compiled step against torch: losses, gradients, accumulation, AdamW."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxllm.errors import ConfigError
+from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.step import Setup, measure, start, train_step
+from jaxllm.train.trained import join, split, trainable
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision, cast
+from tests.twins import Twin, load_twin, random_model, save_random, tokens
+
+KEY = jax.random.key(0)
+RATE = 1e-3
+
+
+def padded(lengths: tuple[int, ...], width: int, seed: int = 0, prompt: int = 0) -> Rows:
+    """A text a row, its first `prompt` tokens only read."""
+    rows = np.full((4, len(lengths), width), 0, np.int32)
+    rows[1], rows[2], rows[3] = IGNORED, -1, -1
+    for row, length in enumerate(lengths):
+        ids = tokens(1, length, seed + row)[0]
+        rows[0, row, :length] = ids
+        rows[1, row, : length - 1] = ids[1:]
+        rows[1, row, : max(prompt - 1, 0)] = IGNORED
+        rows[2, row, :length] = np.arange(length)
+        rows[3, row, :length] = 0
+    return Rows(*rows)
+
+
+def stacked(*batches: Rows) -> Rows:
+    """Batches to accumulate, `[A, B, T]`."""
+    rows: Rows = jax.tree.map(lambda *x: np.stack(x), *batches)
+    return rows
+
+
+BATCHES = (padded((9, 4), 9), padded((3, 7), 9, seed=5, prompt=2))
+BLANK = dataclasses.replace(BATCHES[0], label_BT=np.full((2, 9), IGNORED, np.int32))
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp(request.param)
+    layers = {"llama": "num_hidden_layers", "gpt2": "n_layer"}[request.param]
+    save_random(directory, request.param, **{layers: 1})
+    return load_twin(directory)
+
+
+def torch_loss(model: Any, batches: tuple[Rows, ...]) -> torch.Tensor:
+    """The mean over all labels of all batches."""
+    total, count = torch.zeros(()), 0
+    for rows in batches:
+        ids, labels = (
+            torch.tensor(np.asarray(x, np.int64)) for x in (rows.token_BT, rows.label_BT)
+        )
+        logits = model(ids).logits
+        total = total + torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        count += int((labels != IGNORED).sum())
+    return total / max(count, 1)
+
+
+def theirs(twin: Twin, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Tensors of torch under our names, [out, in]: GPT-2's linears are stored the other way."""
+    gpt2 = twin.config.model_type == "gpt2"
+    found = {}
+    for name, tensor in tensors.items():
+        path = name.removeprefix("model.").removeprefix("transformer.")
+        turned = gpt2 and tensor.ndim == 2 and not path.startswith(("wte", "wpe"))
+        found[path] = (tensor.T if turned else tensor).detach().numpy().copy()
+    return found
+
+
+def setup_of(model: Any, **options: Any) -> Setup:
+    optimizer = Optimizer(**{"steps": 10, "rate": RATE, "warmup": 0.0, **options})
+    return Setup(model, NextToken(), optimizer)
+
+
+def test_loss_and_gradient_equal_torchs(twin: Twin) -> None:
+    setup = setup_of(twin.model)
+    trained, rest = split(twin.params)
+
+    def loss(trained: Any) -> jax.Array:
+        found = [setup.objective(twin.model, join(trained, rest), None, b, KEY) for b in BATCHES]
+        return sum(f.total for f in found) / sum(f.weight for f in found)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(trained)
+    twin.torch_model.zero_grad()
+    expected = torch_loss(twin.torch_model, BATCHES)
+    expected.backward()
+    assert float(value) == pytest.approx(float(expected.detach()), rel=1e-5)
+    named = {name: p.grad for name, p in twin.torch_model.named_parameters()}
+    wanted = theirs(twin, named)
+    assert gradient.keys() == wanted.keys()
+    for path, array in gradient.items():
+        scale = float(np.abs(wanted[path]).max())
+        np.testing.assert_allclose(array, wanted[path], atol=2e-5 * scale, rtol=1e-4, err_msg=path)
+
+
+def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
+    setup = setup_of(twin.model, schedule="constant", decay=0.1, clip=0.5, eps=1e-6)
+    trained, rest = split(twin.params)
+    state = start(trained, setup)
+    before = {path: np.array(x) for path, x in trained.items()}
+    kept = {name: p.detach().clone() for name, p in twin.torch_model.named_parameters()}
+    matrices, vectors = [], []
+    for parameter in twin.torch_model.parameters():
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=RATE, eps=1e-6)
+    for _ in range(2):
+        state, metrics = train_step(state, rest, None, stacked(*BATCHES), KEY, setup=setup)
+        adamw.zero_grad()
+        loss = torch_loss(twin.torch_model, BATCHES)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.torch_model.parameters(), 0.5)
+        adamw.step()
+        assert float(metrics.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert float(metrics.norm) == pytest.approx(float(norm), rel=1e-4)
+    assert int(metrics.weight) == sum(int((b.label_BT != IGNORED).sum()) for b in BATCHES)
+    wanted = theirs(twin, dict(twin.torch_model.named_parameters()))
+    with torch.no_grad():
+        for name, parameter in twin.torch_model.named_parameters():
+            parameter.copy_(kept[name])
+    for path, array in state.trained.items():
+        moved = wanted[path] - before[path]
+        close = np.isclose(np.asarray(array) - before[path], moved, atol=RATE * 0.02, rtol=1e-3)
+        assert close.mean() > 0.999, path  # where a gradient is near eps, its sign is rounding
+
+
+def test_accumulated_batches_are_one_batch(twin: Twin) -> None:
+    setup = setup_of(twin.model)
+    trained, rest = split(twin.params)
+    joined = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES)
+    apart, whole = (
+        train_step(start(trained, setup), rest, None, rows, KEY, setup=setup)
+        for rows in (stacked(*BATCHES), stacked(joined))
+    )
+    assert float(apart[1].loss) == pytest.approx(float(whole[1].loss), rel=1e-6)
+    assert float(apart[1].norm) == pytest.approx(float(whole[1].norm), rel=1e-5)
+
+
+def test_where_nothing_counts_the_loss_is_zero_and_nothing_is_nan(twin: Twin) -> None:
+    setup = setup_of(twin.model, decay=0.0)
+    trained, rest = split(twin.params)
+    rows = stacked(BLANK, BLANK)
+    state, metrics = train_step(start(trained, setup), rest, None, rows, KEY, setup=setup)
+    assert float(metrics.loss) == float(metrics.norm) == float(metrics.weight) == 0
+    assert bool(metrics.finite)
+    assert all(np.array_equal(x, trained[path]) for path, x in state.trained.items())
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return random_model("llama", num_hidden_layers=1)
+
+
+def test_what_is_not_finite_changes_nothing(tiny: Any) -> None:
+    model, params = tiny
+    setup = setup_of(model)
+    trained, rest = split(params)
+    broken = {**trained, "norm.weight": trained["norm.weight"].at[3].set(jnp.inf)}
+    state, metrics = train_step(
+        start(broken, setup), rest, None, stacked(*BATCHES), KEY, setup=setup
+    )
+    assert not bool(metrics.finite)
+    assert int(state.step) == 0
+    assert all(np.array_equal(x, broken[path]) for path, x in state.trained.items())
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.optimizer))
+
+
+def test_masters_keep_what_bfloat16_forgets(tiny: Any) -> None:
+    model, params = tiny
+    precision = Precision.uniform("bfloat16")
+    half, model = cast(params, precision), model.clone(precision=precision)
+    setup = setup_of(model, rate=1e-6, schedule="constant", decay=0.0)
+    trained, rest = split(half)
+    state = start(trained, setup)
+    for _ in range(3):
+        state, _ = train_step(state, rest, None, stacked(*BATCHES), KEY, setup=setup)
+    moved = {path: np.asarray(x - trained[path]) for path, x in state.trained.items()}
+    assert all(x.dtype == np.float32 for x in moved.values())
+    path = "layers.0.mlp.up_proj.weight"
+    assert 2.5e-6 < np.abs(moved[path]).max() < 3.5e-6  # three steps of about one rate each
+    kept = dict(flatten(join(state.trained, rest)))[path]
+    assert kept.dtype == jnp.bfloat16
+    assert np.array_equal(kept, state.trained[path].astype(jnp.bfloat16))
+
+
+def test_only_what_rules_name_is_trained(tiny: Any) -> None:
+    model, params = tiny
+    setup = setup_of(model)
+    trained, rest = split(params, ((r"layers\.0\.mlp\.up_proj", False), (r"layers\.0\.mlp", True)))
+    assert set(trained) == {f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "down")}
+    state, _ = train_step(start(trained, setup), rest, None, stacked(*BATCHES), KEY, setup=setup)
+    after = dict(flatten(join(state.trained, rest)))
+    for path, array in flatten(params):
+        assert np.array_equal(after[path], array) == (path not in trained), path
+        assert path in trained or after[path] is array  # never copied
+
+
+def test_rules_that_name_nothing_are_refused(tiny: Any) -> None:
+    _, params = tiny
+    with pytest.raises(ConfigError, match=r"no parameter that can be trained .*'layer\.0'"):
+        split(params, ((r"layer.0", True),))
+    with pytest.raises(ConfigError, match="nothing to train"):
+        split(params, ((r".*", False),))
+    assert set(trainable(params)) == {path for path, _ in flatten(params)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate": 0.0}, "rate must be above 0"),
+        ({"warmup": 2.0}, "warmup must be from 0 to 1"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"schedule": "sine"}, "schedule must be one of cosine, linear, constant"),
+        ({"clip": 0.0, "decay": -1.0}, "clip must be above 0, got 0.0; decay must be at least 0"),
+    ],
+)
+def test_impossible_optimisers_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Optimizer(**{"steps": 10, **changes})
+
+
+def test_rates_warm_up_and_go_down() -> None:
+    cosine = Optimizer(steps=100, rate=1.0, warmup=0.1, floor=0.1)
+    rates = np.array([float(cosine.rate_at(jnp.int32(n))) for n in (0, 9, 10, 55, 100)])
+    np.testing.assert_allclose(rates, [1 / 11, 10 / 11, 1.0, 0.55, 0.1], rtol=1e-6)
+    linear = Optimizer(steps=100, rate=2.0, warmup=0.0, schedule="linear", floor=0.0)
+    np.testing.assert_allclose([linear.rate_at(jnp.int32(n)) for n in (0, 25)], [2.0, 1.5])
+
+
+def test_measuring_changes_nothing_and_equals_the_step(tiny: Any) -> None:
+    model, params = tiny
+    setup = setup_of(model)
+    trained, rest = split(params)
+    found = measure(trained, rest, None, BATCHES[0], KEY, setup=setup)
+    _, metrics = train_step(
+        start(trained, setup), rest, None, stacked(BATCHES[0]), KEY, setup=setup
+    )
+    assert float(found.total / found.weight) == pytest.approx(float(metrics.loss), rel=1e-6)
