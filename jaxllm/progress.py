@@ -37,12 +37,37 @@ def steps_bar(
         yield lambda: advance(1)
 
 
+@contextmanager
+def noted_bar(
+    description: str, total: int, show: bool | None = None, done: int = 0
+) -> Iterator[Callable[[int, str], None]]:
+    """A bar over `total` steps, `done` of them before; yields the function that is told how many
+    are done and what is to be said beside it.
+    """
+    if not _shown(show):
+        yield lambda *_: None
+        return
+    from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    columns = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+    with _progress(description, total, *columns, completed=done, note="") as (progress, task):
+        yield lambda done, note: progress.update(task, completed=done, note=note)
+
+
 def _shown(show: bool | None) -> bool:
     return sys.stderr.isatty() if show is None else show
 
 
 @contextmanager
 def _bar(description: str, total: int, *columns: Any) -> Iterator[Callable[[int], None]]:
+    with _progress(description, total, *columns) as (progress, task):
+        yield lambda n: progress.advance(task, n)
+
+
+@contextmanager
+def _progress(
+    description: str, total: int, *columns: Any, **fields: Any
+) -> Iterator[tuple[Any, Any]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -55,5 +80,4 @@ def _bar(description: str, total: int, *columns: Any) -> Iterator[Callable[[int]
         console=console,
         transient=console.is_terminal,
     ) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda n: progress.advance(task, n)
+        yield progress, progress.add_task(description, total=total, **fields)

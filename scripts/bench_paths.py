@@ -63,8 +63,9 @@ def measure(seconds: float) -> Iterator[Row]:
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxllm.compress.matrices.pruning import by_magnitude
+    from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
     from jaxllm.ops import native
-    from jaxllm.pruned import half_of
     from jaxllm.weights import linear
     from jaxllm.weights.formats import as_format, as_leaf
     from jaxllm.weights.leaves.leaf import Leaf
@@ -76,8 +77,9 @@ def measure(seconds: float) -> Iterator[Row]:
     for name, kinds in FORMATS.items():
         dtype = jnp.bfloat16 if name.startswith("bf") else jnp.float32
         drawn = [jnp.asarray(rng.normal(0, 0.02, s).astype(np.float32), dtype) for s in SHAPES]
-        if (sparse := parse_sparse(name)) is not None:
-            drawn = [half_of(array, sparse.pattern) for array in drawn]
+        if parse_sparse(name) is not None:
+            half = parse_sparsity("2:4" if name.endswith("2:4") else "50%")
+            drawn = [by_magnitude(array, half) for array in drawn]
         weights = [as_format(array, name) for array in drawn]
         kind = as_leaf(weights[0]).matrix().kind.name.lower()
         for inputs in kinds:

@@ -22,8 +22,8 @@ import numpy as np
 from jaxllm import bench
 from jaxllm.bench import Test
 from jaxllm.checkpoint import read_model_json
+from jaxllm.compress.apply import pruned
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.pruned import prune_for_timing
 from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.leaves.integers import Integer
@@ -175,7 +175,7 @@ def load_ours(directory: str, fmt: str) -> tuple[Measure, float]:
     options = {"quantize": quantize, "int8_inputs": bool(extra), "reuse_compiled": False}
     lm = load_model(directory, dtype, **options)
     if sparse:
-        lm = prune_for_timing(lm, name)
+        lm = pruned(lm, name)
     runs = cache(lambda test: bench.prepared(lm, test, 512))
     return lambda test: timed(runs(test)), bench.weight_bytes(lm)
 

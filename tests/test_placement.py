@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 import jaxllm
+from jaxllm.compress.layers.stream import Stage, each_layer
+from jaxllm.weights.paths import Params
 from tests.twins import save_random, tokens
 
 CODE = """
@@ -33,7 +35,20 @@ ids = np.load(sys.argv[2])
 logits, cache = jaxllm.prefill(lm.model, lm.params, cache, ids)
 logits, cache = jaxllm.decode_step(lm.model, lm.params, cache, np.array([7]))
 np.save(sys.argv[3], np.asarray(logits))
+
+from jaxllm.compress.layers.stream import each_layer
+seen = []
+
+def look(stage):
+    seen.append(stage.x_NTD)
+    return stage.params
+
+each_layer(lm.model, lm.params, ids, look, name="", show_progress=False)
+np.save(sys.argv[4], np.stack(seen))
 """
+
+
+FILES = ("m", "ids.npy", "out.npy", "seen.npy")
 
 
 def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
@@ -42,7 +57,7 @@ def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", ids)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *(str(tmp_path / n) for n in ("m", "ids.npy", "out.npy"))],
+        [sys.executable, "-c", CODE, *(str(tmp_path / n) for n in FILES)],
         env={**os.environ, "XLA_FLAGS": flags, "JAXLLM_NATIVE": "0"},
         capture_output=True, text=True,
     )  # fmt: skip
@@ -52,6 +67,15 @@ def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
     expected, _ = jaxllm.decode_step(lm.model, lm.params, cache, np.array([7]))
     found = np.load(tmp_path / "out.npy")
     np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(np.abs(expected).max())))
+
+    seen: list[np.ndarray] = []
+
+    def look(stage: Stage) -> Params:
+        seen.append(stage.x_NTD)
+        return stage.params
+
+    each_layer(lm.model, lm.params, ids, look, name="", show_progress=False)
+    np.testing.assert_allclose(np.load(tmp_path / "seen.npy"), np.stack(seen), atol=1e-4)
 
 
 def test_every_array_of_a_quantized_model_is_asked_for_by_name(tmp_path: Path) -> None:

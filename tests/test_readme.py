@@ -109,12 +109,12 @@ STOREYS = """
     models inputs
     steps
     decode repair checkpoint text
-    convert fixed embed evaluate options prompts adapters
-    settings forms
+    convert fixed embed evaluate options prompts
+    settings forms adapters
     complete
     serving
     api
-    bench harness batchfile verifying pruned
+    bench harness batchfile verifying
     compress
     train
     cli

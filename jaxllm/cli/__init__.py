@@ -1,9 +1,10 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
 generate, chat, batch (`generate --batch`), embed; convert, quantize, compress, export; info, bench;
-verify, vectors, perplexity, sensitivity. Shared: options (flags of generation), corpus (flags of
-texts), calibration (what a recipe sees), console (what is said, and errors), compiled (programs
-kept for the next process).
+verify, vectors, perplexity, sensitivity; train (a command for each kind of training). Shared:
+options (flags of generation), corpus (flags of texts), calibration (what a recipe sees), training
+(flags of every training), console (what is said, and errors), compiled (programs kept for the next
+process).
 """
 
 import sys
@@ -25,6 +26,7 @@ from jaxllm.cli import (
     perplexity,
     quantize,
     sensitivity,
+    train,
     vectors,
     verify,
 )
@@ -55,6 +57,7 @@ app = typer.Typer(
 )
 for name, (function, epilog) in COMMANDS.items():
     app.command(name, epilog=epilog)(function)
+app.add_typer(train.app, name="train")
 
 
 def _version(asked: bool) -> None:

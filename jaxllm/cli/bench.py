@@ -51,7 +51,6 @@ def bench(
         from jaxllm import bench as timing
         from jaxllm.ops import native
         from jaxllm.progress import steps_bar
-        from jaxllm.pruned import prune_for_timing
 
     start = time.perf_counter()
     lm = load_model(
@@ -65,7 +64,9 @@ def bench(
     )
     loaded = time.perf_counter() - start
     if sparse is not None:
-        lm = prune_for_timing(lm, sparse)
+        from jaxllm.compress.apply import pruned
+
+        lm = pruned(lm, sparse)
         note(f"pruned by magnitude to {sparse}, for this timing alone: nothing it says is any good")
     context = lm.config.context_length
     asked = timing.tests_of(lengths, decode, levels, rows_at_once)

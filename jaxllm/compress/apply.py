@@ -27,6 +27,7 @@ from jaxllm.compress.recipe import (
 )
 from jaxllm.compress.steps import STEPS
 from jaxllm.errors import ConfigError
+from jaxllm.weights.leaves import sparse
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision, exactly
 
@@ -77,6 +78,23 @@ def compress(
     for stage in stages(lm, recipe, calibration, own, show_progress=show_progress, say=say):
         subject = stage.subject or subject
     return compressed(lm, recipe, subject)
+
+
+def pruned(lm: LM, name: str) -> LM:
+    """The model in the sparse format `name`, without the smaller half of its layers' weights.
+
+    By magnitude alone: that is for timing, for weights that are sparse take as long to read
+    whichever of them are left; no way to a model that is any good. The tokens' table and the head
+    are in the format's numbers, not sparse. Raises ConfigError for a format that is not sparse, and
+    what the steps raise.
+    """
+    if (wanted := sparse.parse(name)) is None:
+        raise ConfigError(
+            f"weights are pruned to a sparse format, one of {', '.join(sparse.FORMATS)}, not"
+            f" {name!r:.40}"
+        )
+    half = "2:4" if wanted.pattern == sparse.TWO_OF_FOUR else "50%"
+    return compress(lm, [f"prune: magnitude {half}", f"quantize: rtn {name}"], again=True)
 
 
 def check(lm: LM, recipe: Recipe, *, calibrated: bool, again: bool) -> None:

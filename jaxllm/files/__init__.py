@@ -1,10 +1,11 @@
 """The border of files: whatever is read from a disk comes in here, what is written goes out.
 
-reading: regular files of bounded size, JSON of bounded depth and digits. schema: what its fields
-may be. writing: files and directories that appear when they are complete, and locks. patterns:
-regular expressions that a file may bring. memory: what the machine has.
+reading: regular files of bounded size, JSON of bounded depth and digits. lines: JSON line by line.
+schema: what its fields may be. writing: files and directories that appear when they are complete,
+and locks. patterns: regular expressions that a file may bring. memory: what the machine has.
 """
 
+from jaxllm.files.lines import json_lines
 from jaxllm.files.memory import check_memory, give_back, machine_memory
 from jaxllm.files.patterns import compile_pattern
 from jaxllm.files.reading import (
@@ -40,6 +41,7 @@ __all__ = [
     "give_back",
     "inside",
     "is_there",
+    "json_lines",
     "locked",
     "machine_memory",
     "open_regular",

@@ -2,6 +2,10 @@
 compiled program over it.
 
 trained: what is trained, apart from the rest. losses, objective: what is made small. optimizer:
-rates, clipping, decay. step: the compiled step. data: what a model is trained on, as rows of
-tokens. Inference never imports any of it.
+rates, clipping, decay. step: the compiled step. loop: steps, measurements, an end that loses
+nothing. keeping: the state on disk. constraints: what the trained must be after each step. jobs:
+what kinds of training there are. picture: the losses, drawn. data: what a model is trained on, as
+rows of tokens. distill: a student after a teacher.
+
+Inference never imports any of it.
 """

@@ -47,9 +47,9 @@ class Transformation(Protocol):
 
 
 class Constraint(Protocol):
-    """What the trained must be after each update: a frozen dataclass."""
+    """What the trained must be after each update, given what it was before: a frozen dataclass."""
 
-    def __call__(self, trained: Trained, step: jax.Array) -> Trained: ...
+    def __call__(self, before: Trained, after: Trained, step: jax.Array) -> Trained: ...
 
 
 class Setup(NamedTuple):
@@ -115,7 +115,7 @@ def train_step(
         updates, optimizer = method.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
     if setup.constraint is not None:
-        trained = setup.constraint(trained, state.step)
+        trained = setup.constraint(state.trained, trained, state.step)
     finite = jnp.isfinite(measured.total) & jnp.isfinite(norm)
     trained, optimizer = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.paths import Params, first_match, named_arrays
+from jaxllm.weights.paths import Params, first_match, flatten, named_arrays
 
 Trained = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]
@@ -37,27 +37,43 @@ def trainable(params: Mapping[str, Any]) -> Trained:
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def split(params: Params, rules: Rules = ALL) -> tuple[Trained, Params]:
+def split(params: Params, rules: Rules = ALL, like: Params | None = None) -> tuple[Trained, Params]:
     """What is trained, in float32 (the masters), and the rest, with a `Hole` for each of them.
 
     rules: rows `(regex, whether)` over the paths of `trainable`, as `weights.paths` has them; the
-    first that matches counts, what no row matches stays. Raises ConfigError where nothing is left
-    to train, or a row matches nothing.
+    first that matches counts, what no row matches stays. like: the same parameters in the formats
+    that the rest has and that the trained go back in, where these are others.
+
+    Raises ConfigError where nothing is left to train, a row matches nothing, or a weight is to be
+    trained of which nothing can be.
     """
     known = trainable(params)
+    _check_formats(params, known, rules)
     chosen = {path for path in known if first_match(rules, path)}
     for regex, _ in rules:
-        if not any(first_match([(regex, True)], path) for path in known):
+        if not any(first_match([(regex, True)], path) for path in (*known, *dict(flatten(params)))):
             raise ConfigError(
                 f"no parameter that can be trained has a path like {regex!r:.80}; there are"
                 f" {', '.join(list(known)[:3]) or 'none'}, ..."
             )
     if not chosen:
         raise ConfigError("there is nothing to train: the rules leave every parameter as it is")
-    named, structure = named_arrays(params)
-    trained = {path: x.astype(jnp.float32) for path, x in named if path in chosen}
+    trained = {path: known[path].astype(jnp.float32) for path in chosen}
+    named, structure = named_arrays(params if like is None else like)
     holed = [Hole(x.dtype.name) if path in chosen else x for path, x in named]
     return trained, jax.tree.unflatten(structure, holed)
+
+
+def _check_formats(params: Params, known: Trained, rules: Rules) -> None:
+    """Raise ConfigError, by name, for integers that the rules would train."""
+    for path, leaf in flatten(params):
+        if not isinstance(leaf, Leaf) or any(name.startswith(f"{path}.") for name in known):
+            continue
+        if first_match(rules, path):
+            raise ConfigError(
+                f"{path} is {leaf.format}, which cannot be trained: dequantize the model first,"
+                " train an adapter on it, or leave it out by a rule"
+            )
 
 
 def join(trained: Trained, rest: Params) -> Params:

@@ -8,6 +8,8 @@ int4-g64                       4 bits, the same; int4 alone means int4-g64
 int3-g64, int2-g64             3 and 2 bits, the same
 ...-zp                         with a zero point
 ...-f16                        float16 scales in place of float32
+nf4                            4 bits in the levels of QLoRA's NormalFloat, blocks of 64, their
+                               absmax in 8 bits (double quantization); nf4-f32: absmax in float32
 bfloat16-2:4                   no more than 2 of each 4 columns are not 0: 9 bits a weight
 bfloat16-bitmap                any are not 0: a bit for each and 16 for those
 float32-..., int8-...          2:4 and bitmap of other numbers; int8 with a scale a row
@@ -24,7 +26,7 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, factored, integers, ordered, packed, sparse, static
+from jaxllm.weights.leaves import arrays, factored, integers, nf4, ordered, packed, sparse, static
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
@@ -35,6 +37,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     packed.parse,
     integers.parse,
+    nf4.parse,
     sparse.parse,
 )
 # Likewise for leaves composed of others, whose format a row reads by the function that it is given.
@@ -56,8 +59,8 @@ def parse(name: Any) -> Format:
                 return found
     raise ConfigError(
         f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
-        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), bfloat16-2:4,"
-        f" bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
+        " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), nf4, nf4-f32,"
+        f" bfloat16-2:4, bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
     )
 
 

@@ -29,7 +29,7 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
     if isinstance(rules, str):
         parse(rules)
         rows = [POSITIONS]
-        if rules.startswith(("int4", "int3", "int2")):
+        if rules.startswith(("int4", "int3", "int2", "nf4")):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         if sparse.parse(rules) is not None:
             rows.append((_TOKENS_AND_HEAD, rules.partition("-")[0]))

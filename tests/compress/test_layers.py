@@ -20,7 +20,7 @@ from jaxllm.compress.recipe import Subject, Work, parse_line
 from jaxllm.compress.steps import STEPS
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.formats import as_format, dense, format_of
-from jaxllm.weights.leaves.integers import parse
+from jaxllm.weights.leaves.integers import QTensor, parse
 from jaxllm.weights.paths import flatten, map_leaves
 
 FAMILIES = ("llama", "gpt2")
@@ -147,19 +147,30 @@ def test_a_folded_scale_changes_nothing(lm: jaxllm.LM, dtype: str) -> None:
 
 
 def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
-    lm: jaxllm.LM, rows: Any
+    lm: jaxllm.LM, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, to = models.family(lm.config.model_type), parse("int3-g64-zp")
     assert to is not None
     site = family.sites[0]
     checked: list[int] = []
+    widened: list[int] = []
+    dense_of, last = QTensor.dense, family.sites[-1].linears[0]
+
+    def counted(leaf: QTensor, dtype: Any = None) -> jax.Array:
+        widened.append(leaf.bits)
+        return dense_of(leaf, dtype)
+
+    monkeypatch.setattr(QTensor, "dense", counted)
 
     def look(stage: Stage) -> Any:
         norm = at(stage.params, str(site.source))
         loud = norm["weight"].at[7].multiply(100.0)
         params = put(stage.params, str(site.source), **{**norm, "weight": loud})
+        params = put(params, last, weight=as_format(at(params, last)["weight"], "int8"))
         moments = stage.moments(params, site)
+        widened.clear()
         found = scaling.search(stage, params, site, moments, to)
+        assert widened.count(8) == 1  # once for all that is tried
         assert found.loss <= found.plain
         weight = at(params, site.linears[0])["weight"]
         scale_I = found.scale_I[None]

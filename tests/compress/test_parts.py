@@ -24,6 +24,14 @@ TEXT = from_tokens(tokens(6, 24))
 
 
 @pytest.fixture(scope="module")
+def factored() -> LM:
+    """With one matrix that is made of others."""
+    made = tiny("llama")
+    rules = [(r"layers\.0.*q_proj", "rank9/int8"), (".*", None)]
+    return dataclasses.replace(made, params=jaxllm.quantize(made.params, rules))
+
+
+@pytest.fixture(scope="module")
 def lm() -> LM:
     return tiny("llama")
 
@@ -115,6 +123,22 @@ def test_cut_parts_are_those_of_least_salience_and_influence(lm: LM, tmp_path: P
     again = jaxllm.load(tmp_path / "made")
     assert again.config == config and again.recipe == tuple(steps)
     same(again.params, made.params)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "prune: magnitude 50%",
+        "prune: magnitude 50% scope=model",
+        "prune: wanda 50%",
+        "factor: svd 4",
+        "factor: svdllm 4",
+        "factor: svd 60% ranks=spread",
+    ],
+)
+def test_what_is_composed_is_not_multiplied_out(factored: LM, line: str) -> None:
+    with pytest.raises(ConfigError, match=r"layers\.0.*q_proj.weight is rank9/int8: this"):
+        compress(factored, [line], calibration=TEXT)
 
 
 def test_lines_that_cannot_be_done_are_refused_before_any_work(lm: LM) -> None:

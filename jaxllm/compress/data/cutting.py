@@ -91,9 +91,7 @@ class Encoded(Pieces):
         try:
             text = bytes(self._content[start:end]).decode()
         except UnicodeDecodeError as error:
-            raise TokenError(
-                f"calibration: the text is not UTF-8 (byte {start + error.start})"
-            ) from None
+            raise TokenError(f"the text is not UTF-8 (byte {start + error.start})") from None
         ids = np.array(self._tokenizer.encode(text), np.int32)
         if self._known is not None:
             self._known[number] = ids

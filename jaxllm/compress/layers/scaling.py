@@ -81,14 +81,15 @@ def search(stage: Stage, params: Params, site: Site, moments: Moments, to: Integ
     the mean square over a part of the calibration text.
     """
     rows = max(1, TOKENS // stage.x_NTD.shape[1])
-    wanted = stage.entries(params, site.output, rows)
+    weights = {linear: dense(at(params, linear)["weight"]) for linear in site.linears}
+    layer = stage.dense(params)  # once, not for each ratio
+    wanted = stage.entries(layer, site.output, rows)
     best: Searched | None = None
     for step in range(RATIOS):
         scale_I = candidate(moments.mean_abs_I, step / RATIOS)
-        tried = params
-        for linear in site.linears:
-            weight = at(params, linear)["weight"]
-            tried = put(tried, linear, weight=_as_rounded(dense(weight), scale_I, to))
+        tried = layer
+        for linear, weight_OI in weights.items():
+            tried = put(tried, linear, weight=_as_rounded(weight_OI, scale_I, to))
         off = stage.entries(tried, site.output, rows) - wanted
         loss = float(np.mean(off.astype(np.float64) ** 2))
         if best is None or loss < best.loss:

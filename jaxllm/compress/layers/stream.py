@@ -59,14 +59,14 @@ class Stage:
 
     def fold(self, params: Params, function: Callable[..., Any], name: str, state: Any) -> Any:
         """`state = function(state, x)` for batches `[b, T, ...]` of the trace's entry `name`."""
-        run = partial(_folded, self.model, self._like, function, name, self._dense(params))
+        run = partial(_folded, self.model, self._like, function, name, self.dense(params))
         for x_BTD in self.batches():
             state = run(state, x_BTD)
         return state
 
     def entries(self, params: Params, name: str, rows: int | None = None) -> np.ndarray:
         """The trace's entry `name` of the first so many rows (None: all), float32 `[N, T, ...]`."""
-        run = partial(_entry, self.model, self._like, name, self._dense(params))
+        run = partial(_entry, self.model, self._like, name, self.dense(params))
         some = [np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)]
         return np.concatenate(some)
 
@@ -77,8 +77,11 @@ class Stage:
         for begin in range(0, len(x_NTD), size):
             yield jnp.asarray(x_NTD[begin : begin + size])
 
-    def _dense(self, params: Params) -> Params:
-        """What leaves stand for, so that one program runs a layer whatever has become of it."""
+    def dense(self, params: Params) -> Params:
+        """What leaves stand for, so that one program runs a layer whatever has become of it.
+
+        Arrays are as they are: of what is dense nothing is computed again.
+        """
         dtype = self.model.precision.activations
         return map_leaves(lambda _, x: x.dense(dtype) if isinstance(x, Leaf) else x, params)
 
@@ -137,8 +140,13 @@ def put(params: Params, path: str, **leaves: Any) -> Params:
 
 
 def _give_back(params: Params) -> None:
-    """A layer as it came is not looked at again: what lies in a file need not stay in memory."""
+    """A layer as it came is not looked at again: what lies in a file need not stay in memory.
+
+    What is not in one piece in this machine's memory, on a GPU or on several devices, stays.
+    """
     for array in jax.tree.leaves(params):
+        if [device.platform for device in array.devices()] != ["cpu"]:
+            continue
         begin = array.unsafe_buffer_pointer()
         give_back(begin, begin + array.nbytes)
 

@@ -2,9 +2,9 @@
 
 Functions of one matrix and of statistics of its inputs X `[tokens, I]`, in float64 on the host. A
 method decides in which measure the result is nearest: `plain` in that of the weights, `scaled` in
-that of the weights times the size of their inputs, `whitened` in that of the outputs themselves. On
-the demos each costs less than the one before, the last far less; int4 costs less than any of them,
-for fewer bytes.
+that of the weights times the size of their inputs, `whitened` in that of the outputs themselves.
+Of the models in BENCHMARKS.md the last costs every one the least, the others about as much as each
+other; int4 costs less than any of them, for fewer bytes.
 
 Each is a projection, `W_k = U_k U_k^T W`, on the principal directions U of `W M W^T`: M is 1, or
 the inputs' squared sizes, or their Gram matrix X^T X, and then U are those of the outputs. This is

@@ -62,11 +62,8 @@ def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarra
     """
     if sparsity.pattern is not None:
         n, m = sparsity.pattern
-        groups = score_OI.reshape(len(score_OI), -1, m)
-        order = np.argsort(groups, axis=-1, kind="stable")[..., : m - n]
-        found = np.zeros(groups.shape, bool)
-        np.put_along_axis(found, order, True, axis=-1)
-        return found.reshape(score_OI.shape)
+        groups = jnp.asarray(score_OI.reshape(-1, m))
+        return np.asarray(lowest_of(groups, m - n)).reshape(score_OI.shape)
     flat = score_OI if rows else score_OI.reshape(1, -1)
     count = int(flat.shape[1] * sparsity.fraction)
     found = np.zeros(flat.shape, bool)
@@ -78,10 +75,23 @@ def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarra
     return found.reshape(score_OI.shape)
 
 
-def lowest_of(score_MO: jax.Array, count: int) -> jax.Array:
-    """Which of each M scores `[M, O]` are the `count` lowest, as `lowest` has it; for `jit`."""
-    rank_MO = jnp.argsort(jnp.argsort(score_MO, axis=0, stable=True), axis=0, stable=True)
-    return rank_MO < count
+@jax.jit
+def lowest_of(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
+    """Which of each M scores are the `count` lowest, bool `[N, M]`: of equal ones the first.
+
+    Each is compared with one after the other, in a sort's place: M is small. NaN is highest.
+    """
+    score_NM = jnp.where(jnp.isnan(score_NM), jnp.inf, score_NM)
+    place_1M = jnp.arange(score_NM.shape[1])[None]
+
+    def count_lower(place: jax.Array, rank_NM: jax.Array) -> jax.Array:
+        other_N1 = jax.lax.dynamic_slice_in_dim(score_NM, place, 1, 1)
+        lower_NM = (other_N1 < score_NM) | ((other_N1 == score_NM) & (place < place_1M))
+        return rank_NM + lower_NM.astype(jnp.uint8)
+
+    begin_NM = jnp.zeros(score_NM.shape, jnp.uint8)
+    rank_NM = jax.lax.fori_loop(0, score_NM.shape[1], count_lower, begin_NM)
+    return rank_NM < jnp.asarray(count, jnp.uint8)
 
 
 def gradual(step: int, *, begin: int, end: int, first: float, last: float) -> float:

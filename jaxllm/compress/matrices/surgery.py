@@ -262,7 +262,7 @@ def _chosen(
         zero_MO = jax.lax.dynamic_slice_in_dim(gone_CO, i, m)
         u_M = jax.lax.dynamic_slice_in_dim(jnp.diagonal(u_CC), i, m)
         score_MO = jnp.where(zero_MO, 0.0, w_MO**2 / u_M[:, None] ** 2)
-        gone_MO = zero_MO | lowest_of(score_MO, m - n)
+        gone_MO = zero_MO | lowest_of(score_MO.T, m - n).T
         return jax.lax.dynamic_update_slice_in_dim(gone_CO, gone_MO, i, 0)
 
     return jax.lax.cond(i % m == 0, choose, lambda: gone_CO)

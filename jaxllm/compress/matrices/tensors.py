@@ -1,21 +1,9 @@
 """Tucker and CP decompositions of stacked matrices, such as one kind of all layers `[L, O, I]`.
 
 An experiment, and no format of weights: what it finds is multiplied out again before a model runs.
-Both share bases between layers, which pays where layers resemble each other.
-
-On demo:llama (six layers; each kind of linear a stack; what is missed as a share of the weights'
-norm, then mean KL divergence in nats), at 80% and at 50% of the numbers:
-
-    singular values, each matrix      0.41  2.98      0.60  6.32
-    Tucker, ranks by search           0.51  4.93      0.68  6.76
-    CP                                0.37  0.78      0.54  5.11
-    whitened (SVD-LLM), for its text    -   0.61        -   3.41
-    int4-g32, 16% of the bytes          -   0.006
-
-Tucker is worse than no sharing: these layers share no subspace. CP is better than singular values,
-for its 300 columns are more than the 128 inputs and its matrices keep their full rank; but each
-layer then multiplies with more numbers than it had, so it saves bytes and no time. For either,
-fewer bits are by far the better way to the same bytes.
+Both share bases between layers, which pays where layers resemble each other. CP's rank may be above
+the number of inputs, so that its matrices keep their full rank; but each layer then multiplies with
+more numbers than it had: that saves bytes and no time.
 
 Float64 on the host. Kolda and Bader 2009 (SIAM Review 51) is where the names come from.
 """

@@ -40,10 +40,7 @@ def static(subject: Subject, argument: str, options: StaticInputs, work: Work) -
 
     def change(stage: Stage) -> Params:
         params = stage.params
-        for site in stage.sites:
-            chosen = chosen_of(stage, site, options.on)
-            if not chosen:
-                continue
+        for site, chosen in chosen_of(stage, options.on):
             found = _grid(stage, params, site, options)
             for linear in chosen:
                 weight = at(params, linear)["weight"]

@@ -12,13 +12,13 @@ from jaxllm.compress.matrices import pruning
 from jaxllm.compress.matrices.clip import rounded
 from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
 from jaxllm.compress.matrices.surgery import factor, solve
-from jaxllm.compress.methods.walk import chosen_of, layer_by_layer
+from jaxllm.compress.methods.walk import chosen_of, layer_by_layer, single
 from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import Weight, dense, parse
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.ordered import Ordered
-from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
+from jaxllm.weights.paths import Params, first_match, map_leaves
 
 Linear = Callable[[str, Weight], Weight]  # of a matrix at a path, what it becomes
 
@@ -123,14 +123,13 @@ def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
 def magnitude(subject: Subject, argument: str, options: Magnitude, work: Work) -> Subject:
     """Set to zero the smallest weights: of each matrix, or of all of them."""
     sparsity = parse_sparsity(argument)
-    paths = set(matched(_shapes(subject.params), options.on, "prune: magnitude"))
+    leaves = single(subject.params, options.on, "prune: magnitude")
     bound: float | None = None
     if options.scope == "model":
-        leaves = _leaves(subject.params, paths)
         bound = pruning.bound_of(leaves.values(), sparsity.fraction)
 
     def change(path: str, leaf: Weight) -> Weight:
-        if path not in paths:
+        if path not in leaves:
             return leaf
         if bound is not None:
             return pruning.below(leaf, bound)
@@ -145,10 +144,7 @@ def awq(subject: Subject, argument: str, options: Awq, work: Work) -> Subject:
 
     def change(stage: Stage) -> Params:
         params = stage.params
-        for site in stage.sites:
-            chosen = chosen_of(stage, site, options.on)
-            if not chosen:
-                continue
+        for site, chosen in chosen_of(stage, options.on):
             moments = stage.moments(params, site)
             if len(chosen) == len(site.linears) and scaling.foldable(params, site):
                 found = scaling.search(stage, params, site, moments, to)
@@ -169,8 +165,7 @@ def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) ->
 
     def change(stage: Stage) -> Params:
         params = stage.params
-        for site in stage.sites:
-            chosen = chosen_of(stage, site, options.on)
+        for site, chosen in chosen_of(stage, options.on):
             follows_norm = site.source and at(params, site.source)["weight"].ndim == 1
             if follows_norm and len(chosen) == len(site.linears):
                 moments = stage.moments(params, site)
@@ -224,21 +219,11 @@ def by_inputs(
 
     def change(stage: Stage) -> Params:
         params = stage.params
-        for site in stage.sites:
-            chosen = chosen_of(stage, site, options.on)
-            if chosen:
-                one = prepare(stage.moments(params, site), f"{stage.path}.{chosen[0]}")
+        for site, chosen in chosen_of(stage, options.on):
+            one = prepare(stage.moments(params, site), f"{stage.path}.{chosen[0]}")
             for linear in chosen:
                 path = f"{stage.path}.{linear}.weight"
                 params = put(params, linear, weight=one(path, at(params, linear)["weight"]))
         return params
 
     return layer_by_layer(subject, work, name, change)
-
-
-def _shapes(params: Params) -> Shapes:
-    return {path: tuple(leaf.shape) for path, leaf in flatten(params)}
-
-
-def _leaves(params: Params, paths: set[str]) -> dict[str, Weight]:
-    return {path: leaf for path, leaf in flatten(params) if path in paths}

@@ -13,13 +13,21 @@ from jaxllm.compress.layers.stream import Stage, at, each_layer, put
 from jaxllm.compress.matrices import lowrank
 from jaxllm.compress.matrices.lowrank import Spectrum
 from jaxllm.compress.matrices.sparsity import share
-from jaxllm.compress.methods.walk import layer_by_layer
-from jaxllm.compress.recipe import Argument, Fraction, On, Shapes, Subject, Work, matched
+from jaxllm.compress.methods.walk import chosen_of, layer_by_layer, single
+from jaxllm.compress.recipe import (
+    Argument,
+    Fraction,
+    On,
+    Shapes,
+    Subject,
+    Work,
+    matched,
+    shapes_of,
+)
 from jaxllm.errors import ConfigError
-from jaxllm.models.family import Site
 from jaxllm.progress import steps_bar
 from jaxllm.weights.formats import Weight, dense, format_of, parse
-from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
+from jaxllm.weights.paths import Params, map_leaves
 
 Decompose = Callable[[np.ndarray, Moments], Spectrum]
 Ranks = dict[str, int | None]  # by path; None: the matrix is left whole
@@ -78,9 +86,8 @@ SIZE = Argument("RANK|KEPT%|energy:KEPT%", size)
 
 def svd(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
     """The matrices of a rank that are nearest to the weights."""
-    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(subject.params)}
-    paths, wanted = set(matched(shapes, options.on, "factor: svd")), size(argument)
-    with steps_bar("SVD", len(paths), work.show_progress) as done:
+    leaves, wanted = single(subject.params, options.on, "factor: svd"), size(argument)
+    with steps_bar("SVD", len(leaves), work.show_progress) as done:
 
         def decomposed(weight: Weight) -> Spectrum:
             found = lowrank.plain(_array(weight))
@@ -89,13 +96,11 @@ def svd(subject: Subject, argument: str, options: Factor, work: Work) -> Subject
 
         ranks: Ranks | None = None
         if options.ranks == "spread":
-            chosen = [(path, leaf) for path, leaf in flatten(subject.params) if path in paths]
-            ranks = _spread(
-                {path: decomposed(leaf).sigma_R for path, leaf in chosen}, shapes, wanted
-            )
+            sigmas = {path: decomposed(leaf).sigma_R for path, leaf in leaves.items()}
+            ranks = _spread(sigmas, shapes_of(subject.params), wanted)
 
         def change(path: str, leaf: Weight) -> Weight:
-            if path not in paths:
+            if path not in leaves:
                 return leaf
             spectrum = decomposed(leaf)
             rank = wanted.of(spectrum) if ranks is None else ranks[path]
@@ -150,7 +155,7 @@ def _by_inputs(
 
     def change(stage: Stage) -> Params:
         params = stage.params
-        for site, linears in _chosen(stage, options.on):
+        for site, linears in chosen_of(stage, options.on):
             moments = stage.moments(params, site)
             for linear in linears:
                 path, weight = f"{stage.path}.{linear}.weight", at(params, linear)["weight"]
@@ -171,7 +176,7 @@ def _spread_by_inputs(
     sigmas: dict[str, np.ndarray] = {}
 
     def look(stage: Stage) -> Params:
-        for site, linears in _chosen(stage, options.on):
+        for site, linears in chosen_of(stage, options.on):
             moments = stage.moments(stage.params, site)
             for linear in linears:
                 w_OI = _array(at(stage.params, linear)["weight"])
@@ -182,8 +187,7 @@ def _spread_by_inputs(
     each_layer(
         subject.model, subject.params, token_NT, look, name=f"{name}: ranks", show_progress=show
     )
-    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(subject.params)}
-    return _spread(sigmas, shapes, wanted)
+    return _spread(sigmas, shapes_of(subject.params), wanted)
 
 
 def _spread(sigmas: dict[str, np.ndarray], shapes: Shapes, wanted: Size) -> Ranks:
@@ -202,19 +206,7 @@ def _factored(
     if not lowrank.gains(spectrum.shape, rank):
         work.say(f"{path}: rank {rank} of {spectrum.shape} saves nothing, it is left whole")
         return weight
-    own = format_of(weight)
-    inner = options.format or (own if "/" not in own else parse(own).exact_in)
-    return lowrank.as_factored(spectrum, rank, inner)
-
-
-def _chosen(stage: Stage, rule: str) -> list[tuple[Site, list[str]]]:
-    """The sites of which a path rule names linears, with those."""
-    found = []
-    for site in stage.sites:
-        paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
-        linears = [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
-        found += [(site, linears)] if linears else []
-    return found
+    return lowrank.as_factored(spectrum, rank, options.format or format_of(weight))
 
 
 def _array(weight: Weight) -> np.ndarray:

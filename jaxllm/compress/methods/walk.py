@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxllm.compress.layers.stream import Stage, at, each_layer
-from jaxllm.compress.recipe import Subject, Work
+from jaxllm.compress.recipe import Subject, Work, matched, shapes_of
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import Site
-from jaxllm.weights.formats import as_leaf
-from jaxllm.weights.paths import Params, first_match
+from jaxllm.weights.formats import Weight, as_leaf
+from jaxllm.weights.paths import Params, first_match, flatten
 
 
 def layer_by_layer(
@@ -34,18 +34,35 @@ def layer_by_layer(
     return dataclasses.replace(subject, params=params)
 
 
-def chosen_of(stage: Stage, site: Site, rule: str) -> list[str]:
-    """The site's linears that a path rule names.
+def chosen_of(stage: Stage, rule: str) -> list[tuple[Site, list[str]]]:
+    """The sites of which a path rule names linears, with those, in the order of the layer.
 
-    Raises ConfigError for one that is made of others: the step would multiply it out.
+    Raises ConfigError as `check_single` does.
     """
-    paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
-    chosen = [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
-    for linear in chosen:
-        leaf = as_leaf(at(stage.params, linear)["weight"])
-        if leaf.composed:
-            raise ConfigError(
-                f"{paths[linear]} is {leaf.format}: this step is for single matrices, so it comes"
-                " before what makes others of them"
-            )
-    return chosen
+    found = []
+    for site in stage.sites:
+        paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
+        linears = [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
+        for linear in linears:
+            check_single(paths[linear], at(stage.params, linear)["weight"])
+        found += [(site, linears)] if linears else []
+    return found
+
+
+def single(params: Params, rule: str, where: str) -> dict[str, Weight]:
+    """The matrices that a path rule names. Raises ConfigError for none, and as `check_single`."""
+    leaves = dict(flatten(params))
+    found = {path: leaves[path] for path in matched(shapes_of(params), rule, where)}
+    for path, leaf in found.items():
+        check_single(path, leaf)
+    return found
+
+
+def check_single(path: str, weight: Weight) -> None:
+    """Raise ConfigError for a weight that is made of others: a step would multiply it out."""
+    leaf = as_leaf(weight)
+    if leaf.composed:
+        raise ConfigError(
+            f"{path} is {leaf.format}: this step is for single matrices, so it comes before what"
+            " makes others of them"
+        )

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
-from jaxllm.files import as_schema, parse_json, read_text
+from jaxllm.files import as_schema, json_lines
 from jaxllm.shapes import pad_rows, power_of_two
 
 State = Mapping[str, Any]
@@ -192,11 +192,7 @@ def read_documents(path: Path) -> list[str] | list[list[int]]:
     unreadable file, TokenError for a line that is something else.
     """
     documents: list[Any] = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        value = parse_json(line, where, TokenError)
+    for where, value in json_lines(path, TokenError):
         row: _Document = as_schema(value, _Document, where, TokenError)
         if (row.text is None) == (row.tokens is None):
             raise TokenError(f'{where} should be an object with "text" or "tokens"')

@@ -44,6 +44,39 @@ class Examples:
         return Example(token_T, counts_T)
 
 
+class Growing:
+    """Examples in the making: one array of tokens that grows in place, never held twice."""
+
+    def __init__(self) -> None:
+        self._tokens, self._begin = array("i"), array("q", [0])
+        self._counts: bytearray | None = None
+
+    def extend(self, token_T: Any, counts_T: Any = None) -> None:
+        """More tokens of the example at hand; counts_T: which are learned, by default all."""
+        ids = np.ascontiguousarray(token_T, np.int32)
+        if counts_T is not None and self._counts is None:
+            self._counts = bytearray(b"\1") * len(self._tokens)
+        self._tokens.frombytes(ids.tobytes())
+        if self._counts is not None:
+            marks = np.ones(len(ids), bool) if counts_T is None else counts_T
+            self._counts += np.ascontiguousarray(marks, bool).tobytes()
+
+    def end(self) -> None:
+        """The example at hand is complete."""
+        self._begin.append(len(self._tokens))
+
+    def done(
+        self, long: Long, bos: int | None, source: Mapping[str, Any] | None = None
+    ) -> Examples:
+        """All of them. Raises TokenError where there is none."""
+        if len(self._begin) == 1:
+            raise TokenError("there is no data to train on: no examples")
+        counts_N = None if self._counts is None else np.frombuffer(self._counts, bool)
+        return Examples(
+            _ints(self._tokens), counts_N, _ints(self._begin), long, bos, dict(source or {})
+        )
+
+
 def from_examples(
     examples: Iterable[Example],
     *,
@@ -55,34 +88,27 @@ def from_examples(
 
     Raises TokenError for token ids and marks of unequal lengths, and where there is no example.
     """
-    tokens, counts, begin = array("i"), bytearray(), array("q", [0])
+    growing = Growing()
     for number, (token_T, counts_T) in enumerate(examples):
         if len(token_T) != len(counts_T):
             raise TokenError(
                 f"example {number} has {len(token_T)} tokens and {len(counts_T)} marks of what is"
                 " learned: give one for each"
             )
-        tokens.frombytes(np.ascontiguousarray(token_T, np.int32).tobytes())
-        counts += np.ascontiguousarray(counts_T, bool).tobytes()
-        begin.append(len(tokens))
-    if len(begin) == 1:
-        raise TokenError("there is no data to train on: no examples")
-    return Examples(
-        _ints(tokens), np.frombuffer(counts, bool), _ints(begin), long, bos, dict(source or {})
-    )
+        growing.extend(token_T, counts_T)
+        growing.end()
+    return growing.done(long, bos, source)
 
 
 def from_ids(
     documents: Iterable[Any], *, bos: int | None = None, source: Mapping[str, Any] | None = None
 ) -> Examples:
     """Documents of token ids, all of which are learned. Raises TokenError where there is none."""
-    tokens, begin = array("i"), array("q", [0])
+    growing = Growing()
     for ids in documents:
-        tokens.frombytes(np.ascontiguousarray(ids, np.int32).tobytes())
-        begin.append(len(tokens))
-    if len(begin) == 1:
-        raise TokenError("there is no data to train on: no documents")
-    return Examples(_ints(tokens), None, _ints(begin), "split", bos, dict(source or {}))
+        growing.extend(ids)
+        growing.end()
+    return growing.done("split", bos, source)
 
 
 def _ints(numbers: "array[int]") -> np.ndarray:

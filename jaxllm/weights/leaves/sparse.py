@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,7 @@ class Sparse(Leaf, struct.PyTreeNode):
     """
 
     has_kernels = True
+    trained: ClassVar[tuple[str, ...]] = ("values",)
 
     mask: jax.Array
     values: jax.Array
@@ -118,6 +118,7 @@ class SparseInt8(Sparse):
     """Of integers with a scale a row."""
 
     rounds_inputs = True
+    trained = ()
 
     def widened(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
         if dtype != jnp.bfloat16 or self.scale is None:
@@ -136,6 +137,7 @@ _KINDS = {
     ("bfloat16", BITMAP): native.Kind.BITMAP_BF16,
     ("int8", BITMAP): native.Kind.BITMAP_INT8,
 }
+FORMATS = tuple("-".join(key) for key in _KINDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +264,7 @@ class SparseFormat:
 
 def parse(name: str) -> SparseFormat | None:
     """`bfloat16-2:4`, `int8-bitmap` and so on; None for other names."""
-    found = re.fullmatch(r"(float32|bfloat16|int8)-(2:4|bitmap)", name)
-    return SparseFormat(found[1], found[2]) if found else None
+    return SparseFormat(*name.rsplit("-", 1)) if name in FORMATS else None
 
 
 def sparse_of(weight: jax.Array | Leaf, pattern: str) -> Sparse:

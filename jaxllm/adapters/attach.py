@@ -1,0 +1,120 @@
+"""One adapter beside a model's weights, to be trained; and the adapter out of the parameters again.
+
+Step 0 is the model itself: one of the two matrices is zero.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.adapters.config import LoraConfig
+from jaxllm.adapters.targets import Low, plan
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.weights.paths import Params, flatten, map_leaves
+
+
+class Matrices(NamedTuple):
+    """An adapter beside one module: a `[K, I]`, b `[O, K]`, and DoRA's lengths, as in its leaf."""
+
+    a: jax.Array
+    b: jax.Array
+    magnitude: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter: what it was asked to be, and its matrices by our paths of modules."""
+
+    config: LoraConfig
+    matrices: Mapping[str, Matrices]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return sum(x.size for m in self.matrices.values() for x in m if x is not None)
+
+
+def attach(
+    config: ModelConfig, params: Params, lora: LoraConfig, key: jax.Array, *, dtype: str = "float32"
+) -> Params:
+    """The parameters with a new adapter beside them, for training. key: of what is drawn.
+
+    Leaves that have none are the same objects, and so are the weights within those that have one.
+    Raises ConfigError for targets that are not there.
+    """
+    return attached(config, params, fresh(config, params, lora, key, dtype=dtype))
+
+
+def fresh(
+    config: ModelConfig, params: Params, lora: LoraConfig, key: jax.Array, *, dtype: str = "float32"
+) -> Adapter:
+    """A new adapter, under which the model is as without it (see `LoraConfig`).
+
+    dtype: "float32" or "bfloat16", of the matrices. params: what DoRA's lengths are those of.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"an adapter's dtype is one of {', '.join(DTYPES)}, got {dtype!r:.40}")
+    lows, weights = plan(config, lora), dict(flatten(params))
+    keys = jax.random.split(key, len(lows))
+    made = {}
+    for one, (module, low) in zip(keys, lows.items(), strict=True):
+        (rows, columns), rank = low.target.shape, low.rank
+        if low.target.site == "rows":
+            a = jax.random.normal(one, (rank, columns))
+        elif lora.init_lora_weights == "gaussian":
+            a = jax.random.normal(one, (rank, columns)) / rank
+        else:
+            a = jax.random.uniform(one, (rank, columns), minval=-1.0, maxval=1.0) / columns**0.5
+        kept = DTYPES[dtype]
+        matrices = Matrices(a.astype(kept), jnp.zeros((rows, rank), kept), None)
+        if lora.use_dora:
+            leaf = leaf_of(weights[low.target.path], low, matrices, lora)
+            matrices = matrices._replace(magnitude=leaf.norms())
+        made[module] = matrices
+    return Adapter(lora, made)
+
+
+def attached(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
+    """The parameters with an adapter beside them, for training.
+
+    Raises ConfigError where they have one already.
+    """
+    lows = plan(config, adapter.config)
+
+    def around(path: str, weight: Any) -> Any:
+        if isinstance(weight, Adapted):
+            raise ConfigError(f"{path} has an adapter already: train it, or merge it first")
+        for module, low in lows.items():
+            if low.target.path == path:
+                weight = leaf_of(weight, low, adapter.matrices[module], adapter.config)
+        return weight
+
+    return map_leaves(around, params)
+
+
+def taken(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
+    """The adapter that `attached` parameters have. Raises ConfigError where they have none."""
+    leaves, found = dict(flatten(params)), {}
+    for module, low in plan(config, lora).items():
+        leaf = leaves[low.target.path]
+        while isinstance(leaf, Adapted) and leaf.site != low.target.site:
+            leaf = leaf.weight
+        if not isinstance(leaf, Adapted) or leaf.owner is not None:
+            raise ConfigError(f"{low.target.path} has no adapter of its own in these parameters")
+        found[module] = Matrices(leaf.a, leaf.b, leaf.magnitude)
+    return Adapter(lora, found)
+
+
+def leaf_of(weight: Any, low: Low, matrices: Matrices, lora: LoraConfig) -> Adapted:
+    """The leaf of a module with one adapter."""
+    scale = jnp.full(low.rank, low.scale, jnp.float32)
+    site = low.target.site
+    return Adapted(
+        weight, *matrices[:2], scale, matrices.magnitude, site=site, dropout=lora.lora_dropout
+    )

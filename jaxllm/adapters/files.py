@@ -1,0 +1,198 @@
+"""PEFT's directories: adapter_config.json and adapter_model.safetensors, both ways.
+
+A tensor's name is `base_model.model.`, the module's name in transformers, and what it is:
+`lora_A.weight` `[r, I]`, `lora_B.weight` `[O, r]`; of a table of tokens `lora_embedding_A` `[r, V]`
+and `lora_embedding_B` `[D, r]`, ours transposed; of DoRA `lora_magnitude_vector`.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.adapters.attach import Adapter, Matrices
+from jaxllm.adapters.settings import read_config, written_config
+from jaxllm.adapters.targets import Low, plan, shortest, targets_of
+from jaxllm.config import ModelConfig
+from jaxllm.convert.engine import TABLES
+from jaxllm.convert.tables import Architecture
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import (
+    check_vacant,
+    inside,
+    is_there,
+    read_json,
+    write_json,
+    writing_directory,
+)
+from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.formats import as_leaf
+from jaxllm.weights.leaves.adapted import bare
+from jaxllm.weights.leaves.arrays import DTYPES, Dense
+from jaxllm.weights.paths import Params, flatten
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+class _Piece(NamedTuple):
+    """A tensor of the file: its name and shape, and which of `Matrices` it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    field: str
+    transposed: bool
+
+
+def read_adapter(
+    directory: str | Path, config: ModelConfig, params: Params | None = None
+) -> Adapter:
+    """The adapter in PEFT's directory, for a model of this configuration.
+
+    params: of the base. PEFT writes a table of tokens beside its adapter; it must then be the same.
+    Raises CheckpointError with all that is wrong: fields that are not supported, an adapter of
+    another model, of other shapes, or with numbers that are not finite.
+    """
+    directory = Path(directory)
+    if not is_there(directory / CONFIG):
+        raise CheckpointError(f"{directory} has no {CONFIG}: not a directory that PEFT wrote")
+    lora = read_config(read_json(inside(directory, CONFIG)), str(directory / CONFIG))
+    try:
+        lows = plan(config, lora)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory} is not an adapter of this model: {error}") from None
+    tensors = _open(directory)
+    for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
+        _check_base(directory, name, tensors.pop(name), config, params)
+    pieces = {m: _pieces(low, dora=lora.use_dora) for m, low in lows.items()}
+    older = {f"{p.name}.weight": p.name for ps in pieces.values() for p in ps if _is_length(p)}
+    tensors = {older.get(name, name): tensor for name, tensor in tensors.items()}
+    _check(directory, tensors, [piece for each in pieces.values() for piece in each])
+    return Adapter(lora, {m: _matrices(tensors, each) for m, each in pieces.items()})
+
+
+def write_adapter(
+    directory: str | Path, adapter: Adapter, config: ModelConfig, *, base: str | None = None
+) -> None:
+    """Write PEFT's directory, which PEFT loads over the same model: all of it, or nothing.
+
+    base: the model's name or directory, which PEFT loads by itself. Raises CheckpointError where
+    there is an adapter already, or nothing can be written.
+    """
+    directory = Path(directory)
+    check_vacant(directory, CONFIG, "an adapter")
+    lora, lows, tensors = adapter.config, plan(config, adapter.config), {}
+    for module, low in lows.items():
+        for piece in _pieces(low, dora=lora.use_dora):
+            array = np.asarray(getattr(adapter.matrices[module], piece.field))
+            array = np.ascontiguousarray(array.T) if piece.transposed else array
+            tensors[piece.name] = LazyTensor.of(array)
+    _, table = TABLES[config.model_type].write_config(config)
+    names = [low.target.name for low in lows.values()]
+    data = written_config(
+        lora,
+        shortest(names, targets_of(config).values()),
+        {low.target.name: low.rank for low in lows.values() if low.rank != lora.r},
+        {low.target.name: low.alpha for low in lows.values() if low.alpha != lora.lora_alpha},
+        transposed=any(_is_transposed(table, low.target.path) for low in lows.values()),
+        base=base,
+    )
+    with writing_directory(directory, CONFIG) as made:
+        write_tensors(made / WEIGHTS, tensors, aligned=False, metadata={"format": "pt"})
+        write_json(made / CONFIG, data)
+
+
+def _pieces(low: Low, *, dora: bool) -> list[_Piece]:
+    (rows, columns), (_, name, site, _) = low.target.shape, low.target
+    name = f"{PREFIX}{name}."
+    if site == "rows":
+        found = [
+            _Piece(f"{name}lora_embedding_A", (low.rank, rows), "b", True),
+            _Piece(f"{name}lora_embedding_B", (columns, low.rank), "a", True),
+        ]
+    else:
+        found = [
+            _Piece(f"{name}lora_A.weight", (low.rank, columns), "a", False),
+            _Piece(f"{name}lora_B.weight", (rows, low.rank), "b", False),
+        ]
+    if dora:
+        length = columns if site == "rows" else rows
+        found.append(_Piece(f"{name}lora_magnitude_vector", (length,), "magnitude", False))
+    return found
+
+
+def _is_transposed(table: Architecture, path: str) -> bool:
+    return any(re.fullmatch(regex, path) for regex in table.transposed)
+
+
+def _is_length(piece: _Piece) -> bool:
+    """Whether older files call it `lora_magnitude_vector.weight`."""
+    return piece.field == "magnitude"
+
+
+def _open(directory: Path) -> dict[str, LazyTensor]:
+    if is_there(directory / WEIGHTS):
+        return open_tensors(inside(directory, WEIGHTS))
+    if is_there(directory / "adapter_model.bin"):
+        raise CheckpointError(
+            f"{directory}: adapter_model.bin is a pickle, which can run code when it is read, and"
+            " is never opened here; load it with PEFT and save it again (save_pretrained)"
+        )
+    raise CheckpointError(f"{directory}: no {WEIGHTS}")
+
+
+def _check(directory: Path, tensors: Mapping[str, LazyTensor], pieces: list[_Piece]) -> None:
+    """Raise CheckpointError with every missing, unexpected, misshapen or broken tensor."""
+    wanted = {piece.name: piece.shape for piece in pieces}
+    if not wanted.keys() & tensors.keys():
+        found, expected = (next(iter(x), "nothing") for x in (tensors, wanted))
+        raise CheckpointError(
+            f"{directory} is an adapter of another model: it has {found}, this model"
+            f" {expected}, and none of the others either"
+        )
+    complaints = [f"{name} is missing" for name in wanted if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            complaints.append(f"{name} is nothing that its configuration names")
+        elif tensor.shape != wanted[name]:
+            complaints.append(f"{name} has shape {tensor.shape}, this model wants {wanted[name]}")
+        elif tensor.dtype.name not in DTYPES:
+            complaints.append(f"{name} is {tensor.dtype.name}; known are {', '.join(DTYPES)}")
+        elif (bad := first_non_finite(tensor.read())) is not None:
+            complaints.append(f"{name} holds {tensor.read().reshape(-1)[bad]} at index {bad}")
+    if complaints:
+        shown = "\n  ".join(complaints[:50])
+        more = f"\n  and {len(complaints) - 50} more" if len(complaints) > 50 else ""
+        raise CheckpointError(f"{directory} does not fit this model:\n  {shown}{more}")
+
+
+def _check_base(
+    directory: Path, name: str, tensor: LazyTensor, config: ModelConfig, params: Params | None
+) -> None:
+    """A table that is written beside its adapter, if it is the one that there is, says nothing."""
+    module = name.removeprefix(PREFIX).removesuffix(".base_layer.weight")
+    target = next((t for t in targets_of(config).values() if t.name == module), None)
+    same = target is not None and tensor.shape == target.shape
+    if same and target is not None and params is not None:
+        leaf = as_leaf(bare(dict(flatten(params))[target.path]))
+        if isinstance(leaf, Dense) and leaf.format == tensor.dtype.name:
+            same = np.array_equal(np.asarray(leaf.array), tensor.read())
+    if not same:
+        raise CheckpointError(
+            f"{directory}: {name} is not the table of this model: the adapter brings one of its"
+            " own (a vocabulary that was changed). Merge it with PEFT (merge_and_unload), and load"
+            " the model that it gives"
+        )
+
+
+def _matrices(tensors: Mapping[str, LazyTensor], pieces: list[_Piece]) -> Matrices:
+    def read(piece: _Piece) -> jax.Array:
+        array = tensors[piece.name].read()
+        return jnp.asarray(np.ascontiguousarray(array.T) if piece.transposed else array)
+
+    found = {piece.field: read(piece) for piece in pieces}
+    return Matrices(found["a"], found["b"], found.get("magnitude"))

@@ -1,0 +1,146 @@
+"""Which modules an adapter is beside, and of what rank and scale: PEFT's rules for names, and ours.
+
+PEFT's names are those of Hugging Face's modules: our paths after a prefix, that of the checkpoint's
+table.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from jaxllm import models
+from jaxllm.adapters.config import ALL_LINEAR, LoraConfig, Names
+from jaxllm.config import ModelConfig
+from jaxllm.convert.engine import TABLES
+from jaxllm.errors import ConfigError
+from jaxllm.files import compile_pattern
+from jaxllm.weights.leaves.adapted import Site
+from jaxllm.weights.paths import first_match, flatten
+
+HEAD = "lm_head"
+V = TypeVar("V")
+
+
+class Target(NamedTuple):
+    """A module that can have an adapter.
+
+    path: of its weight in the parameters; a tied head's is the tokens' table. name: Hugging Face's.
+    site: what of the weight it changes. shape: `(O, I)`.
+    """
+
+    path: str
+    name: str
+    site: Site
+    shape: tuple[int, int]
+
+
+class Low(NamedTuple):
+    """What an adapter is to be beside one module."""
+
+    target: Target
+    rank: int
+    scale: float
+    alpha: float
+
+
+def targets_of(config: ModelConfig) -> dict[str, Target]:
+    """The linears and tables of a model by our paths of modules, the head of a tied one too."""
+    row = models.family(config.model_type)
+    _, table = TABLES[config.model_type].write_config(config)
+    found = {}
+    for path, leaf in flatten(models.param_shapes(models.build(config))):
+        module = path.removesuffix(".weight")
+        if len(leaf.shape) == 2 and module != path:
+            name = module if module == HEAD else f"{table.prefix}{module}"
+            site: Site = "rows" if module in row.tables else "product"
+            found[module] = Target(path, name, site, leaf.shape)
+    if config.tie_word_embeddings:
+        found[HEAD] = found[row.tokens]._replace(name=HEAD, site="head")
+    return found
+
+
+def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
+    """What the adapter is beside each of its modules, by our paths of these.
+
+    Raises ConfigError, naming what is there, where a name or all of it matches nothing.
+    """
+    targets = targets_of(config)
+    chosen = {module for module, target in targets.items() if _is_chosen(lora, module, target)}
+    if unmatched := _unmatched(lora, targets.values()):
+        raise ConfigError(
+            f"target_modules: {', '.join(map(repr, unmatched))} is in none of this model's modules;"
+            f" there are {_known(targets)}"
+        )
+    if not chosen:
+        raise ConfigError(
+            f"the adapter's target_modules or rules choose no module; there are {_known(targets)}"
+        )
+    found = {}
+    for module in (m for m in targets if m in chosen):
+        rank = _by_pattern(lora.rank_pattern, targets[module].name, lora.r)
+        alpha = _by_pattern(lora.alpha_pattern, targets[module].name, lora.lora_alpha)
+        found[module] = Low(targets[module], rank, lora.scale(rank, alpha), alpha)
+    return found
+
+
+def shortest(names: Iterable[str], targets: Iterable[Target]) -> list[str]:
+    """A list of target_modules that chooses just these names, in as few words as will do."""
+    chosen = set(names)
+    ends = sorted({name.rpartition(".")[2] for name in chosen})
+    if {t.name for t in targets if _ends_in(t.name, ends)} == chosen:
+        return ends
+    return sorted(chosen)
+
+
+def _is_chosen(lora: LoraConfig, module: str, target: Target) -> bool:
+    if lora.rules is not None:
+        return bool(first_match(lora.rules, f"{module}.weight"))
+    if lora.exclude_modules and _matches(target.name, lora.exclude_modules):
+        return False
+    if isinstance(lora.target_modules, str) and lora.target_modules.lower() == ALL_LINEAR:
+        return target.site == "product" and module != HEAD
+    return _matches(target.name, lora.target_modules) and _in_layers(lora, target.name)
+
+
+def _matches(name: str, wanted: Names) -> bool:
+    if isinstance(wanted, str):
+        return compile_pattern(wanted, "target_modules").fullmatch(name) is not None
+    return _ends_in(name, wanted)
+
+
+def _ends_in(name: str, ends: Iterable[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _in_layers(lora: LoraConfig, name: str) -> bool:
+    """Whether a module is in `layers_to_transform`: PEFT goes by the first number in its name."""
+    wanted, pattern = lora.layers_to_transform, lora.layers_pattern
+    if wanted is None or wanted == [] or wanted == ():
+        return True
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal() and i > 1), None)
+    if number is None:
+        return False
+    called = [pattern] if isinstance(pattern, str) else list(pattern or ())
+    if called and parts[number - 1] not in called:
+        return False
+    return int(parts[number]) in ([wanted] if isinstance(wanted, int) else wanted)
+
+
+def _by_pattern(patterns: Mapping[str, V], name: str, otherwise: V) -> V:
+    """The value of the first pattern with which a name ends, from a dot on."""
+    for pattern, value in patterns.items():
+        if compile_pattern(rf"(.*\.)?({pattern})", "the adapter's pattern").fullmatch(name):
+            return value
+    return otherwise
+
+
+def _unmatched(lora: LoraConfig, targets: Iterable[Target]) -> list[str]:
+    """Names of a list that no module has."""
+    if lora.rules is not None or isinstance(lora.target_modules, str):
+        return []
+    names = [target.name for target in targets]
+    return [end for end in lora.target_modules if not any(_ends_in(n, [end]) for n in names)]
+
+
+def _known(targets: Mapping[str, Target]) -> str:
+    return ", ".join(dict.fromkeys(t.name.rpartition(".")[2] for t in targets.values()))

@@ -1,0 +1,224 @@
+"""What all kinds of training have in common: their options, once, and how a job is run."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from jaxllm.cli.console import note, waiting, write
+from jaxllm.cli.options import check_writable, dtype_named
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM
+    from jaxllm.train.data.examples import Examples
+    from jaxllm.train.jobs import Job
+    from jaxllm.train.loop import Run
+
+TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")]
+Target = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of every kind of training: a field's annotation is its flag."""
+
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="What to learn: a text, WikiText (.raw, .parquet), or JSON lines (.jsonl) of"
+            ' "text", of "prompt" and "completion", or of "messages".'
+        ),
+    ]
+    evaluated: Annotated[
+        Path | None,
+        typer.Option("--eval", help="Measure on this; by default on a share of the data."),
+    ] = None
+    held_out: Annotated[float, typer.Option(help="That share, drawn by the seed; 0 for none.")] = (
+        0.05
+    )
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the optimiser; by default as --epochs say.")
+    ] = None
+    epochs: Annotated[float, typer.Option(help="How often the data is seen.")] = 1.0
+    batch: Annotated[int, typer.Option(min=1, help="Rows that run together.")] = 8
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Batches a step: their gradients are added up.")
+    ] = 1
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a row; by default 512, or what the context takes."),
+    ] = None
+    no_pack: Annotated[
+        bool, typer.Option("--no-pack", help="One document a row, padded; else they share rows.")
+    ] = False
+    rate: Annotated[float | None, typer.Option(help="The peak of the learning rate.")] = None
+    schedule: Annotated[
+        str, typer.Option(help="Of the rate after it has warmed up: cosine, linear, constant.")
+    ] = "cosine"
+    warmup: Annotated[float, typer.Option(help="The share of the steps in which it rises.")] = 0.05
+    decay: Annotated[float, typer.Option(help="Weight decay, of matrices alone.")] = 0.01
+    clip: Annotated[float, typer.Option(help="The largest norm of a gradient; 0 for any.")] = 1.0
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between measurements; by default 10 in all.")
+    ] = None
+    patience: Annotated[
+        int | None,
+        typer.Option(min=1, help="End after so many without a better one; the best is the result."),
+    ] = None
+    sample: Annotated[
+        str | None, typer.Option(help="Continue this text after each measurement.")
+    ] = None
+    remat: Annotated[
+        bool, typer.Option("--remat", help="Less memory, a third more arithmetic.")
+    ] = False
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0
+    dtype: Annotated[
+        str,
+        typer.Option(
+            callback=dtype_named,
+            help="What the model runs in: float32, or bfloat16 (what is trained stays float32).",
+        ),
+    ] = "float32"
+    report: Annotated[
+        Path | None, typer.Option(help="Write every step's numbers to this file, as JSON.")
+    ] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw the losses, as a PNG file.")] = None
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of `Options` in place of its argument `options`."""
+    hints = get_type_hints(function, include_extras=True)
+    fields = {f.name: f for f in dataclasses.fields(Options)}
+    types = get_type_hints(Options, include_extras=True)
+    own = [p for p in inspect.signature(function).parameters.values() if p.name != "options"]
+
+    def parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(field.name, kind, default=default, annotation=types[field.name])
+
+    @functools.wraps(function)
+    def command(*args: Any, **given: Any) -> None:
+        shared = {name: given.pop(name) for name in fields if name in given}
+        function(*args, **given, options=Options(**shared))
+
+    arguments = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]
+    spliced = [*arguments, *map(parameter, fields.values())]
+    command.__signature__ = inspect.Signature(spliced)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in spliced}
+    return command
+
+
+def check(target: Path, options: Options, result: str = "config.json") -> None:
+    """What can be refused before anything is loaded. result: the file that makes OUT complete."""
+    from jaxllm.files import check_vacant
+    from jaxllm.train.optimizer import check_optax
+
+    check_optax()
+    check_vacant(target, result, "a result")
+    for option, path in (("--report", options.report), ("--plot", options.plot)):
+        check_writable(option, path)
+    if options.plot is not None:
+        from jaxllm.compress.picture import check_plot
+
+        check_plot()
+
+
+def trained(
+    job: "Job",
+    target: Path,
+    options: Options,
+    rate: float,
+    about: dict[str, Any],
+    examples: "Callable[[Path], Examples] | None" = None,
+) -> "Run":
+    """Run a job with the options, write what came of it, and say so.
+
+    rate: where no other is asked for. about: what the report says beside. examples: how a file is
+    read, where it is not as `sources.read_examples` does.
+    """
+    from jaxllm.train import jobs, picture
+    from jaxllm.train.loop import Plan
+    from jaxllm.train.optimizer import Optimizer
+
+    data, held_out = _data(job.lm, options, examples)
+    steps = options.steps or max(1, round(options.epochs * len(data) / options.accumulate))
+    facts = data.facts
+    note(
+        f"{facts['examples']:,} examples in {facts['rows']:,} rows of {data.width}"
+        f" ({facts['filled']:.0%} filled), {data.tokens:,} tokens to learn; {steps:,} steps"
+    )
+    plan = Plan(
+        steps=steps,
+        accumulate=options.accumulate,
+        seed=options.seed,
+        evaluate_every=options.evaluate_every or max(1, steps // 10),
+        patience=options.patience,
+    )
+    optimizer = Optimizer(
+        steps=steps,
+        rate=options.rate or rate,
+        warmup=options.warmup,
+        schedule=options.schedule,
+        clip=options.clip or None,
+        decay=options.decay,
+    )
+    parts = Path(os.path.realpath(target))
+    parts = parts.with_name(f"{parts.name}.parts")
+    run = jobs.run(
+        job, data, optimizer, plan, held_out=held_out, directory=parts, remat=options.remat,
+        sample=None if options.sample is None else jobs.told(job.lm, options.sample), say=note,
+    )  # fmt: skip
+    with waiting("writing"):
+        job.finish(run.params, target)
+    jobs.forget(parts)
+    if options.report is not None:
+        from jaxllm.files import writing
+
+        content = {**about, "data": facts, "before": run.before}
+        content["steps"] = [{**r._asdict()} for r in run.records]
+        with writing(options.report, "w") as file:
+            json.dump(content, file, indent=1)
+    if options.plot is not None:
+        picture.plot(run.records, run.before, options.plot, str(about["title"]))
+    last = run.best or run.records[-1]
+    loss = last.loss if last.held_out is None else last.held_out
+    was = "" if run.before is None else f" (before: {run.before:.4f})"
+    write(f"{target}: loss {loss:.4f}{was} after step {last.step}\n")
+    return run
+
+
+def _data(
+    lm: "LM", options: Options, examples: "Callable[[Path], Examples] | None"
+) -> tuple[Any, Any]:
+    """The rows to learn, and those to measure on, or None."""
+    from jaxllm.train.data.dataset import Dataset
+    from jaxllm.train.data.parting import part
+    from jaxllm.train.data.sources import Writing, read_examples
+
+    writing = Writing(lm.tokenizer, lm.chat_template)
+
+    def read(path: Path) -> "Examples":
+        return read_examples(path, writing) if examples is None else examples(path)
+
+    found = read(options.data)
+    measured = None if options.evaluated is None else read(options.evaluated)
+    if measured is None and options.held_out:
+        found, measured = part(found, options.held_out, options.seed)
+    width = min(512, lm.config.context_length) if options.length is None else options.length
+
+    def rows(some: "Examples") -> Dataset:
+        data = Dataset(some, width, options.batch, options.seed, not options.no_pack)
+        data.check(lm.config)
+        return data
+
+    if options.patience is not None and measured is None:
+        raise ConfigError("--patience waits for the held-out loss: leave --held-out above 0")
+    return rows(found), None if measured is None else rows(measured)

@@ -1,0 +1,82 @@
+"""Objectives of distillation: what a step makes small, given what the teacher says.
+
+The teacher runs within the step (`FromTeacher`: its parameters are what is `given`), or said it
+before (`FromBuckets`: the rows bring it, `Taught`). Sums and weights are as `train.objective` has
+them, so that batches that are accumulated weigh each token the same.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jaxllm.errors import ConfigError
+from jaxllm.train.data.rows import Rows
+from jaxllm.train.distill.buckets import Buckets, of_buckets
+from jaxllm.train.distill.divergences import Compared, Mix, learned, of_logits
+from jaxllm.train.distill.hidden import Hidden, apart
+from jaxllm.train.objective import Measured, run
+from jaxllm.weights.paths import Params
+
+
+class Taught(Rows):
+    """Rows, and what a teacher said of them. told: `[B, T, ...]`."""
+
+    told: Buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTeacher:
+    """The loss of `Mix` against a teacher that runs beside the student.
+
+    teacher: its module. size: of the vocabulary that both share. hidden: what of the hidden states
+    is learned besides. given: the teacher's parameters. Memory, beside training the student: the
+    teacher's weights and its float32 logits `[B, T, V]`.
+    """
+
+    teacher: nn.Module
+    size: int
+    mix: Mix
+    hidden: Hidden | None = None
+
+    def __call__(
+        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
+    ) -> Measured:
+        student = run(model, params, rows)
+        teacher = jax.lax.stop_gradient(run(self.teacher, given, rows))
+        compared = of_logits(self.size, self.mix.temperature)
+        measured = _measured(student.logits, rows, teacher.logits, compared, self.mix)
+        if self.hidden is None:
+            return measured
+        states = student.hidden_states, teacher.hidden_states
+        distance = apart(self.hidden, params, *states, rows.label_BT)
+        total = measured.total + self.hidden.weight * distance
+        return Measured(total, measured.weight, {**measured.also, "hidden": distance})
+
+
+@dataclasses.dataclass(frozen=True)
+class FromBuckets:
+    """The loss of `Mix` against what a teacher said of the same rows, at the same temperature.
+
+    size: of the vocabulary that both share.
+    """
+
+    size: int
+    mix: Mix
+
+    def __call__(
+        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
+    ) -> Measured:
+        if not isinstance(rows, Taught):
+            raise ConfigError("these rows bring nothing that a teacher said: see TaughtData")
+        compared = of_buckets(self.size, self.mix.temperature)
+        return _measured(run(model, params, rows).logits, rows, rows.told, compared, self.mix)
+
+
+def _measured(
+    logits_BTV: jax.Array, rows: Rows, told: Any, compared: Compared, mix: Mix
+) -> Measured:
+    found = learned(logits_BTV, jax.numpy.asarray(rows.label_BT), told, compared, mix)
+    also = {"divergence": found.divergence, "cross_entropy": found.cross_entropy}
+    return Measured(found.loss, found.tokens, also)

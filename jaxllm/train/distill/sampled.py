@@ -1,0 +1,113 @@
+"""Rows that the student writes itself, for its teacher to judge (GKD, arXiv 2306.13649, alg. 1).
+
+Before a share of all steps the rows' prompts are continued by the student as it is then; what it
+wrote is what is learned there. Whether a step is one of these, and what is drawn, follow from the
+key of the step alone, so that a run that was killed goes on with the same rows.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.decode.loops.generate import generate
+from jaxllm.decode.sampling.sampler import Sampler
+from jaxllm.decode.sampling.truncation import Temperature
+from jaxllm.errors import ConfigError
+from jaxllm.train.data.rows import IGNORED, Rows, blank
+from jaxllm.train.distill.hidden import without_projections
+from jaxllm.weights.paths import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Prepares the rows of a step: `sampled(params, rows, key) -> rows`.
+
+    model: the student's module. share: of the steps whose rows the student writes (GKD's lambda).
+    A row's prompt is what stands before the first token that counts, of its first document; where
+    that is less than `prompt` tokens, as in plain text, it is the first `prompt` tokens.
+    new: at most so many tokens are written, no more than a row has room for, nor than the model's
+    context has beyond the longest prompt. temperature: of
+    the draw. eos: ids that end a text.
+    """
+
+    model: nn.Module
+    share: float
+    prompt: int = 16
+    new: int = 128
+    temperature: float = 1.0
+    eos: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"the student writes a share of 0 to 1 of the rows, not {self.share}")
+        if self.prompt < 1 or self.new < 1:
+            raise ConfigError("the student needs a prompt of 1 token at least, and writes as many")
+        if not self.temperature > 0:
+            raise ConfigError(f"the temperature must be above 0, got {self.temperature}")
+
+    def writes(self, key: jax.Array) -> bool:
+        """Whether the student writes the rows of the step with this key."""
+        return self.share > 0 and float(jax.random.uniform(jax.random.split(key)[0])) < self.share
+
+    def __call__(self, params: Params, rows: Rows, key: jax.Array) -> Rows:
+        """The rows, or what the student makes of their prompts: `[..., T]` as they came.
+
+        Rows of padding alone stay. Raises what `generate` raises.
+        """
+        if not self.writes(key):
+            return rows
+        shape = np.shape(rows.token_BT)
+        flat: Rows = jax.tree.map(lambda x: np.asarray(x).reshape(-1, shape[-1]), rows)
+        made = self._written(params, flat, jax.random.split(key)[1])
+        result: Rows = jax.tree.map(lambda x: x.reshape(shape), made)
+        return result
+
+    def _written(self, params: Params, rows: Rows, key: jax.Array) -> Rows:
+        B, T = rows.token_BT.shape
+        length_B = prompt_lengths(rows, self.prompt)
+        there_B = length_B > 0
+        width = int(length_B.max(initial=1))
+        most = min(self.new, self.model.config.context_length - width + 1)
+        # A row of nothing is given a token to go on from, and what comes of it is not used.
+        given_B = np.maximum(length_B, 1)
+        column_T = np.arange(T)[None]
+        token_BP = np.where(column_T < given_B[:, None], rows.token_BT, 0)[:, :width]
+        wrote = generate(
+            self.model,
+            without_projections(params),
+            token_BP,
+            lengths_B=given_B,
+            # A row's last label has no column of its own: there is room for one token more.
+            max_new_tokens=[int(n) for n in np.clip(T + 1 - given_B, 1, most)],
+            sampler=Sampler((Temperature(jnp.float32(self.temperature)),)),
+            seed=jax.random.split(key, B),
+            eos_token_ids=self.eos,
+        )
+        new_BN, count_B = np.asarray(wrote.token_BT), np.asarray(wrote.length_B)
+        made = blank(B, T)
+        for row in np.flatnonzero(there_B):
+            begin, count = int(length_B[row]), int(count_B[row])
+            text = np.concatenate([rows.token_BT[row, :begin], new_BN[row, :count]])
+            columns = min(len(text) - 1, T)
+            made.token_BT[row, :columns] = text[:columns]
+            made.label_BT[row, begin - 1 : columns] = text[begin : columns + 1]
+            made.position_BT[row, :columns] = np.arange(columns)
+            made.document_BT[row, :columns] = 0
+        return made
+
+
+def prompt_lengths(rows: Rows, least: int) -> np.ndarray:
+    """The tokens of each row's prompt, int `[B]`; 0 for a row without a token that counts.
+
+    Of the row's first document, and so many that one token of the row is left.
+    """
+    label_BT, document_BT = np.asarray(rows.label_BT), np.asarray(rows.document_BT)
+    counts_BT = label_BT != IGNORED
+    ours_BT = (document_BT == document_BT[:, :1]) & (document_BT >= 0)
+    first_B = np.argmax(counts_BT & ours_BT, axis=1) + 1  # the label stands before its own token
+    size_B = ours_BT.sum(axis=1)
+    length_B = np.minimum(np.maximum(first_B, least), np.maximum(size_B, 1))
+    return np.where(counts_BT.any(axis=1) & (size_B > 0), length_B, 0)

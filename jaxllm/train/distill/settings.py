@@ -1,0 +1,158 @@
+"""Distillation by options: what `jaxllm train distill` asks for becomes what a run takes.
+
+A run is then an ordinary one: parameters, an objective with what it is given, data, and what
+prepares each step's rows.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from jaxllm.api import LM
+from jaxllm.errors import ConfigError
+from jaxllm.files import complaints_of
+from jaxllm.train.data.rows import Data
+from jaxllm.train.distill import hidden as states
+from jaxllm.train.distill.divergences import Mix
+from jaxllm.train.distill.hidden import Hidden
+from jaxllm.train.distill.objectives import FromBuckets, FromTeacher
+from jaxllm.train.distill.recorded import TaughtData, record
+from jaxllm.train.distill.sampled import Sampled
+from jaxllm.train.distill.vocabulary import shared_size
+from jaxllm.train.objective import Objective
+from jaxllm.weights.paths import Params
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Whole = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """How a student learns from its teacher.
+
+    beta: the divergence: 0 forward KL, 1 reverse KL, between them Jensen-Shannon. temperature: of
+    both distributions in it. alpha: its share of the loss; the rest is cross-entropy with the text.
+    top_k: the teacher's likeliest tokens are recorded once, with the rest as one bucket, and it
+    does not run beside the student; 0: it runs, and says all.
+    on_policy: the share of steps whose rows the student writes itself, from the rows' prompts or
+    the first `prompt_tokens` of a text, at most `new_tokens` at `sample_temperature`.
+    hidden: compare hidden states too, by "mse" or "cosine"; hidden_weight: how much they count;
+    pairs: layers of student and teacher, by default evenly.
+
+    Raises ConfigError for what cannot be, or not together.
+    """
+
+    beta: Share = 0.0
+    temperature: Positive = 1.0
+    alpha: Share = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    on_policy: Share = 0.0
+    prompt_tokens: Whole = 16
+    new_tokens: Whole = 128
+    sample_temperature: Positive = 1.0
+    hidden: Literal["mse", "cosine"] | None = None
+    hidden_weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        complaints = complaints_of(self)
+        if self.top_k and self.on_policy:
+            complaints.append(
+                "what a teacher said before (top_k) says nothing of what the student writes"
+                " (on_policy): leave one of them out"
+            )
+        if self.top_k and self.hidden:
+            complaints.append("hidden states need the teacher to run: leave top_k or hidden out")
+        if self.pairs and not self.hidden:
+            complaints.append("pairs of layers are for hidden states: say hidden, mse or cosine")
+        if complaints:
+            raise ConfigError("; ".join(complaints))
+
+    @property
+    def mix(self) -> Mix:
+        return Mix(self.beta, self.temperature, self.alpha)
+
+
+class Plan(NamedTuple):
+    """What a run of training takes. params: the student's, with projections where they are trained.
+    given: the arrays that the objective needs. prepare: what makes each step's rows, or None.
+    """
+
+    params: Params
+    objective: Objective
+    given: Any
+    data: Data
+    prepare: Sampled | None
+
+
+def plan(
+    student: LM,
+    teacher: LM,
+    data: Data,
+    options: Distillation,
+    *,
+    directory: Path | None = None,
+    seed: int = 0,
+    show_progress: bool | None = None,
+) -> Plan:
+    """All that distilling `student` takes. Where the teacher is recorded, it speaks now.
+
+    directory: where a record is kept, for runs to come too. seed: of projections. Raises
+    ConfigError for tokenizers that differ, layers that there are not, rows wider than either
+    context, a record of something else, or none named for top_k.
+    """
+    size = shared_size(teacher, student)
+    width = int(data.batch(0).token_BT.shape[1])
+    for name, lm in (("teacher", teacher), ("student", student)):
+        if width > lm.config.context_length:
+            raise ConfigError(
+                f"the {name}'s context has {lm.config.context_length} tokens, a row {width}: ask"
+                " for shorter rows"
+            )
+    if options.top_k:
+        if directory is None:
+            raise ConfigError("what the teacher says is recorded on disk: name a directory")
+        said = record(
+            directory,
+            teacher.model,
+            teacher.params,
+            data,
+            k=min(options.top_k, size),
+            temperature=options.temperature,
+            size=size,
+            show_progress=show_progress,
+        )
+        objective = FromBuckets(size, options.mix)
+        return Plan(student.params, objective, (), TaughtData(data, said), None)
+    params, compared = student.params, None
+    if options.hidden is not None:
+        layers = student.config.num_hidden_layers, teacher.config.num_hidden_layers
+        pairs = options.pairs or states.evenly(*layers)
+        compared = Hidden(options.hidden, pairs, options.hidden_weight)
+        params = states.with_projections(params, compared, student.config, teacher.config, seed)
+    prepare = None
+    if options.on_policy:
+        prepare = Sampled(
+            student.model,
+            options.on_policy,
+            options.prompt_tokens,
+            options.new_tokens,
+            options.sample_temperature,
+            ends(student),
+        )
+    against = FromTeacher(teacher.model, size, options.mix, compared)
+    return Plan(params, against, teacher.params, data, prepare)
+
+
+def ends(lm: LM) -> tuple[int, ...]:
+    """The ids that end a text, as the checkpoint says."""
+    found = lm.generation.get("eos_token_id")
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
+def finished(student: LM, params: Params) -> LM:
+    """The student with what it learned, without the projections that it learned it by."""
+    return dataclasses.replace(student, params=states.without_projections(params))

@@ -1,0 +1,133 @@
+"""What kinds of training there are: of a model each makes a `Job`, which the one loop runs."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+
+from jaxllm import models
+from jaxllm.api import LM
+from jaxllm.compress.journal import Journal
+from jaxllm.train.data.rows import Data
+from jaxllm.train.keeping import journal_of
+from jaxllm.train.loop import Plan, Prepare, Run, Say, train
+from jaxllm.train.objective import NextToken, Objective
+from jaxllm.train.step import Constraint, Setup, Transformation
+from jaxllm.train.trained import ALL, Rules
+from jaxllm.weights.paths import Params
+from jaxllm.weights.precision import cast
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training to be run.
+
+    lm: what is trained, `params` as they start. like: the same in the formats that the model runs
+    in, where these are others; what is trained is kept in float32 all the same. rules: what is
+    trained. given: arrays for the objective. finish: writes what came of it into a directory.
+    """
+
+    lm: LM
+    params: Params
+    objective: Objective
+    finish: Callable[[Params, Path], None]
+    like: Params | None = None
+    rules: Rules = ALL
+    given: Any = None
+    constraint: Constraint | None = None
+    prepare: Prepare | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.lm.model
+
+
+def full(
+    lm: LM,
+    dtype: str = "float32",
+    *,
+    rules: Rules = ALL,
+    objective: Objective | None = None,
+    constraint: Constraint | None = None,
+) -> Job:
+    """All weights, or those that `rules` name. dtype: what the model runs in and is written in.
+
+    lm: in float32, since what is trained begins from these numbers.
+    """
+    precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
+    ran = dataclasses.replace(lm, model=models.build(lm.config, precision))
+
+    def finish(params: Params, directory: Path) -> None:
+        dataclasses.replace(ran, params=params).save(directory)
+
+    return Job(
+        lm=ran,
+        params=lm.params,
+        like=None if dtype == "float32" else cast(lm.params, precision),
+        objective=objective or NextToken(),
+        rules=rules,
+        constraint=constraint,
+        finish=finish,
+    )
+
+
+def run(
+    job: Job,
+    data: Data,
+    optimizer: Transformation,
+    plan: Plan,
+    *,
+    held_out: Data | None = None,
+    directory: Path | None = None,
+    remat: bool = False,
+    sample: Callable[[Params], str] | None = None,
+    show_progress: bool | None = None,
+    say: Say = lambda _: None,
+) -> Run:
+    """Run a job. directory: where its state is kept, from which an interrupted one goes on; the
+    caller removes it (`Journal.forget`) when the result is written. remat: keep no block's inside
+    for its gradient.
+
+    Raises what `loop.train` raises.
+    """
+    model = job.model.clone(remat=remat)
+    setup = Setup(model, job.objective, optimizer, job.constraint)
+    facts = (setup, plan, job.rules, data.digest, None if held_out is None else held_out.digest)
+    journal = (
+        Journal() if directory is None else journal_of(job.params, job.given, facts, directory)
+    )
+    with journal.kept():
+        return train(
+            job.params,
+            data,
+            setup,
+            plan,
+            rules=job.rules,
+            like=job.like,
+            given=job.given,
+            held_out=held_out,
+            prepare=job.prepare,
+            journal=journal,
+            sample=sample,
+            show_progress=show_progress,
+            say=say,
+        )
+
+
+def forget(directory: Path) -> None:
+    """Remove the state that a run has kept there: its result is written."""
+    journal = Journal(directory)
+    with journal.kept():
+        journal.forget()
+
+
+def told(lm: LM, prompt: str, tokens: int = 40) -> Callable[[Params], str]:
+    """What a model says after a prompt, greedily: a line for people."""
+
+    def sample(params: Params) -> str:
+        found = dataclasses.replace(lm, params=params).generate(prompt, max_new_tokens=tokens)
+        return f"  {prompt}{found.text}".replace("\n", " ")
+
+    return sample

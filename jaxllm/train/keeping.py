@@ -1,0 +1,70 @@
+"""A run's state on disk, so that a killed run goes on bit for bit where it was.
+
+One file with all that goes from step to step, replaced when the next one is complete. What it
+belongs to is in its digest: another model, other data or another setting finds nothing there.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import __version__
+from jaxllm.cache.files import fingerprint
+from jaxllm.compress.journal import Journal
+from jaxllm.train.step import TrainState
+from jaxllm.train.trained import Trained
+from jaxllm.weights.paths import Params, named_arrays
+
+_STATE, _BEST = "state", "best"
+
+
+def journal_of(params: Params, given: Any, facts: Sequence[object], directory: Path) -> Journal:
+    """Where a run keeps what is finished. facts: values whose `repr` says what the run is.
+
+    Reads all weights once.
+    """
+    whose = [__version__, fingerprint(params), fingerprint({"given": given}), *map(repr, facts)]
+    return Journal(directory, hashlib.sha256("\n".join(whose).encode()).hexdigest())
+
+
+def keep(journal: Journal, state: TrainState, facts: dict[str, Any]) -> None:
+    """Keep a state, and facts that JSON can hold. Raises CheckpointError where that cannot be."""
+    floats, whole = {}, {}
+    for path, array in named_arrays(state)[0]:
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            floats[path] = array
+        else:  # counters
+            whole[path] = np.asarray(array).tolist()
+    journal.put(_STATE, floats, {**facts, "whole": whole})
+
+
+def kept(journal: Journal, blank: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+    """The state that was kept, and the facts; None where there is none. blank: one of its form."""
+    found = journal.get_with(_STATE)
+    if found is None:
+        return None
+    floats, facts = found
+    named, structure = named_arrays(blank)
+    whole = facts.pop("whole")
+    arrays = [
+        floats[path] if path in floats else jnp.asarray(whole[path], array.dtype)
+        for path, array in named
+    ]
+    state: TrainState = jax.tree.unflatten(structure, arrays)
+    return state, facts
+
+
+def keep_best(journal: Journal, trained: Trained) -> None:
+    """Keep what is best so far."""
+    journal.put(_BEST, dict(trained))
+
+
+def kept_best(journal: Journal) -> Trained | None:
+    """What was best when it was kept last."""
+    found = journal.get(_BEST)
+    return None if found is None else dict(found)

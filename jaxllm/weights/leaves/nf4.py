@@ -1,0 +1,278 @@
+"""NormalFloat of 4 bits: the 16 levels that normally distributed weights fill evenly (QLoRA).
+
+Dettmers et al. 2023 (arXiv 2305.14314), sections 2 and 3; the levels and the map of the absmax are
+those of bitsandbytes. Blocks of 64 run along the matrix as it lies, row after row.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.leaves.arrays import product
+from jaxllm.weights.leaves.leaf import (
+    ROWS,
+    Blocks,
+    Leaf,
+    Shape,
+    aligned,
+    on_device,
+    or_nan,
+    up,
+)
+
+# fmt: off
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+BLOCK = 64  # weights that share an absmax
+ABSMAX_BLOCK = 256  # absmax that share a scale
+HALF = 32  # weights j and j + 32 of a block share a byte
+FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16
+
+
+def dynamic_map() -> np.ndarray:
+    """The 256 levels of the dynamic data type, float32, ascending (Dettmers 2016, 1511.04561).
+
+    Of each sign and of each power of ten from 1e-6 to 1: the middles of as many equal parts of
+    [0.1, 1] as its fraction has, 1 for the least power and twice as many for each next one. Beside
+    them 0 and 1.
+    """
+    levels = [0.0, 1.0]
+    for bits in range(7):
+        edges = np.linspace(0.1, 1, 2**bits + 1)
+        middles = 10.0 ** (bits - 6) * (edges[:-1] + edges[1:]) / 2
+        levels += [*middles, *-middles]
+    return np.sort(levels).astype(np.float32)
+
+
+DYNAMIC = dynamic_map()
+
+
+class NF4(Leaf, struct.PyTreeNode):
+    """`weight.reshape(-1)[64 b + j] = LEVELS[q[b, j]] * absmax[b]` of a matrix `[O, I]`.
+
+    data: uint8 `[..., B, 32]`, B = O I / 64 rounded up: byte j of a block has q of its weight j in
+    the low four bits, of weight j + 32 in the high. What is added to the last block is zero.
+
+    absmax: float32 `[..., B]`. With double quantization uint8, and what it stands for is
+    `DYNAMIC[absmax[b]] * scale[b // 256] + mean`; scale: float32 `[..., B / 256]` rounded up,
+    mean: float32 `[...]`. Without it both are None. rows, columns: O and I.
+
+    It is never trained: derivatives pass to what it is multiplied with alone.
+    """
+
+    data: jax.Array
+    absmax: jax.Array
+    scale: jax.Array | None
+    mean: jax.Array | None
+    rows: int = struct.field(pytree_node=False)
+    columns: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-2], self.rows, self.columns)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.float32)
+
+    @property
+    def format(self) -> str:
+        return NormalFloat(self.scale is not None).name
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        """The weights themselves, computed in float32."""
+        weights: jax.Array = _dense(self).astype(dtype or jnp.float32)
+        return weights
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return or_nan(_rows(self, index.reshape(-1)), index, self.rows)
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        if x_RI.shape[0] == 1 and self.columns % BLOCK == 0:
+            return _summed(x_RI, self)
+        many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > FEW
+        return product(x_RI, self.dense(jnp.bfloat16 if many else jnp.float32))
+
+    def pieces(self) -> dict[str, jax.Array]:
+        parts = {name: getattr(self, name) for name in ("data", "absmax", "scale", "mean")}
+        return {f".{name}": part for name, part in parts.items() if part is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class NormalFloat:
+    """The format of `NF4`. double: whether the absmax have 8 bits, else 32."""
+
+    double: bool = True
+
+    @property
+    def name(self) -> str:
+        return "nf4" if self.double else "nf4-f32"
+
+    @property
+    def exact_in(self) -> str:
+        return "float32"
+
+    def make(self, array: jax.Array) -> NF4:
+        """Each weight divided by its block's absmax, to the nearest level; then the absmax less
+        their mean, divided by their blocks' largest, to the nearest level of theirs.
+
+        Raises ConfigError for a matrix without numbers.
+        """
+        rows = np.asarray(array)
+        rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
+        cuts = range(0, len(rows), ROWS)
+        return self.collect(array.shape, lambda: (rows[at : at + ROWS] for at in cuts))
+
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> NF4:
+        if 0 in shape:
+            raise ConfigError(f"{self.name} needs numbers to scale, the matrix is {shape}")
+        *stack, rows, columns = shape
+        count = up(rows * columns, BLOCK) // BLOCK
+        data = aligned((*stack, count, HALF), np.dtype(np.uint8))
+        absmax = aligned((*stack, count), np.dtype(np.float32))
+        flat_data, flat_absmax, done = data.reshape(-1, HALF), absmax.reshape(-1), 0
+        for cut in _cut(blocks(), rows * columns):
+            end = done + len(cut)
+            flat_data[done:end], flat_absmax[done:end] = _rounded(jnp.asarray(cut))
+            done = end
+        pieces = {".data": data, ".absmax": absmax}
+        if self.double:
+            codes, scale, mean = map(np.asarray, _doubly(jnp.asarray(absmax)))
+            pieces = {".data": data, ".absmax": codes, ".scale": scale, ".mean": mean}
+        return self._of(shape, pieces)
+
+    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        *stack, rows, columns = shape
+        count = up(rows * columns, BLOCK) // BLOCK
+        found: dict[str, tuple[Shape, Any]] = {
+            ".data": ((*stack, count, HALF), np.uint8),
+            ".absmax": ((*stack, count), np.uint8 if self.double else np.float32),
+        }
+        if self.double:
+            scales = up(count, ABSMAX_BLOCK) // ABSMAX_BLOCK
+            found |= {".scale": ((*stack, scales), np.float32), ".mean": (tuple(stack), np.float32)}
+        return found
+
+    def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> NF4:
+        for name in (".scale", ".mean") if self.double else (".absmax",):
+            if not np.isfinite(pieces[name]).all():
+                raise CheckpointError(f"{path}{name} holds NaN or infinity")
+        return self._of(shape, pieces)
+
+    def _of(self, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> NF4:
+        on = on_device(pieces)
+        beside = (on.get(".scale"), on.get(".mean"))
+        return NF4(on[".data"], on[".absmax"], *beside, rows=shape[-2], columns=shape[-1])
+
+
+def parse(name: str) -> NormalFloat | None:
+    """`nf4`, with double quantization, and `nf4-f32`, without; None for other names."""
+    return {"nf4": NormalFloat(), "nf4-f32": NormalFloat(double=False)}.get(name)
+
+
+def _cut(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Matrices of `size` numbers, one after the other, as float32 `[n, 64]`; zeros end each."""
+    rest, missing = np.zeros(0, np.float32), size
+    for block in blocks:
+        flat = np.concatenate([rest, block.reshape(-1).astype(np.float32)])
+        while len(flat) >= missing:
+            yield np.pad(flat[:missing], (0, -missing % BLOCK)).reshape(-1, BLOCK)
+            flat, missing = flat[missing:], size
+        whole = len(flat) // BLOCK * BLOCK
+        if whole:
+            yield flat[:whole].reshape(-1, BLOCK)
+        rest, missing = flat[whole:], missing - whole
+
+
+@jax.jit
+def _rounded(w_Bj: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The bytes and the absmax of blocks `[B, 64]`."""
+    absmax_B = jnp.abs(w_Bj).max(-1)
+    scaled = w_Bj / jnp.where(absmax_B == 0, 1.0, absmax_B)[:, None]
+    q = jnp.zeros(scaled.shape, jnp.uint8)
+    for middle in _middles(np.asarray(LEVELS, np.float32)):
+        q += (scaled > middle).astype(jnp.uint8)
+    return q[:, :HALF] | (q[:, HALF:] << 4), absmax_B
+
+
+@jax.jit
+def _doubly(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Codes `[..., B]`, scales and means of absmax `[..., B]`: double quantization."""
+    mean, count = absmax.mean(-1), absmax.shape[-1]
+    rest = absmax - mean[..., None]
+    wide = jnp.pad(rest, [*[(0, 0)] * mean.ndim, (0, -count % ABSMAX_BLOCK)])
+    wide = wide.reshape(*mean.shape, -1, ABSMAX_BLOCK)
+    scale = jnp.abs(wide).max(-1)
+    scaled = wide / jnp.where(scale == 0, 1.0, scale)[..., None]
+    codes = jnp.searchsorted(jnp.asarray(_middles(DYNAMIC)), scaled.reshape(-1))
+    codes = codes.astype(jnp.uint8).reshape(*mean.shape, -1)[..., :count]
+    return codes, scale, mean
+
+
+def _middles(levels: np.ndarray) -> np.ndarray:
+    """Above which number the next level is the nearest one."""
+    exact = levels.astype(np.float64)
+    return ((exact[1:] + exact[:-1]) / 2).astype(np.float32)
+
+
+def _absmax(weight: NF4) -> jax.Array:
+    """What each block's levels are times, float32 `[..., B]`."""
+    if weight.scale is None or weight.mean is None:
+        return jax.lax.stop_gradient(weight.absmax)
+    scale, mean = jax.lax.stop_gradient((weight.scale, weight.mean))
+    wide = jnp.repeat(scale, ABSMAX_BLOCK, axis=-1)[..., : weight.absmax.shape[-1]]
+    return jnp.asarray(DYNAMIC)[weight.absmax.astype(jnp.int32)] * wide + mean[..., None]
+
+
+def _level(q: jax.Array) -> jax.Array:
+    """`LEVELS[q]`, float32: chosen by one bit after the other, for XLA:CPU gathers one by one."""
+    found: list[Any] = [np.float32(level) for level in LEVELS]
+    for bit in range(4):
+        is_set = (q >> bit) & 1 == 1
+        pairs = zip(found[1::2], found[::2], strict=True)
+        found = [jnp.where(is_set, one, zero) for one, zero in pairs]
+    level: jax.Array = found[0]
+    return level
+
+
+@jax.jit
+def _dense(weight: NF4) -> jax.Array:
+    """float32 `[..., O, I]`."""
+    halves = [_level(weight.data & 15), _level(weight.data >> 4)]
+    blocks = jnp.concatenate(halves, axis=-1) * _absmax(weight)[..., None]
+    *stack, count, _ = blocks.shape
+    flat = blocks.reshape(*stack, count * BLOCK)[..., : weight.rows * weight.columns]
+    return flat.reshape(weight.shape)
+
+
+@jax.jit
+def _rows(weight: NF4, index_N: jax.Array) -> jax.Array:
+    """Rows of a matrix by number, float32 `[N, I]`; any row for a number outside it."""
+    row_N = jnp.clip(index_N, 0, weight.rows - 1).astype(jnp.int32)
+    # A row's first weight in blocks and a rest: as one number it may not fit 32 bits.
+    blocks, rest = divmod(weight.columns, BLOCK)
+    at_NI = (row_N * rest)[:, None] + jnp.arange(weight.columns, dtype=jnp.int32)[None]
+    block_NI, j_NI = (row_N * blocks)[:, None] + at_NI // BLOCK, at_NI % BLOCK
+    byte_NI = weight.data[block_NI, j_NI % HALF]
+    level_NI = _level(jnp.where(j_NI < HALF, byte_NI & 15, byte_NI >> 4))
+    return level_NI * _absmax(weight)[block_NI]
+
+
+def _summed(x_1I: jax.Array, weight: NF4) -> jax.Array:
+    """One row, of whole blocks: their bytes where they lie, which XLA:CPU fuses."""
+    byte = weight.data.reshape(weight.rows, -1, HALF)
+    low, high = jnp.moveaxis(x_1I.astype(jnp.float32).reshape(1, -1, 2, HALF), 2, 0)
+    absmax = jax.lax.optimization_barrier(_absmax(weight)).reshape(weight.rows, -1, 1)
+    each = (_level(byte & 15) * low + _level(byte >> 4) * high) * absmax
+    return each.sum(axis=(1, 2))[None]

@@ -1,0 +1,163 @@
+"""Divergences, buckets and vocabularies of distillation against torch and closed forms."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from jaxllm.train.data.rows import IGNORED
+from jaxllm.train.distill.buckets import Buckets, buckets, of_buckets
+from jaxllm.train.distill.divergences import (
+    Mix,
+    divergence,
+    learned,
+    log_probs,
+    of_logits,
+)
+
+B, T, V = 2, 5, 23
+BETAS = [0.0, 0.1, 0.5, 1.0]
+
+
+def drawn(seed: int, size: int = V) -> np.ndarray:
+    return (3 * np.random.default_rng(seed).standard_normal((B, T, size))).astype(np.float32)
+
+
+TEACHER, STUDENT = drawn(0), drawn(1)
+LABEL = np.random.default_rng(2).integers(0, V, (B, T)).astype(np.int32)
+LABEL[0, :2] = LABEL[1, 4] = IGNORED
+
+
+def gkd(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    """The loss of each token as GKD's trainer in TRL computes it, written out."""
+    s, t = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
+    if beta in (0, 1):
+        first, second = (s, t) if beta == 0 else (t, s)
+        return F.kl_div(first, second, reduction="none", log_target=True).sum(-1)
+    log_beta = torch.log(torch.tensor(beta))
+    rest = torch.log1p(torch.tensor(-beta))
+    m = torch.logsumexp(torch.stack([s + rest, t + log_beta]), dim=0)
+    of_teacher = F.kl_div(m, t, reduction="none", log_target=True)
+    of_student = F.kl_div(m, s, reduction="none", log_target=True)
+    return (beta * of_teacher + (1 - beta) * of_student).sum(-1)
+
+
+# (beta, temperature, alpha): every kind of divergence, and both limits of the temperature.
+MIXES = [Mix(beta, 2.0, 0.7) for beta in BETAS] + [Mix(0.0, 1e3, 1.0)]
+
+
+@jax.jit
+def losses(student: jax.Array, teacher: jax.Array, label: jax.Array) -> Any:
+    """Of each of MIXES the sums, and the slope of the loss."""
+
+    def loss(student: jax.Array, mix: Mix) -> tuple[jax.Array, Any]:
+        found = learned(student, label, teacher, of_logits(V, mix.temperature), mix)
+        return found.loss, found
+
+    return [jax.grad(loss, has_aux=True)(student, mix) for mix in MIXES]
+
+
+def test_loss_and_gradient_are_those_of_torch() -> None:
+    """Of the whole loss: temperature, its square, the cross-entropy, the labels that count."""
+    label = torch.tensor(LABEL).long()
+    counted = label != IGNORED
+    for mix, (slope, found) in zip(BETAS, losses(STUDENT, TEACHER, LABEL)[:-1], strict=True):
+        student = torch.tensor(STUDENT, requires_grad=True)
+        each = gkd(student / 2, torch.tensor(TEACHER) / 2, mix)
+        entropy = F.cross_entropy(student.reshape(-1, V), label.reshape(-1), reduction="sum")
+        wanted = 0.7 * 4 * each[counted].sum() + 0.3 * entropy
+        wanted.backward()
+        np.testing.assert_allclose(found.loss, wanted.item(), rtol=1e-5)
+        np.testing.assert_allclose(found.cross_entropy, entropy.item(), rtol=1e-5)
+        np.testing.assert_allclose(found.divergence, each[counted].sum().item(), rtol=1e-5)
+        assert found.tokens == counted.sum().item()
+        assert student.grad is not None
+        np.testing.assert_allclose(slope, student.grad.numpy(), atol=2e-5)
+        assert not np.asarray(slope)[LABEL == IGNORED].any()
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
+    """What is left is the cross-entropy's."""
+    for mix, (slope, found) in zip(MIXES, losses(TEACHER, TEACHER, LABEL), strict=True):
+        assert found.divergence == 0
+        student = torch.tensor(TEACHER, requires_grad=True)
+        label = torch.tensor(LABEL).long().reshape(-1)
+        F.cross_entropy(student.reshape(-1, V), label, reduction="sum").backward()
+        assert student.grad is not None
+        np.testing.assert_allclose(slope, (1 - mix.alpha) * student.grad.numpy(), atol=1e-7)
+
+
+def test_where_nothing_counts_the_loss_is_zero() -> None:
+    for slope, found in losses(STUDENT, TEACHER, np.full_like(LABEL, IGNORED)):
+        assert (float(found.loss), float(found.tokens)) == (0, 0)
+        assert not np.asarray(slope).any()
+
+
+def test_at_a_high_temperature_the_gradient_is_the_difference_of_centred_logits() -> None:
+    """Hinton et al. 2015, eq. 4: T^2 dKL/dz = (z_s - z_t) / V, where both have mean 0."""
+    slope, _ = losses(STUDENT, TEACHER, np.zeros_like(LABEL))[-1]
+    centred = [x - x.mean(-1, keepdims=True) for x in (STUDENT, TEACHER)]
+    np.testing.assert_allclose(slope, (centred[0] - centred[1]) / V, atol=3e-3)
+
+
+def test_what_cannot_be_is_no_nan() -> None:
+    """A teacher that is sure of a token, and a student that is sure of another."""
+    teacher, student = (np.full((B, T, V), -1e4, np.float32) for _ in range(2))
+    teacher[..., 3], student[..., 5] = 0, 0
+    each = losses(student, teacher, LABEL)
+    for slope, found in each:
+        assert np.isfinite(found.loss)
+        assert np.isfinite(np.asarray(slope)).all()
+    of_half = each[BETAS.index(0.5)][1]
+    np.testing.assert_allclose(of_half.divergence / of_half.tokens, np.log(2), rtol=1e-6)
+
+
+def test_padding_of_the_vocabulary_changes_nothing() -> None:
+    """Qwen's case: 23 tokens, padded to 31 rows in one model and 26 in the other."""
+    for x, more in ((STUDENT, 8), (TEACHER, 3)):
+        cut = log_probs(np.concatenate([x, drawn(9, more)], -1), V, 2.0)
+        np.testing.assert_array_equal(cut, log_probs(x, V, 2.0))
+
+
+KS = [1, 4, 16, V]
+SOME = [0.0, 0.5, 1.0]
+
+
+@jax.jit
+def by_buckets(student: jax.Array, teacher: jax.Array) -> Any:
+    """Divergences `[k, beta, B, T]` by buckets, in full `[beta, B, T]`, the KL's slope at k = V."""
+    said = {k: buckets(teacher, V, 1.0, k) for k in KS}
+    full = [log_probs(x, V, 1.0) for x in (teacher, student)]
+
+    def kl(student: jax.Array) -> jax.Array:
+        return divergence(*of_buckets(V, 1.0)(student, said[V]), 0.0).sum()
+
+    each = [of_buckets(V, 1.0)(student, said[k]) for k in KS]
+    some = jnp.stack([jnp.stack([divergence(p, q, beta) for beta in SOME]) for p, q in each])
+    return said, some, jnp.stack([divergence(*full, beta) for beta in SOME]), jax.grad(kl)(student)
+
+
+def test_buckets_are_a_lower_bound_and_all_of_them_the_whole_distribution() -> None:
+    said, some, full, slope = by_buckets(STUDENT, TEACHER)
+    rounding = 1e-2  # float16 log-probabilities
+    assert (some <= full[None] + rounding).all()
+    assert (np.diff(some, axis=0) >= -rounding).all()  # the more buckets, the nearer
+    assert (some[0, 0] < full[0] - 0.1).any()
+    assert np.isneginf(np.asarray(said[V].logprob_BTL)[..., -1]).all()
+    np.testing.assert_allclose(some[-1], full, rtol=2e-3, atol=1e-3)
+    s, t = (np.asarray(torch.softmax(torch.tensor(x), -1)) for x in (STUDENT, TEACHER))
+    np.testing.assert_allclose(slope, s - t, atol=2e-3)  # dKL/dz, in closed form
+
+
+def test_buckets_hold_the_likeliest_tokens_and_the_rest() -> None:
+    found: Buckets = by_buckets(STUDENT, TEACHER)[0][4]
+    p = torch.log_softmax(torch.tensor(TEACHER), -1)
+    top, token = p.topk(4, -1)
+    np.testing.assert_array_equal(found.token_BTk, token.numpy())
+    assert (found.token_BTk.dtype, found.logprob_BTL.dtype) == (jnp.uint16, jnp.float16)
+    np.testing.assert_allclose(found.logprob_BTL[..., :4], top.numpy(), rtol=1e-3)
+    rest = torch.log(1 - top.exp().sum(-1))
+    np.testing.assert_allclose(found.logprob_BTL[..., 4], rest.numpy(), rtol=2e-3)

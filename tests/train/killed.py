@@ -1,0 +1,21 @@
+"""A run of training in a process of its own, for a test that kills it: prints its bits' digest."""
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+from jaxllm.train import loop
+from tests.train.test_loop import Texts, bits, run
+
+if __name__ == "__main__":
+    directory, name = Path(sys.argv[1]), sys.argv[2]
+    loop.KEEP_SECONDS = loop.KEEP_SHARE = 0
+
+    def slowly(line: str) -> None:
+        time.sleep(0.2)
+
+    plan = loop.Plan(steps=200, evaluate_every=1, accumulate=2)
+    found = run(directory / name, plan=plan, held_out=Texts(seed=9), say=slowly)
+    digest = hashlib.sha256(b"".join(bits(found.params)[p] for p in sorted(bits(found.params))))
+    print(digest.hexdigest(), [r[:5] for r in found.records][-1])

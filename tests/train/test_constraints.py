@@ -1,0 +1,238 @@
+"""Pruned models in training: patterns stay, shares are exact, what was lost is learned again."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxllm.compress.matrices.pruning import by_magnitude
+from jaxllm.compress.matrices.sparsity import Sparsity, lowest
+from jaxllm.errors import ConfigError
+from jaxllm.train.constraints import KeepZeros, PruneGradually, keep_zeros, prune_gradually
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import from_ids
+from jaxllm.train.objective import Measured, NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.step import Setup, start, train_step
+from jaxllm.train.trained import join, split
+from jaxllm.weights.leaves.factored import Factored
+from jaxllm.weights.leaves.sparse import sparse_of
+from jaxllm.weights.linear import linear
+from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.quantize import quantize
+from tests.twins import random_model, tokens
+
+KEY = jax.random.key(0)
+SHAPES = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 64}
+
+
+def rng_array(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+WEIGHT, RATE = "w.weight", 0.5
+GIVEN = tuple(np.asarray(rng_array(9, width, seed=width)) for width in (40, 24))
+
+
+def text() -> Any:
+    """The one batch that is learned by heart, `[1, B, T]`."""
+    data = Dataset(from_ids(list(tokens(3, 14))), width=13, batch_size=3)
+    return jax.tree.map(lambda x: x[None], data.batch(0))
+
+
+def train(params: Params, setup: Setup, steps: int) -> tuple[Params, list[float]]:
+    trained, rest = split(params)
+    state, losses = start(trained, setup), []
+    for _ in range(steps):
+        state, metrics = train_step(state, rest, GIVEN, text(), KEY, setup=setup)
+        losses.append(float(metrics.loss))
+    return join(state.trained, rest), losses
+
+
+@dataclasses.dataclass(frozen=True)
+class Regression:
+    """One product, whose mean squared error is made small: quick to compile."""
+
+    def __call__(self, model: Any, params: Params, given: Any, rows: Any, key: Any) -> Measured:
+        error = linear(jnp.asarray(given[0]), params["w"]["weight"]) - given[1]
+        return Measured((error**2).sum(), jnp.float32(error.size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """Plain gradient descent."""
+
+    def made(self) -> Any:
+        return optax.sgd(RATE)
+
+
+def regress(weight: Any, constraint: Any = None, steps: int = 4) -> tuple[Any, list[float]]:
+    setup = Setup(None, Regression(), Descent(), constraint)  # type: ignore[arg-type]
+    params, losses = train({"w": {"weight": weight}}, setup, steps)
+    return params["w"]["weight"], losses
+
+
+def pruned_model(pattern: str = "0.5") -> tuple[Any, Params]:
+    model, params = random_model("llama", spread=0.2, **SHAPES)
+    sparsity = Sparsity(0.5, (2, 4) if pattern == "2:4" else None)
+
+    def prune(path: str, leaf: Any) -> Any:
+        return by_magnitude(leaf, sparsity) if path.endswith("_proj.weight") else leaf
+
+    return model, map_leaves(prune, params)
+
+
+def zeros(params: Params) -> dict[str, np.ndarray]:
+    return {
+        path: np.asarray(leaf.dense() if hasattr(leaf, "dense") else leaf) == 0
+        for path, leaf in flatten(params)
+        if path.endswith("_proj.weight")
+    }
+
+
+def test_a_pruned_model_recovers_and_its_zeros_stay() -> None:
+    """AdamW with momentum and decay moves every weight; without the constraint no zero is left."""
+    model, params = pruned_model()
+    constraint = keep_zeros(split(params)[0])
+    assert set(constraint.paths) == {p for p, _ in flatten(params) if p.endswith("_proj.weight")}
+    optimizer = Optimizer(steps=40, rate=2e-2, warmup=0.0, decay=0.1)
+    found, losses = train(params, Setup(model, NextToken(), optimizer, constraint), 12)
+    before, after = zeros(params), zeros(found)
+    for path, mask in before.items():
+        assert mask.sum() == mask.size // 2
+        np.testing.assert_array_equal(after[path], mask)
+    assert losses[-1] < 0.3 * losses[0]
+    hash(constraint)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "bitmap"])
+def test_sparse_leaves_train_in_their_values_alone(pattern: str) -> None:
+    """As the same matrix does with zeros that are kept: the same losses, the same weights."""
+    dense = by_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4)))
+    sparse = sparse_of(dense, pattern)
+    found, losses = regress(sparse)
+    wanted, expected = regress(dense, KeepZeros((WEIGHT,)))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert losses[-1] < losses[0]
+    np.testing.assert_array_equal(found.mask, sparse.mask)
+    np.testing.assert_allclose(found.dense(), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "bitmap"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_with_sparse_values_have_the_dense_products_gradient(
+    pattern: str, dtype: str
+) -> None:
+    """d(sum of y * c)/dW = c^T x, where there are weights."""
+    dense = by_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4))).astype(dtype)
+    leaf, x, c = sparse_of(dense, pattern), rng_array(5, 40, seed=1), rng_array(5, 24, seed=2)
+
+    def total(values: jax.Array) -> jax.Array:
+        return (linear(x.astype(dtype), leaf.replace(values=values)) * c).sum()
+
+    gradient = jax.grad(total)(leaf.values)
+    expected = np.asarray(c).T @ np.asarray(x.astype(dtype).astype("float32"))
+    found = leaf.replace(values=gradient).dense("float32")
+    wanted = np.where(np.asarray(dense, np.float32) == 0, 0, expected)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 if dtype == "float32" else 0.06)
+
+
+def test_integers_are_refused_by_name() -> None:
+    _, params = pruned_model()
+    integers = quantize(params, [(r".*q_proj\.weight", "int8-bitmap")])
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj\.weight is int8-bitmap"):
+        split(integers)
+    trained, _ = split(integers, ((r".*q_proj", False), (".*", True)))
+    assert not any("q_proj" in path for path in trained)
+
+
+def test_factors_of_low_rank_train_and_stay_factors() -> None:
+    """As the same two factors of a plain product do, by hand: gradients y'x through each."""
+    factors = Factored(rng_array(24, 6) * 0.3, rng_array(6, 40, seed=1) * 0.3)
+    trained, _ = split({"w": {"weight": factors}})
+    assert list(trained) == [f"{WEIGHT}.left", f"{WEIGHT}.right"]
+    found, losses = regress(factors)
+    assert isinstance(found, Factored)
+    assert (found.rank, found.shape) == (6, (24, 40))
+    x, y = GIVEN
+    left, right = np.asarray(factors.left, np.float64), np.asarray(factors.right, np.float64)
+    for expected in losses[:2]:
+        error = x @ (left @ right).T - y
+        assert expected == pytest.approx((error**2).mean(), rel=1e-4)
+        slope = 2 * error / error.size
+        left, right = (
+            left - RATE * slope.T @ x @ right.T,
+            right - RATE * left.T @ slope.T @ x,
+        )
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4)])
+def test_gradual_pruning_follows_the_published_schedule(pattern: tuple[int, int] | None) -> None:
+    """The closed form of Zhu and Gupta; what is pruned each time, by sorting magnitudes."""
+    weight = rng_array(6, 24)
+    last = 0.5 if pattern else 0.8
+    prune = PruneGradually(paths=("w",), sparsity=Sparsity(last, pattern), begin=2, end=11, every=3)
+    apply = jax.jit(prune)
+    before = {"w": weight, "b": jnp.zeros(3)}
+    for step in range(14):
+        # An update that brings all back: only what is zero by now stays zero.
+        after = {"w": weight + 0.01 * step, "b": before["b"] + 1}
+        now = apply(before, after, jnp.asarray(step))
+        gone = np.asarray(now["w"]) == 0
+        when = max(s for s in (0, 2, 5, 8, 11) if s <= step)
+        share = 0.0 if when < 2 else last * (1 - (1 - (when - 2) / 9) ** 3)
+        if pattern:
+            groups = gone.reshape(-1, 4).sum(axis=1)
+            assert set(groups.tolist()) == {int(4 * share + 1e-9)}
+        else:
+            assert gone.sum() == int(weight.size * share)
+        if step in (2, 5, 8, 11):
+            kept = np.where(np.asarray(before["w"]) == 0, 0, after["w"])
+            per = 4 if pattern else weight.size
+            count = int(per * share + 1e-9)
+            order = np.argsort(np.abs(kept).reshape(-1, per), axis=1, kind="stable")[:, :count]
+            mask = np.zeros_like(kept, bool).reshape(-1, per)
+            np.put_along_axis(mask, order, True, axis=1)
+            np.testing.assert_array_equal(gone, mask.reshape(gone.shape))
+        else:
+            np.testing.assert_array_equal(gone, np.asarray(before["w"]) == 0)
+        assert float(now["b"][0]) == step + 1
+        before = now
+    np.testing.assert_array_equal(
+        gone, lowest(np.abs(np.asarray(kept)), prune.sparsity, rows=False)
+    )
+
+
+def test_a_matrix_is_pruned_while_it_learns() -> None:
+    weight = rng_array(24, 40)
+    trained, _ = split({"w": {"weight": weight}})
+    prune = prune_gradually(trained, "2:4", begin=1, end=6, every=2)
+    found, losses = regress(weight, prune, steps=12)
+    assert ((np.asarray(found) == 0).reshape(-1, 4).sum(axis=1) == 2).all()
+    assert losses[-1] < losses[7]  # after the last pruning
+    np.testing.assert_array_equal(sparse_of(found, "2:4").dense(), found)
+
+
+def test_bad_input_is_one_clear_line() -> None:
+    _, params = random_model("llama", **SHAPES)
+    trained, _ = split(params)
+    steps = {"begin": 0, "end": 4, "every": 2}
+    for make, said in (
+        (lambda: keep_zeros(trained), "no zeros to keep: of 9 trained matrices none has 10%"),
+        (lambda: prune_gradually(trained, "half", **steps), "a share is between 0 and 100%"),
+        (lambda: prune_gradually(trained, "2:64", **steps), "no multiple of 64"),
+        (lambda: prune_gradually(trained, "0.5", **steps, rules=(("norm", True),)), "no matrix"),
+        (lambda: prune_gradually(trained, "0.5", begin=4, end=4, every=1), "end of pruning must"),
+        (lambda: prune_gradually(trained, "0.5", begin=0, end=4, every=0), "between prunings"),
+        (
+            lambda: PruneGradually(paths=(), sparsity=Sparsity(0.5), first=0.6, **steps),
+            "begins with a share from 0 to below 0.5",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make()
+    assert keep_zeros({"w": jnp.eye(4)}) == KeepZeros(("w",))

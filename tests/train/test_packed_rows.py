@@ -1,0 +1,86 @@
+"""Packed rows are what each document is alone: transformers' logits, torch's gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxllm import steps
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import from_examples
+from jaxllm.train.data.rows import IGNORED, Example, Rows
+from jaxllm.weights.paths import Params, flatten
+from tests.twins import Twin, assert_close, load_twin, save_random, tokens
+
+LENGTHS = (6, 9, 3, 7)  # two rows of 12 columns, neither of which is full
+WIDTH = 12
+
+
+def examples() -> list[Example]:
+    """Documents whose first tokens are only read; the third is all prompt but one."""
+    read = (1, 4, 2, 1)
+    return [
+        Example(ids.astype(np.int32), np.arange(len(ids)) >= n)
+        for n, ids in zip(read, np.split(tokens(1, sum(LENGTHS))[0], np.cumsum(LENGTHS)[:-1]),
+                          strict=True)
+    ]  # fmt: skip
+
+
+def logits(model: Any, params: Params, rows: Rows) -> jax.Array:
+    trace, _, _ = steps.run(
+        model,
+        params,
+        (),
+        jnp.asarray(rows.token_BT),
+        jnp.asarray(rows.position_BT),
+        document_BT=jnp.asarray(rows.document_BT),
+    )
+    return trace.logits
+
+
+def loss(params: Params, model: Any, rows: Rows) -> jax.Array:
+    """The sum of what each label that counts costs."""
+    label_BT = jnp.asarray(rows.label_BT)
+    logprob_BTV = jax.nn.log_softmax(logits(model, params, rows))
+    chosen = jnp.take_along_axis(logprob_BTV, jnp.maximum(label_BT, 0)[..., None], axis=-1)[..., 0]
+    return -jnp.where(label_BT == IGNORED, 0.0, chosen).sum()
+
+
+def torch_loss(twin: Twin, example: Example) -> Any:
+    ids = torch.tensor(example.token_T[None].astype(np.int64))
+    out = twin.torch_model(ids).logits[0, :-1]
+    label = torch.where(torch.tensor(example.counts_T[1:]), ids[0, 1:], IGNORED)
+    return torch.nn.functional.cross_entropy(out, label, ignore_index=IGNORED, reduction="sum")
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+def test_packed_rows_have_the_losses_and_gradients_of_each_document_alone(
+    family: str, tmp_path: Path
+) -> None:
+    """mistral: llama with a sliding window, which begins anew in each document."""
+    changes = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1, "sliding_window": 3}
+    save_random(tmp_path, family, **changes)
+    twin, alone = load_twin(tmp_path), examples()
+    data = Dataset(from_examples(alone), width=WIDTH, batch_size=2)
+    rows = data.batch(0)
+    assert len(data) == 1
+    assert (rows.position_BT < 0).any(axis=1).all()
+    total = sum(torch_loss(twin, example) for example in alone)
+    total.backward()
+    ours, gradients = jax.jit(jax.value_and_grad(loss), static_argnums=1)(
+        twin.params, twin.model, rows
+    )
+    assert_close(ours, total.detach().numpy())
+    theirs = {
+        name.removeprefix("model.").removeprefix("transformer."): parameter.grad.numpy()
+        for name, parameter in twin.torch_model.named_parameters()
+    }
+    found = dict(flatten(gradients))
+    assert found.keys() == theirs.keys()
+    for path, gradient in found.items():
+        conv1d = family == "gpt2" and ".c_" in path and gradient.ndim == 2
+        assert_close(gradient, theirs[path].T if conv1d else theirs[path])

@@ -1,0 +1,231 @@
+"""Files become examples: every kind, what of it is learned, and what is wrong in which line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import transformers
+
+from jaxllm.api import DEMOS
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TemplateError, TokenError
+from jaxllm.text import ChatTemplate, Tokenizer
+from jaxllm.train.data.conversations import assistant_spans, conversation
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import Examples
+from jaxllm.train.data.rows import IGNORED
+from jaxllm.train.data.sources import Writing, from_texts, read_examples
+
+TOKENIZER = Tokenizer.from_directory(DEMOS / "llama")
+BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Bot: ' }}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.role + ': ' + m.content + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Bot: ' }}{% endif %}"
+)
+TEMPLATE = ChatTemplate(TURNS, (("bos_token", "<|bos|>"), ("eos_token", "<|eos|>")))
+WRITING = Writing(TOKENIZER, TEMPLATE)
+TALK = [
+    {"role": "system", "content": "Tell stories."},
+    {"role": "user", "content": "Of whom?"},
+    {"role": "assistant", "content": "One day, Lily"},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "She went home.\nThe end. "},
+]
+
+
+def written(path: Path, *lines: Any, name: str = "data.jsonl") -> Path:
+    file = path / name
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def learned(examples: Examples, number: int = 0) -> str:
+    token_T, counts_T = examples[number]
+    return TOKENIZER.decode(token_T[counts_T].tolist(), skip_special=False)
+
+
+def whole(examples: Examples, number: int = 0) -> str:
+    return TOKENIZER.decode(examples[number].token_T.tolist(), skip_special=False)
+
+
+def test_lines_of_text_begin_and_end(tmp_path: Path) -> None:
+    file = written(tmp_path, {"text": "One day"}, {"text": "The end.", "id": 3})
+    examples = read_examples(file, WRITING)
+    assert [whole(examples, n) for n in range(2)] == [
+        "<|bos|>One day<|eos|>",
+        "<|bos|>The end.<|eos|>",
+    ]
+    plain = read_examples(file, Writing(TOKENIZER, bos=False, eos=False))
+    assert plain[0].token_T.tolist() == TOKENIZER.encode("One day")
+    assert plain.counts_N is None
+    again = from_texts(["One day", "The end."], WRITING)
+    assert (again.token_N == examples.token_N).all()
+
+
+def test_a_completion_is_learned_and_its_prompt_is_not(tmp_path: Path) -> None:
+    file = written(tmp_path, {"prompt": "One day,", "completion": " Lily went home."})
+    examples = read_examples(file, WRITING)
+    assert learned(examples) == " Lily went home.<|eos|>"
+    assert whole(examples) == "<|bos|>One day, Lily went home.<|eos|>"
+    assert (examples.long, examples.bos, examples.source["joined"]) == ("left", BOS, 0)
+
+
+def test_a_token_of_prompt_and_completion_is_learned(tmp_path: Path) -> None:
+    """As lm-evaluation-harness moves the space at a prompt's end into what follows."""
+    file = written(tmp_path, {"prompt": "One day, ", "completion": "Lily went home."})
+    examples = read_examples(file, WRITING)
+    assert learned(examples) == " Lily went home.<|eos|>"
+    assert examples.source["joined"] == 1
+
+
+def test_the_assistants_tokens_are_those_that_transformers_marks(tmp_path: Path) -> None:
+    """transformers reads them from `generation` in the template; ours takes any template."""
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(DEMOS / "llama" / "tokenizer.json"),
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+    )
+    expected = theirs.apply_chat_template(
+        TALK, chat_template=TURNS, return_dict=True, return_assistant_tokens_mask=True
+    )
+    examples = read_examples(written(tmp_path, {"messages": TALK}), WRITING)
+    assert examples[0].token_T.tolist() == expected["input_ids"]
+    assert examples[0].counts_T.tolist() == [bool(x) for x in expected["assistant_masks"]]
+    assert examples.long == "right"
+
+
+def test_white_space_after_a_turn_is_not_learned() -> None:
+    chatml = ChatTemplate(
+        "{% for m in messages %}{{ m.role + '\n' + m.content + '<|eos|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+    )
+    example = conversation(chatml, TOKENIZER, TALK)
+    said = [TALK[2]["content"] + "<|eos|>", TALK[4]["content"] + "<|eos|>"]
+    ids = example.token_T[example.counts_T].tolist()
+    assert TOKENIZER.decode(ids, skip_special=False) == "".join(said)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    forgetful = ChatTemplate(
+        "{% for m in messages %}{{ m.content if loop.last else m.content[:4] }}{% endfor %}"
+    )
+    with pytest.raises(TemplateError, match="message 2: the chat template writes the messages"):
+        assistant_spans(forgetful, TALK)
+    assert assistant_spans(forgetful, TALK[-1:])[1] == [(0, len(TALK[-1]["content"]))]
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    with_tools = ChatTemplate(
+        "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    line = {"messages": TALK[1:3], "tools": [{"name": "clock"}]}
+    examples = read_examples(written(tmp_path, line), Writing(TOKENIZER, with_tools))
+    assert whole(examples).startswith("clock")
+    ended = read_examples(written(tmp_path, line), Writing(TOKENIZER, with_tools, eos=True))
+    assert learned(ended) == learned(examples) + "<|eos|>"
+
+
+def test_tokens_come_with_labels(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, {"tokens": [5, 6, 7], "labels": [IGNORED, IGNORED, 7]}, {"tokens": [8, 9]}
+    )
+    examples = read_examples(file, Writing(None))
+    assert examples.token_N.tolist() == [5, 6, 7, 8, 9]
+    assert [examples[n].counts_T.tolist() for n in (0, 1)] == [[False, False, True], [True, True]]
+
+
+def test_a_text_file_and_wikitext_are_one_text_each(tmp_path: Path) -> None:
+    text = "One day, Lily went home.\n\nThe end.\n"
+    (tmp_path / "story.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    ids = [BOS, *TOKENIZER.encode(text), EOS]
+    assert read_examples(tmp_path / "story.txt", WRITING).token_N.tolist() == ids
+    rows = [" = Lily = \n", "", "One day.\n"]
+    table = pyarrow.table({"text": rows})
+    pyarrow.parquet.write_table(table, tmp_path / "wiki.parquet")
+    (tmp_path / "wiki.raw").write_text("".join(row or " \n" for row in rows))
+    ids = [BOS, *TOKENIZER.encode("\n\n".join(rows)), EOS]
+    for name in ("wiki.parquet", "wiki.raw"):
+        examples = read_examples(tmp_path / name, WRITING)
+        assert examples.token_N.tolist() == ids
+        assert (len(examples), examples.source["kind"]) == (1, "wikitext")
+
+
+def test_a_large_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end with a line, where this tokenizer's tokens end too."""
+    monkeypatch.setattr("jaxllm.compress.data.cutting.WHOLE", 64)
+    monkeypatch.setattr("jaxllm.compress.data.cutting.PART", 64)
+    text = "".join(f"Line {n} of a story.\n" for n in range(40))
+    (tmp_path / "story.txt").write_text(text)
+    examples = read_examples(tmp_path / "story.txt", WRITING)
+    assert TOKENIZER.decode(examples.token_N.tolist()) == text
+    data = Dataset(examples, width=16)
+    assert data.tokens == len(examples.token_N) - 1
+
+
+def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
+    file = written(tmp_path, *({"text": f"Story {n} is told."} for n in range(9)))
+    one, two = (Dataset(read_examples(file, WRITING), width=12) for _ in range(2))
+    assert one.digest == two.digest
+    assert one.facts["kind"] == "text"
+    np.testing.assert_array_equal(one.batch(1).token_BT, two.batch(1).token_BT)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([{"text": "a"}, {"txt": "b"}], r"line 2 should be an object with .* it has none"),
+        ([{"text": "a"}, 5], "line 2 should be an object with"),
+        ([{"text": "a"}, {"text": ""}], "line 2: the text is empty"),
+        ([{"text": "a"}, {"tokens": [1]}], "line 2 has tokens, .*line 1 has text"),
+        ([{"text": "a", "prompt": "b"}], "line 1 should be .* it has prompt, text"),
+        ([{"prompt": "a"}], "line 1 should be .* it has prompt"),
+        ([{"prompt": "a", "completion": ""}], "line 1: the completion is empty"),
+        ([{"text": 5}], "line 1: text must be a text or null, got 5"),
+        ([{"tokens": [1], "labels": [2]}], "line 1: labels are the tokens themselves"),
+        ([{"tokens": [1, 2], "labels": [1]}], "line 1: labels are the tokens themselves"),
+        ([{"tokens": []}], "line 1: the text is empty"),
+        ([{"messages": TALK[:2]}], 'line 1: no message with the role "assistant"'),
+        ([{"messages": [{"role": "assistant"}]}], "line 1: message 0 should have"),
+        ([], "no data to train on: .*data.jsonl has no line"),
+    ],
+)
+def test_what_is_wrong_in_a_line_is_said(tmp_path: Path, lines: list[Any], said: str) -> None:
+    with pytest.raises(JaxllmError, match=said) as caught:
+        read_examples(written(tmp_path, *lines), WRITING)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    for content, error, said in (
+        (b'{"text": "a"}\n{', TokenError, "line 2 is not valid JSON"),
+        (b'{"text": "a"}\n\xff', CheckpointError, "line 2 is not UTF-8"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(error, match=said):
+            read_examples(file, WRITING)
+    (tmp_path / "story.txt").write_bytes(b"a \xff")
+    with pytest.raises(TokenError, match=r"story\.txt: the text is not UTF-8"):
+        read_examples(tmp_path / "story.txt", WRITING)
+    (tmp_path / "story.txt").write_bytes(b"")
+    with pytest.raises(TokenError, match=r"no data to train on: .*story\.txt is empty"):
+        read_examples(tmp_path / "story.txt", WRITING)
+    with pytest.raises(ConfigError, match="data is text, wikitext, lines, got 'csv'"):
+        read_examples(file, WRITING, kind="csv")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_examples(tmp_path / "none.txt", WRITING)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    file = written(tmp_path, {"messages": TALK})
+    with pytest.raises(TokenError, match="messages need a chat template"):
+        read_examples(file, Writing(TOKENIZER))
+    with pytest.raises(TokenError, match=r"need a chat template \(no chat template here\)"):
+        read_examples(file, Writing(TOKENIZER, TemplateError("no chat template here")))
+    with pytest.raises(TokenError, match="text needs a tokenizer"):
+        read_examples(written(tmp_path, {"text": "a"}), Writing(None))

@@ -1,0 +1,176 @@
+"""NF4: its levels, its double quantization, its place among the other formats."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.formats import as_format, format_of, parse
+from jaxllm.weights.leaves.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, NF4
+from jaxllm.weights.linear import linear
+from jaxllm.weights.paths import flatten
+
+SHAPE = (7, 150)  # 1050 weights: 16 blocks and 26 weights, whose blocks run on from row to row
+
+
+def numbers(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.001, 0.02, shape).astype(np.float32)
+
+
+def made(array: np.ndarray, name: str = "nf4") -> NF4:
+    weight = as_format(jnp.asarray(array), name)
+    assert isinstance(weight, NF4)
+    return weight
+
+
+def blocks(array: np.ndarray) -> np.ndarray:
+    flat = array.reshape(-1).astype(np.float64)
+    return np.pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
+
+
+def codes(weight: NF4) -> np.ndarray:
+    data = np.asarray(weight.data)
+    return np.concatenate([data & 15, data >> 4], axis=-1)
+
+
+def test_the_dynamic_map_is_the_one_that_bitsandbytes_has() -> None:
+    """Its ends and its least levels as `bitsandbytes.functional.create_dynamic_map` prints them."""
+    assert len(set(DYNAMIC.tolist())) == 256
+    np.testing.assert_allclose(DYNAMIC[:3], [-0.99296875, -0.97890625, -0.96484375], rtol=1e-6)
+    np.testing.assert_allclose(DYNAMIC[-3:], [0.97890625, 0.99296875, 1.0], rtol=1e-6)
+    least = [-3.25e-6, -5.5e-7, 0, 5.5e-7, 3.25e-6, 7.75e-6]
+    np.testing.assert_allclose(DYNAMIC[125:131], least, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-f32"])
+def test_each_code_is_the_nearest_level_of_its_block_by_brute_force(name: str) -> None:
+    array = numbers()
+    array[2] = 0  # two blocks of zeros
+    weight, mine = made(array, name), blocks(array)
+    absmax = np.abs(mine).max(1, keepdims=True)
+    distance = np.abs(mine[..., None] / np.where(absmax == 0, 1, absmax)[..., None] - LEVELS)
+    code = codes(weight)
+    chosen = np.take_along_axis(distance, code[..., None].astype(int), -1)[..., 0]
+    assert (chosen <= distance.min(-1) + 1e-7).all()
+    assert (code[absmax[:, 0] == 0] == 7).all(), "zeros are zero"
+    if name == "nf4-f32":
+        by_hand = (np.asarray(LEVELS)[code] * absmax).reshape(-1)[: array.size]
+        np.testing.assert_allclose(weight.dense(), by_hand.reshape(SHAPE), rtol=1e-6)
+
+
+def test_double_quantization_is_the_docstrings_formula_and_its_codes_are_the_nearest() -> None:
+    array = numbers((300, 64))  # 300 blocks: two of absmax
+    weight = made(array)
+    absmax = np.abs(blocks(array)).max(1)
+    rest, scale = absmax - absmax.mean(), np.asarray(weight.scale, np.float64)
+    np.testing.assert_allclose(weight.mean, absmax.mean(), rtol=1e-6)
+    first, second = rest[:ABSMAX_BLOCK], rest[ABSMAX_BLOCK:]
+    np.testing.assert_allclose(scale, [np.abs(first).max(), np.abs(second).max()], rtol=1e-5)
+    distance = np.abs((rest / np.repeat(scale, ABSMAX_BLOCK)[:300])[:, None] - DYNAMIC[None])
+    code = np.asarray(weight.absmax).astype(int)
+    chosen = np.take_along_axis(distance, code[:, None], 1)[:, 0]
+    assert (chosen <= distance.min(1) + 1e-5).all()
+    stands_for = DYNAMIC[code] * np.repeat(scale, ABSMAX_BLOCK)[:300] + absmax.mean()
+    by_hand = np.asarray(LEVELS)[codes(weight)] * stands_for[:, None]
+    np.testing.assert_allclose(weight.dense(), by_hand, rtol=1e-4, atol=1e-8)
+    assert np.abs(stands_for / absmax - 1).max() < 0.02
+
+
+def test_bits_a_weight_are_those_of_the_paper() -> None:
+    """Section 3: 0.5 bits of absmax become 8/64 + 32/(64 * 256) = 0.127."""
+    weight = made(numbers((256, 256)))
+    assert weight.nbytes * 8 / weight.size == 4 + 8 / 64 + 32 / (64 * 256) + 32 / 256**2
+    assert made(numbers((256, 256)), "nf4-f32").nbytes * 8 == 4.5 * 256**2
+
+
+def test_squared_errors_on_normal_numbers_are_those_that_are_known() -> None:
+    """METHODS' table: blocks of 64 of N(0, 1), free of any seed to 1%; computed in float64."""
+    w = np.random.default_rng(0).normal(0, 1, (1024, 256)).astype(np.float32)
+
+    def error(name: str, **scale: Any) -> float:
+        return float(np.square(np.asarray(as_format(jnp.asarray(w), name).dense()) - w).mean())
+
+    assert error("nf4-f32") == pytest.approx(0.00846, rel=0.01)
+    assert error("nf4") == pytest.approx(0.00846, rel=0.015), "double quantization costs little"
+    assert error("int4-g64") == pytest.approx(0.00903, rel=0.01), "Q4_0's: 8 steps below zero"
+    assert error("int4-g64-zp") == pytest.approx(0.00830, rel=0.01)
+    kind: Any = parse("int4-g64")
+    grouped = jnp.asarray(w.reshape(1024, 4, 64))
+    step = jnp.abs(grouped).max(-1) / 7  # symmetric, as most have it: one level stays unused
+    middle = jnp.full(step.shape, 8, jnp.uint8)
+    q = kind.codes(grouped, step[..., None], middle[..., None])
+    symmetric = kind.of(q.reshape(w.shape), step).dense()
+    assert float(np.square(np.asarray(symmetric) - w).mean()) == pytest.approx(0.01161, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("nf4", SHAPE), ("nf4-f32", (5, 192))])
+def test_rows_and_products_are_those_of_the_dense_matrix(name: str, shape: tuple[int, int]) -> None:
+    weight = made(numbers(shape), name)
+    dense = np.asarray(weight.dense())
+    rows = jnp.array([[3, 0], [shape[0] - 1, 3]])
+    np.testing.assert_array_equal(weight.take(rows), dense[np.asarray(rows)])
+    assert np.isnan(np.asarray(weight.take(jnp.array([shape[0]])))).all()
+    x = numbers((17, shape[1]), 1) * 100
+    for few in (1, 17):
+        y = np.asarray(linear(jnp.asarray(x[:few]), weight))
+        np.testing.assert_allclose(y, x[:few].astype(np.float64) @ dense.T, rtol=2e-5, atol=1e-5)
+    half = jnp.asarray(x).astype(jnp.bfloat16)
+    exact = np.asarray(half.astype(jnp.float32)).astype(np.float64) @ dense.T
+    np.testing.assert_allclose(linear(half, weight), exact, rtol=0.02, atol=0.02)
+
+
+def test_derivatives_pass_to_what_it_is_multiplied_with_alone() -> None:
+    weight, x = made(numbers()), jnp.asarray(numbers((3, SHAPE[1]), 1))
+
+    def total(x: jax.Array, mean: jax.Array) -> jax.Array:
+        return linear(x, weight.replace(mean=mean)).sum()
+
+    assert weight.mean is not None
+    to_x, to_mean = jax.grad(total, argnums=(0, 1))(x, weight.mean)
+    expected = np.broadcast_to(np.asarray(weight.dense()).sum(0), x.shape)
+    np.testing.assert_allclose(to_x, expected, rtol=1e-5, atol=1e-6)
+    assert to_mean == 0
+
+
+def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
+    array = numbers((3, *SHAPE))
+    stack = made(array)
+    for i in range(3):
+        for one, mine in zip(jax.tree.leaves(made(array[i])), jax.tree.leaves(stack), strict=True):
+            np.testing.assert_array_equal(mine[i], one)
+    whole = jax.vmap(lambda w: w.dense())(stack)
+    np.testing.assert_array_equal(whole, stack.dense())
+    rows = array.reshape(-1, SHAPE[1])
+    for size in (1, 4, 21):
+        cut = parse("nf4").collect(
+            array.shape, lambda size=size: (rows[i : i + size] for i in range(0, 21, size))
+        )
+        for one, mine in zip(jax.tree.leaves(cut), jax.tree.leaves(stack), strict=True):
+            np.testing.assert_array_equal(mine, one)
+    with pytest.raises(ConfigError, match="needs numbers to scale"):
+        as_format(jnp.ones((4, 0)), "nf4")
+
+
+def test_a_model_is_quantized_saved_and_loaded_and_says_the_same(tmp_path: Path) -> None:
+    lm = jaxllm.load("demo:llama", quantize="nf4")
+    formats = {path: format_of(leaf) for path, leaf in flatten(lm.params)}
+    assert formats["layers.0.mlp.up_proj.weight"] == "nf4"
+    assert formats["embed_tokens.weight"] == "int8", "as with other formats of few bits"
+    lm.save(tmp_path / "saved")
+    again = jaxllm.load(str(tmp_path / "saved"))
+    for (path, leaf), (_, other) in zip(flatten(lm.params), flatten(again.params), strict=True):
+        for one, two in zip(jax.tree.leaves(leaf), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(one, two, err_msg=path)
+    path = tmp_path / "saved" / "model.safetensors"
+    tensors = {name: np.array(tensor.read()) for name, tensor in open_tensors(path).items()}
+    tensors["layers.0.mlp.up_proj.weight.mean"] = np.array(np.nan, np.float32)
+    path.unlink()
+    write_tensors(path, {name: LazyTensor.of(x) for name, x in tensors.items()}, aligned=True)
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight\.mean holds NaN"):
+        jaxllm.load(str(tmp_path / "saved"))
