@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
+import jax
 
 from jaxllm import models
+from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
 from jaxllm.train.data.rows import Data
@@ -18,6 +20,8 @@ from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import cast
+
+_ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,28 @@ def full(
         objective=objective or NextToken(),
         rules=rules,
         constraint=constraint,
+        finish=finish,
+    )
+
+
+def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = None) -> Job:
+    """An adapter beside the weights, which stay as they are, in any format. The result is PEFT's
+    directory.
+
+    seed: of what is drawn. start: an adapter of this configuration to begin with, in place of a
+    new one. Raises ConfigError for targets that are not there.
+    """
+    adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
+
+    def finish(params: Params, directory: Path) -> None:
+        found = taken(lm.config, params, config)
+        write_adapter(directory, found, lm.config, base=str(lm.path))
+
+    return Job(
+        lm=lm,
+        params=attached(lm.config, lm.params, adapter),
+        objective=NextToken(),
+        rules=_ADAPTERS,
         finish=finish,
     )
 
