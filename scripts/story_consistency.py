@@ -33,14 +33,15 @@ from story.tables import (
     TRAITS,
     Row,
 )
-from story_grammar import SHAPES, stories
+from story_grammar import beats, stories
 
 import jaxllm
 
 SEED = 1_000_003  # of the stories that are continued: no model was trained on them
 PRONOUN_OF = {name: pronoun for pronoun, names in NAMES.items() for name in names}
 # What a placeholder of a character can be: a name, or a form of the pronoun.
-FORMS = dict(zip(("he", "him", "his", "himself"), zip(*PRONOUNS.values(), strict=True), strict=True))
+_BOTH = zip(*PRONOUNS.values(), strict=True)  # each form, of she and of he
+FORMS = dict(zip(("he", "him", "his", "himself"), _BOTH, strict=True))
 ROLES: dict[str, Row] = {
     "hero": tuple(PRONOUN_OF),
     "pal": tuple(PRONOUN_OF),
@@ -104,9 +105,8 @@ def _expression(text: str, roles: list[str]) -> str:
 @cache
 def patterns() -> tuple[Pattern, ...]:
     """Every beat of every shape."""
-    beats = {beat for shape in SHAPES for paragraph in shape for of in paragraph for beat in of}
     found = []
-    for beat in sorted(beats - {""}):
+    for beat in beats():
         roles: list[str] = []
         expression = _expression(beat, roles) + r"(?= |$)"
         found.append(Pattern(re.compile(expression, re.IGNORECASE), tuple(roles)))
@@ -116,7 +116,7 @@ def patterns() -> tuple[Pattern, ...]:
 @cache
 def vocabulary() -> frozenset[str]:
     """Every word that the grammar can write."""
-    texts = [beat for shape in SHAPES for paragraph in shape for of in paragraph for beat in of]
+    texts = beats()
     texts += [word for words in (*ROLES.values(), *WORDS.values()) for word in words]
     plain = " ".join(re.sub(r"{\w+}|[Aa]\(n\)|[\[\]|]", " ", text) for text in texts)
     return frozenset(word.lower() for word in re.findall(r"[A-Za-z]+", plain)) | {"an", "a"}
@@ -156,7 +156,7 @@ def judge(story: str) -> Judged:
     slips += [f"a {kind} is a third kind" for kind in kinds[2:]]
     words = re.findall(r"\b[A-Z][A-Za-z]*", story)
     slips += [f"{word} is nobody" for word in words if word.lower() not in vocabulary()]
-    bound, beats, others = _bound(hero, friend), 0, 0
+    bound, known, others = _bound(hero, friend), 0, 0
     for paragraph in story.split("\n\n"):
         start = 0
         while start < len(paragraph):
@@ -174,7 +174,7 @@ def judge(story: str) -> Judged:
             ]
             if told:
                 end, right = max(told, key=lambda each: (each[1], each[0]))
-                beats += 1
+                known += 1
                 if not right:
                     slips.append(f"not of {hero} and {friend}: {paragraph[start:end]}")
             else:
@@ -182,7 +182,7 @@ def judge(story: str) -> Judged:
                 end = match.end() - 1 if match and match.end() < len(paragraph) else len(paragraph)
                 others += 1
             start = end + 1
-    return Judged(tuple(slips), beats, others)
+    return Judged(tuple(slips), known, others)
 
 
 def openings(count: int, seed: int = SEED) -> list[str]:
@@ -195,8 +195,10 @@ def continued(lm: jaxllm.LM, prompts: list[str], batch: int, **options: float) -
     told: list[str | None] = []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
-        for prompt, done in zip(some, lm.generate(some, max_new_tokens=400, **options), strict=True):
-            told.append(prompt + done.text if done.finish_reason == "stop" else None)
+        for prompt, done in zip(
+            some, lm.generate(some, max_new_tokens=400, **options), strict=True
+        ):
+            told.append(prompt + done.text if done.finish_reason == "eos" else None)
     return told
 
 
@@ -224,11 +226,11 @@ def main() -> None:
             drawn = {"temperature": temperature, "seed": 0} if temperature else {}
             told = continued(lm, prompts, 64, **drawn)
             kept, judged = rate(told)
-            beats, others = (sum(getattr(j, n) for j in judged) for n in ("beats", "others"))
+            known, others = (sum(getattr(j, n) for j in judged) for n in ("beats", "others"))
             how = f"temperature {temperature}" if temperature else "greedy"
             print(
                 f"{model}, {how}: {100 * kept:.1f}% of {len(told)} stories keep names and pronouns"
-                f" ({100 * beats / max(1, beats + others):.1f}% of sentences are beats)"
+                f" ({100 * known / max(1, known + others):.1f}% of sentences are beats)"
             )
             slipped = [(t, j) for t, j in zip(told, judged, strict=True) if j.slips]
             for story, each in slipped[: options.show]:
