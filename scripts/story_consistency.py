@@ -192,13 +192,15 @@ def openings(count: int, seed: int = SEED) -> list[str]:
 
 def continued(lm: jaxllm.LM, prompts: list[str], batch: int, **options: float) -> list[str | None]:
     """Each prompt with the model's continuation; None where it does not end in the context."""
+    room = lm.config.context_length - max(len(lm.encode(prompt)) for prompt in prompts)
     told: list[str | None] = []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
-        for prompt, done in zip(
-            some, lm.generate(some, max_new_tokens=400, **options), strict=True
-        ):
-            told.append(prompt + done.text if done.finish_reason == "eos" else None)
+        found = lm.generate(some, max_new_tokens=room, **options)
+        told += [
+            prompt + done.text if done.finish_reason == "eos" else None
+            for prompt, done in zip(some, found, strict=True)
+        ]
     return told
 
 

@@ -28,10 +28,10 @@ SHORT = Phase(steps=2, rows=2, width=WIDTH, tells=glimpse)
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer, short rows, few stories: seconds instead of minutes."""
-    settings = {"VOCAB_SIZE": 600, "POSITIONS": 64, "HELD_OUT": 3, "TOKENIZED": 20}
+    settings = {"VOCAB_SIZE": 600, "POSITIONS": 128, "HELD_OUT": 3, "TOKENIZED": 20, "MEASURED": 1}
     for name, value in settings.items():
         monkeypatch.setattr(train_demo, name, value)
-    sizes = {"vocab_size": 600, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    sizes = {"vocab_size": 600, "num_hidden_layers": 1, "max_position_embeddings": 128}
     for arch, config in train_demo.CONFIGS.items():
         monkeypatch.setitem(train_demo.CONFIGS, arch, dataclasses.replace(config, **sizes))
     lesson = train_demo.Lesson((SHORT,), cast=3.0, warm=1, floor=1.0)
@@ -99,7 +99,7 @@ def test_training_lowers_the_perplexity_of_unseen_stories(tiny: None, tokenizer:
 def test_the_loss_is_the_weighted_cross_entropy_of_torch(tiny: None, tokenizer: Tokenizer) -> None:
     model = jaxllm.build(train_demo.CONFIGS["gpt2"])
     params = train_demo.init_params(model, jax.random.key(0))
-    rows = Told(tokenizer, (dataclasses.replace(SHORT, rows=4),), 64, 0).batch(0)
+    rows = Told(tokenizer, (dataclasses.replace(SHORT, rows=4),), 128, 0).batch(0)
     weight_V = np.random.default_rng(0).uniform(0.5, 3.0, 600).astype(np.float32)
     measured = train_demo.Weighted()(model, params, jnp.asarray(weight_V), rows, jax.random.key(0))
     logits = train_demo.run(model, params, rows).logits
