@@ -105,8 +105,8 @@ GLIMPSES = Phase(steps=160, rows=32, width=64, tells=glimpse)
 STORIES = Phase(steps=900, rows=8, width=256)
 PACKED = Phase(steps=160, rows=4, width=512, packed=True)
 AGAIN = (
-    dataclasses.replace(STORIES, steps=600),
-    dataclasses.replace(PACKED, steps=100),
+    dataclasses.replace(STORIES, steps=400),
+    dataclasses.replace(PACKED, steps=60),
 )
 
 
