@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxllm import checkpoint, models
+from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
     Completion,
@@ -31,6 +32,7 @@ from jaxllm.decode.loops.text import Finish
 from jaxllm.embed import embeddings, log_probs
 from jaxllm.errors import (
     CheckpointError,
+    ConfigError,
     JaxllmError,
     TemplateError,
     TokenError,
@@ -45,6 +47,7 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TOKENIZER_FILES, tokenizer_files
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
+from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Place, flatten
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
@@ -78,6 +81,8 @@ class LM:
     generation: generation_config.json. tokenizer: None where the checkpoint has none.
     chat_template: itself, or the reason why there is none, which is raised when it is needed.
     recipe: the steps that made it smaller (`jaxllm.compress`), a line each.
+    adapters: the names of those that were loaded beside it; adapter: the one that is taken where
+    none is named, which is what `params` compute. Another one is `using`.
     """
 
     config: ModelConfig
@@ -90,11 +95,25 @@ class LM:
         default=TemplateError("this model has no chat template: pass a plain prompt"), repr=False
     )
     recipe: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    adapters: tuple[str, ...] = ()
+    adapter: str | None = None
 
     @property
     def parts(self) -> Parts:
         """What decoding takes."""
-        return Parts(self.model, self.params, self.tokenizer)
+        return Parts(self.model, self.params, self.tokenizer, self.adapters, self.adapter)
+
+    def using(self, adapter: str | None) -> "LM":
+        """The same model with another adapter where none is named; "base": with none. None: as is.
+
+        A cache is that of the adapter it was made with: save and load it with this model's
+        `params`. Raises ConfigError for a name that none of `adapters` has.
+        """
+        if adapter is None:
+            return self
+        if not isinstance(adapter, str):
+            raise ConfigError(f"adapter must be the name of one, got {adapter!r:.60}")
+        return dataclasses.replace(self, params=self.parts.using(adapter).params, adapter=adapter)
 
     @overload
     def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Completion: ...
@@ -157,7 +176,8 @@ class LM:
             raise TokenError("stream takes one prompt; use generate for a list of them")
         prompts = [self.encode(given[0])]
         settings = self._settings(prompts, options, "stream")
-        return self._pieces(prompts, settings)
+        adapter: Any = settings.adapter  # of a list `using` says what is wrong
+        return self.using(adapter)._pieces(prompts, settings)
 
     def _pieces(self, prompts: list[list[int]], settings: Settings) -> Iterator[Piece]:
         tokens_BT, arguments = generation(prompts, settings)
@@ -217,15 +237,18 @@ class LM:
 
         return answers(self.parts, requests, read, rows=rows, capacity=capacity)
 
-    def embed(self, texts: Sequence[Prompt], **options: Any) -> np.ndarray:
+    def embed(
+        self, texts: Sequence[Prompt], *, adapter: str | None = None, **options: Any
+    ) -> np.ndarray:
         """One vector a text, float32 `[N, D]`: the hidden states of a layer, pooled.
 
-        texts: text or token ids each, as `generate` takes them. options, and what is raised: those
-        of `jaxllm.embed.embeddings` (layer, pooling, normalize, batch).
+        texts: text or token ids each, as `generate` takes them. adapter: as there. options, and
+        what is raised: those of `jaxllm.embed.embeddings` (layer, pooling, normalize, batch).
         """
         if isinstance(texts, str):
             raise TokenError("embed takes a list of texts, got one text")
-        return embeddings(self.model, self.params, [self.encode(t) for t in texts], **options)
+        params = self.using(adapter).params
+        return embeddings(self.model, params, [self.encode(t) for t in texts], **options)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation, as the checkpoint's chat template spells it.
@@ -264,8 +287,15 @@ class LM:
         """Write the model in jaxllm's own form, tokenizer and all; `load` reads it.
 
         What changed is written as it is: `dataclasses.replace(lm, params=trained).save(path)`.
-        Raises CheckpointError where `directory` already holds a checkpoint.
+        Raises CheckpointError where `directory` already holds a checkpoint, and for a model with
+        adapters beside it, which a checkpoint has no place for.
         """
+        if any(isinstance(leaf, Adapted) for _, leaf in flatten(self.params)):
+            raise CheckpointError(
+                f"{directory}: a checkpoint has no place for adapters: merge one into the weights"
+                " (jaxllm merge, jaxllm.adapters.merged), or write it by itself"
+                " (jaxllm.adapters.write_adapter)"
+            )
         precision = self.model.precision
         opened = checkpoint.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe
@@ -284,7 +314,8 @@ class LM:
         return (
             f"LM({self.path.name}: {self.config.model_type}, {total / 1e6:.1f} M parameters,"
             f" {precision.weights}{f' {named}' if precision.quantize else ''},"
-            f" context {self.config.context_length})"
+            f" context {self.config.context_length}"
+            f"{', adapters ' * bool(self.adapters)}{', '.join(self.adapters)})"
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -306,6 +337,7 @@ def load(
     *,
     dtype: str | Precision | None = None,
     quantize: Rules | None = None,
+    adapters: Adapters = (),
     place: Place | None = None,
     show_progress: bool | None = None,
 ) -> LM:
@@ -315,14 +347,21 @@ def load(
     "hf:owner/name", the only spelling for which anything is downloaded. dtype: "float32",
     "bfloat16", "float16" for weights, activations and cache alike, or a `Precision`; by default as
     the checkpoint keeps its weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or
-    ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading. place:
-    told an array's path and the array, says its device or its sharding, None for the default.
-    show_progress: by default where stderr is a terminal.
+    ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading.
+    adapters: PEFT's directories (LoRA, DoRA) beside the weights, by the names that `generate` is to
+    know them by, or a list of them, which go by their own; the first is taken where none is named.
+    place: told an array's path and the array, says its device or its sharding, None for the
+    default. show_progress: by default where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
     return load_opened(
-        open_checkpoint(path), dtype, quantize, place=place, show_progress=show_progress
+        open_checkpoint(path),
+        dtype,
+        quantize,
+        adapters=adapters,
+        place=place,
+        show_progress=show_progress,
     )
 
 
@@ -331,6 +370,7 @@ def load_opened(
     dtype: str | Precision | None = None,
     quantize: Rules | None = None,
     *,
+    adapters: Adapters = (),
     place: Place | None = None,
     show_progress: bool | None = None,
 ) -> LM:
@@ -347,6 +387,7 @@ def load_opened(
         reading = beside.submit(read_texts, opened)
         params = checkpoint.load_params(opened, precision, place=place, show_progress=show_progress)
     texts = reading.result()
+    params, names = with_directories(opened.config, params, adapters)
     return LM(
         config=opened.config,
         model=models.build(opened.config, precision),
@@ -356,6 +397,8 @@ def load_opened(
         path=opened.directory,
         chat_template=texts.chat_template,
         recipe=opened.recipe,
+        adapters=names,
+        adapter=next(iter(names), None),
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.adapters import number_of
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.prefix import reuse
 from jaxllm.decode.loops.beam import beam_search
@@ -25,6 +26,7 @@ from jaxllm.settings import Settings
 from jaxllm.shapes import pad_rows
 from jaxllm.text.reader import Reader
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.leaves.adapted import choose
 from jaxllm.weights.paths import Params
 
 FINISH_REASONS = {
@@ -38,11 +40,30 @@ TopLogprobs = list[tuple[int, float]]  # of one step: token ids and log-probabil
 
 
 class Parts(NamedTuple):
-    """What a language model is made of."""
+    """What a language model is made of. adapters: their names, by number in the parameters;
+    adapter: the one that is taken where none is named.
+    """
 
     model: nn.Module
     params: Params
     tokenizer: Tokenizer | None
+    adapters: tuple[str, ...] = ()
+    adapter: str | None = None
+
+    def number(self, name: str | None) -> int:
+        """The number of an adapter, None being the model's own. Raises ConfigError for others."""
+        return number_of(self.adapter if name is None else name, self.adapters)
+
+    def using(self, name: str | Sequence[str | None] | None) -> "Parts":
+        """With this adapter, or one for each row of a batch; None: as it is."""
+        if name is None:
+            return self
+        names = [name] if isinstance(name, str) else name
+        numbers = list(map(self.number, names))
+        if len(set(numbers)) == 1:  # one for all rows, however many there are
+            numbers = numbers[:1]
+        choice_B = jax.device_put(np.array(numbers, np.int32))
+        return self._replace(params=choose(self.params, choice_B))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +97,22 @@ Decoder = Callable[[Parts, list[list[int]], Settings], list[Completion]]
 
 def complete(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
     """`num_return_sequences` completions of each prompt, in order, by the decoder asked for."""
-    found = _DECODERS[settings.way](lm, prompts, settings)
+    _check_adapters(prompts, settings)
+    found = _DECODERS[settings.way](lm.using(settings.adapter), prompts, settings)
     seeds = settings.seed if isinstance(settings.seed, list) else [settings.seed] * len(found)
     return [dataclasses.replace(c, seed=s) for c, s in zip(found, seeds, strict=True)]
+
+
+def _check_adapters(prompts: list[list[int]], settings: Settings) -> None:
+    given = settings.adapter
+    if given is None or isinstance(given, str):
+        return
+    if len(given) != len(prompts):
+        raise SamplingError(
+            f"adapter must be a name, or one for each of {len(prompts)} prompts; got {given!r:.60}"
+        )
+    if settings.way not in (PLAIN, BEAMS) and len(set(given)) > 1:
+        raise SamplingError(f"{settings.way} takes one adapter for all prompts")
 
 
 def generation(prompts: list[list[int]], settings: Settings) -> tuple[np.ndarray, dict[str, Any]]:

@@ -135,8 +135,18 @@ def _opened(lm: Parts, number: int, request: Any, read: Read) -> tuple[Request, 
         eos_token_ids=settings.eos_token_ids,
         until=stops if settings.asks_after_each_token else None,
         cancelled=cancelled,
+        adapter=_adapter(lm, settings),
     )
     return made, _Open(reader, len(ids), seed)
+
+
+def _adapter(lm: Parts, settings: Settings) -> int | None:
+    """The number of a request's adapter; None where the model has none to choose from."""
+    asked = settings.adapter
+    if isinstance(asked, list):
+        raise SamplingError(f"a request has one adapter, got {asked!r:.60}")
+    number = lm.number(asked)
+    return number if lm.adapters else None
 
 
 _OWN = ("id", "prompt", "cancelled")

@@ -32,7 +32,7 @@ class Settings:
 
     way: of decoding; own: the options that it takes and plain generation does not. max_new_tokens:
     a number, or one for each sequence. seed: likewise; never "random", but the number that was
-    drawn for it.
+    drawn for it. adapter: by name, or one for each prompt; None: the model's own.
     """
 
     way: str
@@ -48,6 +48,7 @@ class Settings:
     chunk: int
     cache: KVCache | None
     batch_invariant: bool
+    adapter: str | list[str | None] | None
     own: Mapping[str, Any]
 
     @property

@@ -43,6 +43,7 @@ def test_table_types_and_docstring_name_the_same_options() -> None:
 
 
 WRONG: dict[str, list[Any]] = {
+    "adapter": [5, {}, [5], True],
     "assistant_model": ["x", 5],
     "batch_invariant": [1, "yes"],
     "cache": ["x", {}],

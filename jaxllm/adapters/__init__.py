@@ -3,7 +3,8 @@
 config: what an adapter is asked to be. targets: which modules it is beside, by PEFT's rules or by
 ours. attach: parameters with one adapter, to be trained, and the adapter out of them again.
 settings: PEFT's adapter_config.json, every field read or refused. files: PEFT's directories.
-several: parameters with adapters of which each row of a batch takes one. merge: into the weights.
+several: parameters with adapters of which each row of a batch takes one. load: those of
+directories. merge: into the weights.
 
 An `Adapter` is a value beside the parameters. What it does in a product, its leaf says
 (`weights.leaves.adapted`); the base's leaves stay the objects that they are.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.adapters.config import LoraConfig
 from jaxllm.adapters.targets import Low, plan
@@ -60,22 +60,22 @@ def fresh(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"an adapter's dtype is one of {', '.join(DTYPES)}, got {dtype!r:.40}")
-    lows, weights = plan(config, lora), dict(flatten(params))
-    keys = jax.random.split(key, len(lows))
+    weights = dict(flatten(params))
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).reshape(-1))
     made = {}
-    for one, (module, low) in zip(keys, lows.items(), strict=True):
-        (rows, columns), rank = low.target.shape, low.rank
+    for module, low in plan(config, lora).items():
+        (rows, columns), rank, kept = low.target.shape, low.rank, DTYPES[dtype]
         if low.target.site == "rows":
-            a = jax.random.normal(one, (rank, columns))
+            a_KI = rng.standard_normal((rank, columns))
         elif lora.init_lora_weights == "gaussian":
-            a = jax.random.normal(one, (rank, columns)) / rank
+            a_KI = rng.standard_normal((rank, columns)) / rank
         else:
-            a = jax.random.uniform(one, (rank, columns), minval=-1.0, maxval=1.0) / columns**0.5
-        kept = DTYPES[dtype]
-        matrices = Matrices(a.astype(kept), jnp.zeros((rows, rank), kept), None)
+            a_KI = rng.uniform(-1.0, 1.0, (rank, columns)) / columns**0.5
+        a_KI, b_OK = jax.device_put((a_KI.astype(kept), np.zeros((rows, rank), kept)))
+        matrices = Matrices(a_KI, b_OK, None)
         if lora.use_dora:
             leaf = leaf_of(weights[low.target.path], low, matrices, lora)
-            matrices = matrices._replace(magnitude=leaf.norms())
+            matrices = matrices._replace(magnitude=norms(leaf))
         made[module] = matrices
     return Adapter(lora, made)
 
@@ -111,9 +111,12 @@ def taken(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
     return Adapter(lora, found)
 
 
+norms = jax.jit(Adapted.norms)  # one program for a shape, not one for each operation
+
+
 def leaf_of(weight: Any, low: Low, matrices: Matrices, lora: LoraConfig) -> Adapted:
     """The leaf of a module with one adapter."""
-    scale = jnp.full(low.rank, low.scale, jnp.float32)
+    scale = jax.device_put(np.full(low.rank, low.scale, np.float32))
     site = low.target.site
     return Adapted(
         weight, *matrices[:2], scale, matrices.magnitude, site=site, dropout=lora.lora_dropout

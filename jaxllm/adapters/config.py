@@ -11,6 +11,7 @@ from jaxllm.files import compile_pattern, complaints_of
 
 Names = str | Sequence[str]
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
+Alpha = Annotated[float, Meta(gt=-1e9, lt=1e9)]
 LayerNumber = Annotated[int, Meta(ge=0)]
 
 ALL_LINEAR = "all-linear"
@@ -38,7 +39,7 @@ class LoraConfig:
     """
 
     r: Rank = 8
-    lora_alpha: float = 8.0
+    lora_alpha: Alpha = 8.0
     lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     target_modules: Names = ALL_LINEAR
     exclude_modules: Names | None = None
@@ -46,7 +47,7 @@ class LoraConfig:
     layers_pattern: Names | None = None
     rules: Sequence[tuple[str, bool]] | None = None
     rank_pattern: Mapping[str, Rank] = dataclasses.field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, Alpha] = dataclasses.field(default_factory=dict)
     use_rslora: bool = False
     use_dora: bool = False
     init_lora_weights: Literal["kaiming", "gaussian"] = "kaiming"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.adapters.attach import Adapter, Matrices
@@ -192,7 +191,7 @@ def _check_base(
 def _matrices(tensors: Mapping[str, LazyTensor], pieces: list[_Piece]) -> Matrices:
     def read(piece: _Piece) -> jax.Array:
         array = tensors[piece.name].read()
-        return jnp.asarray(np.ascontiguousarray(array.T) if piece.transposed else array)
+        return jax.device_put(np.ascontiguousarray(array.T) if piece.transposed else array)
 
     found = {piece.field: read(piece) for piece in pieces}
     return Matrices(found["a"], found["b"], found.get("magnitude"))

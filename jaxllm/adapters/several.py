@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxllm.adapters.attach import Adapter, leaf_of
+from jaxllm.adapters.attach import Adapter, leaf_of, norms
 from jaxllm.adapters.targets import plan
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, nearest
@@ -65,21 +66,19 @@ def number_of(name: str | None, names: Sequence[str]) -> int:
 def _together(weight: Any, leaves: Mapping[int, Adapted], count: int) -> Adapted:
     """One leaf of those that adapters have beside a module; `count` adapters there are in all."""
     kept = list(leaves.values())
-    dtype = jnp.result_type(*(leaf.a.dtype for leaf in kept)) if _alike(kept) else jnp.float32
-    owner = [jnp.full(leaf.scale.shape, n, jnp.int32) for n, leaf in leaves.items()]
-    return Adapted(
-        weight,
-        jnp.concatenate([leaf.a.astype(dtype) for leaf in kept]),
-        jnp.concatenate([leaf.b.astype(dtype) for leaf in kept], axis=1),
-        jnp.concatenate([leaf.scale for leaf in kept]),
-        *_lengths(leaves, count),
-        jnp.concatenate(owner),
-        site=kept[0].site,
-    )
+    dtypes = {leaf.a.dtype for leaf in kept}
+    dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
+    def joined(arrays: Sequence[Any], axis: int = 0) -> np.ndarray:  # JAX's would be compiled
+        return np.concatenate([np.asarray(x) for x in arrays], axis=axis)
 
-def _alike(leaves: Sequence[Adapted]) -> bool:
-    return len({leaf.a.dtype for leaf in leaves}) == 1
+    a_KI = joined([np.asarray(leaf.a).astype(dtype) for leaf in kept])
+    b_OK = joined([np.asarray(leaf.b).astype(dtype) for leaf in kept], axis=1)
+    owner_K = joined([np.full(leaf.scale.shape, n, np.int32) for n, leaf in leaves.items()])
+    scale_K = joined([leaf.scale for leaf in kept])
+    a_KI, b_OK, scale_K, owner_K = jax.device_put((a_KI, b_OK, scale_K, owner_K))
+    lengths = _lengths(leaves, count)
+    return Adapted(weight, a_KI, b_OK, scale_K, *lengths, owner_K, site=kept[0].site)
 
 
 def _lengths(
@@ -89,12 +88,8 @@ def _lengths(
     given = {n: leaf for n, leaf in leaves.items() if leaf.magnitude is not None}
     if not given:
         return None, None
-    first = next(iter(given.values())).magnitude
-    assert first is not None
-    ones = jnp.ones(first.shape, jnp.float32)
-    magnitude = [ones] * count
-    norm = [ones] * count
+    (length,) = {np.asarray(leaf.magnitude).shape for leaf in given.values()}
+    magnitude, norm = np.ones((count, *length), np.float32), np.ones((count, *length), np.float32)
     for n, leaf in given.items():
-        assert leaf.magnitude is not None
-        magnitude[n], norm[n] = leaf.magnitude.astype(jnp.float32), leaf.norms()
-    return jnp.stack(magnitude), jnp.stack(norm)
+        magnitude[n], norm[n] = np.asarray(leaf.magnitude), np.asarray(norms(leaf))
+    return jax.device_put(magnitude), jax.device_put(norm)

@@ -25,6 +25,7 @@ from jaxllm.files import as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
 from jaxllm.weights import files
 from jaxllm.weights.files import LazyTensor, open_tensors, read_header, write_tensors
+from jaxllm.weights.leaves.adapted import alone
 from jaxllm.weights.paths import Params
 from jaxllm.whole import check_ids
 
@@ -52,8 +53,11 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def fingerprint(params: Params) -> str:
-    """A SHA-256 of the weights: paths, formats, shapes and every bit. Reads them all once."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    """A SHA-256 of the weights: paths, formats, shapes and every bit. Reads them all once.
+
+    Of several adapters the one that is chosen counts, and those that are not do not.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(alone(params))
 
     def hashed(item: tuple[Any, jax.Array]) -> bytes:
         path, leaf = item

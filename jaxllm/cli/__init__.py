@@ -1,10 +1,10 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
-generate, chat, batch (`generate --batch`), embed; convert, quantize, compress, export; info, bench;
-verify, vectors, perplexity, sensitivity; train (a command for each kind of training). Shared:
-options (flags of generation), corpus (flags of texts), calibration (what a recipe sees), training
-(flags of every training), console (what is said, and errors), compiled (programs kept for the next
-process).
+generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, export; info,
+bench; verify, vectors, perplexity, sensitivity; train (a command for each kind of training).
+Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
+training (flags of every training), console (what is said, and errors), compiled (programs kept for
+the next process).
 """
 
 import sys
@@ -23,6 +23,7 @@ from jaxllm.cli import (
     export,
     generate,
     info,
+    merge,
     perplexity,
     quantize,
     sensitivity,
@@ -47,6 +48,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "bench": (bench.bench, bench.EXAMPLE),
     "convert": (convert.convert, convert.EXAMPLES),
     "quantize": (quantize.quantize, quantize.EXAMPLE),
+    "merge": (merge.merge, merge.EXAMPLE),
     "compress": (compress.compress, compress.EXAMPLES),
 }
 

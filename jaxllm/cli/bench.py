@@ -5,7 +5,15 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import CacheDtype, Dtype, Model, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import (
+    Adapters,
+    CacheDtype,
+    Dtype,
+    Model,
+    PrecisionFile,
+    Quantize,
+    load_model,
+)
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench -m ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
@@ -28,6 +36,7 @@ def bench(
         ),
     ] = None,
     precision: PrecisionFile = None,
+    adapter: Adapters = None,
     int8_inputs: Annotated[
         bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
     ] = False,
@@ -60,6 +69,7 @@ def bench(
         quantize=quantize,
         precision=precision,
         int8_inputs=int8_inputs,
+        adapters=adapter,
         reuse_compiled=False,  # compiling is timed too
     )
     loaded = time.perf_counter() - start

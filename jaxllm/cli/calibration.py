@@ -1,4 +1,7 @@
-"""What a recipe is calibrated on, and what its result is measured on: never the same text."""
+"""What a recipe is calibrated on, and what its result is measured on: never the same text.
+
+A text is parted; a model that speaks for itself speaks twice, from two seeds.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -40,7 +43,7 @@ def source_of(
 
 
 def read_source(source: Source, evaluated: Path | None) -> tuple[Document | None, Document | None]:
-    """The text to calibrate on and the text to measure on; None for what there is not.
+    """The text to calibrate on and the text to measure on; None for what no file has.
 
     Without a text to measure on, it is the end of the other. Raises CheckpointError for a file that
     cannot be read, TokenError for a text that is too short to be parted.
@@ -64,17 +67,12 @@ def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibrati
 
     document: what `read_source` gave for it.
     """
-    from jaxllm.compress.data.calibration import from_samples, from_texts, from_tokens
+    from jaxllm.compress.data.calibration import from_texts, from_tokens
     from jaxllm.compress.data.cutting import Cut, Pieces, cut_rows
 
-    length = min(512, lm.config.context_length) if source.length is None else source.length
+    length = _length(lm, source)
     if source.samples is not None:
-        made = from_samples(
-            lm.model, lm.params, bos_id=bos_id(lm), rows=source.samples, width=length,
-            seed=source.seed,
-        )  # fmt: skip
-        made.check(lm.config)
-        return made
+        return _said(lm, source, source.samples, source.seed)
     cut = Cut(width=length, rows=source.rows, seed=source.seed)
     assert document is not None and source.file is not None
     about: dict[str, Any] = {"kind": source.file[0].lstrip("-"), "file": source.file[1].name}
@@ -85,6 +83,33 @@ def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibrati
 
         made = from_tokens(cut_rows(Pieces([np.array(document, np.int32)]), length, cut))
     made = dataclasses.replace(made, source={**made.source, **about, "seed": source.seed})
+    made.check(lm.config)
+    return made
+
+
+def samples_to_measure(lm: "LM", source: Source, most: int) -> list[list[int]]:
+    """Other rows that the model says by itself, as many as a recipe sees and `most` at most.
+
+    They are without their last token: after a begin-of-text token they are as long as the recipe's.
+    """
+    assert source.samples is not None
+    rows = min(source.samples, max(1, most))
+    said_NT = _said(lm, source, rows, source.seed ^ 1).token_NT  # any other seed
+    found: list[list[int]] = said_NT[:, :-1].tolist()
+    return found
+
+
+def _length(lm: "LM", source: Source) -> int:
+    """The tokens of a row."""
+    return min(512, lm.config.context_length) if source.length is None else source.length
+
+
+def _said(lm: "LM", source: Source, rows: int, seed: int) -> "Calibration":
+    """Rows that the model says by itself."""
+    from jaxllm.compress.data.calibration import from_samples
+
+    width = _length(lm, source)
+    made = from_samples(lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed)
     made.check(lm.config)
     return made
 

@@ -11,6 +11,7 @@ import typer
 from jaxllm import process
 from jaxllm.cli.console import decoded, note, waiting, write
 from jaxllm.cli.options import (
+    Adapters,
     CacheDtype,
     Dtype,
     Model,
@@ -57,6 +58,7 @@ def chat(
     cache_dtype: CacheDtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
+    adapter: Adapters = None,
 ) -> None:
     """Talk with a model in its chat template, a line at a time; /help says what else there is.
 
@@ -73,7 +75,9 @@ def chat(
         top_p=top_p,
         overflow=overflow,
     )
-    lm = load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
+    lm = load_model(
+        model, dtype, cache_dtype, quantize=quantize, precision=precision, adapters=adapter
+    )
     opening = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*opening, {"role": "user", "content": "?"}])  # refuse before the first line
     messages, failed = opening, False

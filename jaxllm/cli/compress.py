@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.calibration import SOURCES, Document, calibrate, read_source, source_of
+from jaxllm.cli.calibration import (
+    SOURCES,
+    Document,
+    Source,
+    calibrate,
+    read_source,
+    samples_to_measure,
+    source_of,
+)
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.corpus import described, make_loader
 from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
@@ -73,7 +81,7 @@ def compress(
         typer.Option(
             "--eval",
             help="Measure quality on this text; by default on the last tenth of the calibration"
-            " text, of which the steps then see the rest alone.",
+            " text, of which the steps then see the rest alone, or on other samples.",
         ),
     ] = None,
     window: Annotated[
@@ -121,11 +129,11 @@ def compress(
     calibrated = source.file is not None or samples is not None
     _check_calibrated(lines, calibrated)
     seen, measured = read_source(source, evaluated)
-    if plot is not None and measured is None:
+    if plot is not None and measured is None and samples is None:
         raise ConfigError("--plot draws quality: give --eval FILE")
     lm = load_model(model, dtype)
     apply.check(lm, lines, calibrated=calibrated, again=again)
-    loader, facts = _loader(lm, measured, window, limit)
+    loader, facts = _loader(lm, source, measured, window, limit)
     wanted = any(line.step.calibrated for line in lines)
     calibration = calibrate(lm, source, seen) if wanted else None
     parts = _parts(target)
@@ -177,8 +185,12 @@ def _check_calibrated(lines: "Recipe", calibrated: bool) -> None:
 
 
 def _loader(
-    lm: "LM", measured: Document | None, window: int | None, limit: int
+    lm: "LM", source: Source, measured: Document | None, window: int | None, limit: int
 ) -> "tuple[Loader | None, dict[str, Any] | None]":
+    """What quality is measured on, and what to say about it: None where there is no text for it."""
+    if measured is None and source.samples is not None:
+        rows = samples_to_measure(lm, source, limit)
+        return make_loader(lm, rows, window=window, limit=limit, bos="first")
     if measured is None:
         note("without --eval FILE nothing is said of quality")
         return None, None

@@ -8,6 +8,7 @@ import typer
 
 from jaxllm.cli.console import note, read_stdin, write
 from jaxllm.cli.options import (
+    Adapters,
     Dtype,
     ModelArgument,
     PrecisionFile,
@@ -37,6 +38,7 @@ def embed(
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
+    adapter: Adapters = None,
     out: Annotated[
         Path | None, typer.Option(help="Write to FILE.npy or FILE.safetensors instead of stdout.")
     ] = None,
@@ -49,7 +51,7 @@ def embed(
         raise ConfigError(f"{out} exists; name another file")
     check_writable("--out", out)
     texts = _texts(text, file)
-    lm = load_model(model, dtype, quantize=quantize, precision=precision)
+    lm = load_model(model, dtype, quantize=quantize, precision=precision, adapters=adapter)
     found = lm.embed(texts, layer=layer, pooling=pool, normalize=normalize, batch=batch)
     if out is not None:
         _save(out, found)

@@ -11,6 +11,7 @@ import typer
 from jaxllm.cli.batch import answer_file
 from jaxllm.cli.console import note, read_stdin, waiting, write
 from jaxllm.cli.options import (
+    Adapters,
     CacheDtype,
     Dtype,
     Model,
@@ -55,6 +56,7 @@ def generate(
     cache_dtype: CacheDtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
+    adapter: Adapters = None,
     prompt_cache: Annotated[
         Path | None,
         typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
@@ -97,7 +99,9 @@ def generate(
     )
 
     def opened() -> "LM":
-        return load_model(model, dtype, cache_dtype, quantize=quantize, precision=precision)
+        return load_model(
+            model, dtype, cache_dtype, quantize=quantize, precision=precision, adapters=adapter
+        )
 
     if batch is not None:
         texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
@@ -111,7 +115,7 @@ def generate(
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if prompt == "-" else prompt
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
-    lm = opened()
+    lm = opened().using(options.pop("adapter", None))
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
     loaded = time.perf_counter()

@@ -89,6 +89,15 @@ More = Annotated[
         help="Any other option of LM.generate, its value as JSON: -o min_p=0.05 -o num_beams=4",
     ),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="[NAME=]DIR",
+        help="An adapter in PEFT's form beside the model (LoRA, DoRA); may be given more than once:"
+        " the first is taken where none is named (-o adapter=NAME).",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
@@ -111,10 +120,12 @@ def load_model(
     quantize: str | None = None,
     precision: Path | None = None,
     int8_inputs: bool = False,
+    adapters: list[str] | None = None,
     reuse_compiled: bool = True,
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
+    adapters: directories beside it, each after its name and "=" where it is given one.
     reuse_compiled: look first for programs that an earlier process compiled.
     """
     table = None if precision is None else read_json_option("--precision", precision)
@@ -134,7 +145,22 @@ def load_model(
             chosen = dataclasses.replace(chosen, cache=cache_dtype)
         if int8_inputs:
             chosen = dataclasses.replace(chosen, int8_inputs=True)
-    return load_opened(opened, chosen, quantize)
+    return load_opened(opened, chosen, quantize, adapters=_adapters(adapters or []))
+
+
+def _adapters(given: list[str]) -> dict[str, Path] | list[Path]:
+    """Directories, by name where all have one, as `load` takes them."""
+    pairs = [item.partition("=") for item in given]
+    if not any(equals for _, equals, _ in pairs):
+        return [Path(item) for item in given]
+    named: dict[str, Path] = {}
+    for name, equals, directory in pairs:
+        path = Path(directory if equals else name)
+        name = name if equals else path.resolve().name
+        if name in named:
+            raise ConfigError(f"--adapter: two adapters are called {name!r:.60}; name one NAME=DIR")
+        named[name] = path
+    return named
 
 
 def read_json_option(option: str, file: Path) -> Any:

@@ -23,7 +23,15 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import AsJson, Dtype, Quantize, check_writable, dtype_named, load_model
+from jaxllm.cli.options import (
+    Adapters,
+    AsJson,
+    Dtype,
+    Quantize,
+    check_writable,
+    dtype_named,
+    load_model,
+)
 from jaxllm.errors import TokenError
 
 if TYPE_CHECKING:
@@ -50,6 +58,7 @@ def perplexity(
     limit: Limit = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    adapter: Adapters = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -80,7 +89,7 @@ def perplexity(
 
     check_writable("--journal", journal)
     corpus = read_corpus(text, documents, separate)
-    lm = load_model(model, dtype, quantize=quantize)
+    lm = load_model(model, dtype, quantize=quantize, adapters=adapter)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
     from jaxllm.evaluate.likelihood.perplexity import perplexity
 

@@ -1,16 +1,27 @@
 """`jaxllm train`: fine-tuning, adapters, quantization-aware training, distillation."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxllm.cli.console import waiting
 from jaxllm.cli.options import load_model
 from jaxllm.cli.training import Options, Target, TrainedModel, check, trained, with_options
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxllm.train.data.examples import Examples
+    from jaxllm.train.data.rows import Data
+    from jaxllm.train.jobs import Job
 
 EXAMPLE_FULL = "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4"
+EXAMPLE_DISTILL = "Example: jaxllm train distill demo:llama student --data story.txt --layers 3"
 EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --rank 8"
+EXAMPLE_PROMPT = (
+    "Example: jaxllm train prompt demo:llama a.cache --data story.txt --begin 'Once upon'"
+)
+EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
 
 
 @with_options
@@ -38,8 +49,12 @@ def full(
         check(target, options)
     lm = load_model(model, "float32")
     rules = tuple((regex, True) for regex in only) if only else ALL
-    job = jobs.full(lm, options.dtype, rules=rules)
-    trained(job, target, options, 1e-4, {"title": f"full fine-tuning of {model}"})
+
+    def made(data: "Data", held_out: "Data | None") -> "Job":
+        kept = jobs.zeros_of(lm, rules) if keep_zeros else None
+        return jobs.full(lm, options.dtype, rules=rules, constraint=kept)
+
+    trained(lm, made, target, options, 1e-4, f"full fine-tuning of {model}")
 
 
 @with_options
@@ -69,6 +84,12 @@ def lora(
         str | None,
         typer.Option(help="Weights of the model below: nf4 (QLoRA), int4, ..., as for quantize."),
     ] = None,
+    prefix: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text that every example goes on after; it is run once, not each step."
+        ),
+    ] = None,
 ) -> None:
     """Train a LoRA adapter beside a model's weights. The result is a directory as PEFT has it.
 
@@ -76,7 +97,8 @@ def lora(
     """
     with waiting("starting"):
         from jaxllm.adapters import LoraConfig, read_adapter
-        from jaxllm.train import jobs
+        from jaxllm.files import read_text
+        from jaxllm.train import jobs, prompts
 
         check(target, options, "adapter_config.json")
     config = LoraConfig(
@@ -89,12 +111,171 @@ def lora(
     )
     lm = load_model(model, options.dtype, quantize=quantize)
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
-    job = jobs.lora(lm, start.config if start else config, seed=options.seed, start=start)
-    trained(job, target, options, 1e-3, {"title": f"an adapter of {model}"})
+    before = [] if prefix is None else lm.encode(read_text(prefix))
+
+    def made(data: "Data", held_out: "Data | None") -> "Job":
+        asked = start.config if start else config
+        job = jobs.lora(lm, asked, seed=options.seed, start=start)
+        return prompts.after(job, before) if before else job
+
+    trained(lm, made, target, options, 1e-3, f"an adapter of {model}", room=len(before))
+
+
+@with_options
+def prompt(
+    model: TrainedModel,
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The cache file to write.")],
+    options: Options,
+    begin: Annotated[
+        str, typer.Option("--begin", help="The text that the prompt begins as; its length stays.")
+    ],
+    entries: Annotated[
+        bool, typer.Option("--entries", help="Train keys and values, not embeddings.")
+    ] = False,
+) -> None:
+    """Train a prompt in front of a model that stays as it is. The result is a cache file.
+
+    generate --prompt-cache OUT -p TEXT goes on from it, where TEXT begins as --begin does.
+    """
+    with waiting("starting"):
+        from jaxllm.train import prompts
+
+        check(target, options, None)
+    lm = load_model(model, options.dtype)
+    tokens = lm.encode(begin)
+
+    def made(data: "Data", held_out: "Data | None") -> "Job":
+        return prompts.prompt(lm, tokens, kind="entries" if entries else "embeddings")
+
+    trained(lm, made, target, options, 3e-3, f"a prompt for {model}", room=len(tokens))
+
+
+@with_options
+def qat(
+    model: TrainedModel,
+    target: Target,
+    options: Options,
+    name: Annotated[
+        str, typer.Option("--format", help="Integers, as for quantize: int4-g64, int3-g64-zp, ...")
+    ] = "int4-g64",
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="A JSON list of [regex over parameter paths, format or null] in place."),
+    ] = None,
+    learned_scales: Annotated[
+        bool, typer.Option("--learned-scales", help="Scales are trained with the weights (LSQ).")
+    ] = False,
+    int8_inputs: Annotated[
+        bool, typer.Option("--int8-inputs", help="Inputs of integer weights are int8 too.")
+    ] = False,
+    float_steps: Annotated[
+        int, typer.Option(min=0, help="First so many steps without rounding.")
+    ] = 0,
+) -> None:
+    """Train a model for integers: each step rounds as quantize does. The result is quantized.
+
+    Its logits are those of the last step, bit for bit. The state is kept in OUT.parts on the way.
+    """
+    with waiting("starting"):
+        from jaxllm.cli.quantize import read_rules
+        from jaxllm.train.fake.job import qat as job_of
+
+        check(target, options)
+    wanted = name if rules is None else read_rules(rules)
+    lm = load_model(model, "float32")
+
+    def made(data: "Data", held_out: "Data | None") -> "Job":
+        return job_of(
+            lm, wanted, dtype=options.dtype, learned=learned_scales, dynamic=int8_inputs,
+            starts=float_steps,
+        )  # fmt: skip
+
+    trained(lm, made, target, options, 1e-4, f"quantization-aware training of {model}")
+
+
+@with_options
+def distill(
+    model: TrainedModel,
+    target: Target,
+    options: Options,
+    student: Annotated[
+        str | None, typer.Option(help="A model to be taught; by default a part of MODEL.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of MODEL that the part has.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Likewise key/value heads.")] = None,
+    channels: Annotated[
+        int | None, typer.Option(min=1, help="Likewise channels of each MLP.")
+    ] = None,
+    alpha: Annotated[
+        float, typer.Option(help="How much the teacher counts; the rest is the text itself.")
+    ] = 1.0,
+    beta: Annotated[
+        float, typer.Option(help="0: forward KL, 1: reverse KL, between: Jensen-Shannon.")
+    ] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Of both distributions.")] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Record the teacher's likeliest once; 0: it runs beside.")
+    ] = 0,
+    on_policy: Annotated[
+        float, typer.Option(help="The share of steps on the student's own texts (GKD).")
+    ] = 0.0,
+    hidden: Annotated[
+        str | None, typer.Option(help="Compare hidden states too: mse or cosine.")
+    ] = None,
+    written: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Learn texts that the teacher writes, from so many tokens of each example."
+        ),
+    ] = None,
+) -> None:
+    """Train a smaller model to do as MODEL does. The result is a model of its own.
+
+    What the teacher said or wrote is kept in OUT.taught; the state in OUT.parts, on the way.
+    """
+    with waiting("starting"):
+        from jaxllm.train import jobs
+        from jaxllm.train.distill import teachers
+        from jaxllm.train.distill.settings import Distillation
+        from jaxllm.train.distill.student import Smaller
+
+        check(target, options)
+    asked = Distillation(
+        alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
+        on_policy=on_policy, hidden=hidden,  # type: ignore[arg-type]  # it checks
+    )  # fmt: skip
+    part = Smaller(layers, heads, channels)
+    if (student is None) == (part == Smaller()):
+        raise ConfigError(
+            "give --student DIR, or what of the teacher stays: --layers N and the like"
+        )
+    teacher = load_model(model, options.dtype)
+    directory = target.with_name(f"{target.name}.taught")
+
+    def made(data: "Data", held_out: "Data | None") -> "Job":
+        taught = None if student is None else load_model(student, options.dtype)
+        taught = taught or teachers.part_of(teacher, part, data)
+        return jobs.distill(
+            teacher, taught, data, asked, held_out=held_out, directory=directory,
+            seed=options.seed,
+        )  # fmt: skip
+
+    def texts(path: Path) -> "Examples":
+        assert written is not None
+        return teachers.completed(teacher, path, written, directory, options.seed)
+
+    how = None if written is None else texts
+    trained(teacher, made, target, options, 3e-4, f"a student of {model}", how)
 
 
 # Name: the function that runs, and the example below its --help.
-METHODS = {"full": (full, EXAMPLE_FULL), "lora": (lora, EXAMPLE_LORA)}
+METHODS = {
+    "full": (full, EXAMPLE_FULL),
+    "lora": (lora, EXAMPLE_LORA),
+    "prompt": (prompt, EXAMPLE_PROMPT),
+    "qat": (qat, EXAMPLE_QAT),
+    "distill": (distill, EXAMPLE_DISTILL),
+}
 
 app = typer.Typer(
     help="Train a model: all of it, adapters, for integers, or after a teacher.",

@@ -13,11 +13,12 @@ import typer
 
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.options import check_writable, dtype_named
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.train.data.examples import Examples
+    from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import Job
     from jaxllm.train.loop import Run
 
@@ -116,13 +117,17 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def check(target: Path, options: Options, result: str = "config.json") -> None:
-    """What can be refused before anything is loaded. result: the file that makes OUT complete."""
-    from jaxllm.files import check_vacant
+def check(target: Path, options: Options, result: str | None = "config.json") -> None:
+    """What can be refused before anything is loaded. result: the file that makes OUT complete;
+    None: it is a file itself.
+    """
+    from jaxllm.files import check_vacant, is_there
     from jaxllm.train.optimizer import check_optax
 
     check_optax()
-    check_vacant(target, result, "a result")
+    if result is None and is_there(target):
+        raise CheckpointError(f"{target} exists: name another file")
+    check_vacant(target.parent if result is None else target, result or target.name, "a result")
     for option, path in (("--report", options.report), ("--plot", options.plot)):
         check_writable(option, path)
     if options.plot is not None:
@@ -132,23 +137,26 @@ def check(target: Path, options: Options, result: str = "config.json") -> None:
 
 
 def trained(
-    job: "Job",
+    lm: "LM",
+    made: "Callable[[Data, Data | None], Job]",
     target: Path,
     options: Options,
     rate: float,
-    about: dict[str, Any],
+    title: str,
     examples: "Callable[[Path], Examples] | None" = None,
+    room: int = 0,
 ) -> "Run":
-    """Run a job with the options, write what came of it, and say so.
+    """Read the data for a model, run the job made of it, write what came of it, and say so.
 
-    rate: where no other is asked for. about: what the report says beside. examples: how a file is
-    read, where it is not as `sources.read_examples` does.
+    made: told the data and what is held out, or None. rate: where no other is asked for. title: of
+    report and picture. examples: how a file is read, where it is not as `sources.read_examples`
+    does. room: tokens of the context that rows must leave.
     """
     from jaxllm.train import jobs, picture
     from jaxllm.train.loop import Plan
     from jaxllm.train.optimizer import Optimizer
 
-    data, held_out = _data(job.lm, options, examples)
+    data, held_out = _data(lm, options, examples, room)
     steps = options.steps or max(1, round(options.epochs * len(data) / options.accumulate))
     facts = data.facts
     note(
@@ -170,8 +178,7 @@ def trained(
         clip=options.clip or None,
         decay=options.decay,
     )
-    parts = Path(os.path.realpath(target))
-    parts = parts.with_name(f"{parts.name}.parts")
+    parts, job = parts_of(target), made(data, held_out)
     run = jobs.run(
         job, data, optimizer, plan, held_out=held_out, directory=parts, remat=options.remat,
         sample=None if options.sample is None else jobs.told(job.lm, options.sample), say=note,
@@ -182,12 +189,12 @@ def trained(
     if options.report is not None:
         from jaxllm.files import writing
 
-        content = {**about, "data": facts, "before": run.before}
+        content = {"title": title, "data": facts, "before": run.before}
         content["steps"] = [{**r._asdict()} for r in run.records]
         with writing(options.report, "w") as file:
             json.dump(content, file, indent=1)
     if options.plot is not None:
-        picture.plot(run.records, run.before, options.plot, str(about["title"]))
+        picture.plot(run.records, run.before, options.plot, title)
     last = run.best or run.records[-1]
     loss = last.loss if last.held_out is None else last.held_out
     was = "" if run.before is None else f" (before: {run.before:.4f})"
@@ -195,13 +202,20 @@ def trained(
     return run
 
 
+def parts_of(target: Path) -> Path:
+    """Where a run keeps what is finished: beside its result."""
+    whole = Path(os.path.realpath(target))
+    return whole.with_name(f"{whole.name}.parts")
+
+
 def _data(
-    lm: "LM", options: Options, examples: "Callable[[Path], Examples] | None"
+    lm: "LM", options: Options, examples: "Callable[[Path], Examples] | None", room: int
 ) -> tuple[Any, Any]:
     """The rows to learn, and those to measure on, or None."""
     from jaxllm.train.data.dataset import Dataset
     from jaxllm.train.data.parting import part
     from jaxllm.train.data.sources import Writing, read_examples
+    from jaxllm.train.prefix import check_room
 
     writing = Writing(lm.tokenizer, lm.chat_template)
 
@@ -212,11 +226,12 @@ def _data(
     measured = None if options.evaluated is None else read(options.evaluated)
     if measured is None and options.held_out:
         found, measured = part(found, options.held_out, options.seed)
-    width = min(512, lm.config.context_length) if options.length is None else options.length
+    width = min(512, lm.config.context_length - room) if options.length is None else options.length
 
     def rows(some: "Examples") -> Dataset:
         data = Dataset(some, width, options.batch, options.seed, not options.no_pack)
         data.check(lm.config)
+        check_room(lm.model, room, width)
         return data
 
     if options.patience is not None and measured is None:

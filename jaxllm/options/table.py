@@ -313,6 +313,16 @@ class GenerateOptions(TypedDict, total=False):
             whole_number(1), _UP, "tokens of a prompt that are run at once", 256, from_file=False
         ),
     ]
+    adapter: Annotated[
+        str | Sequence[str | None] | None,
+        Option(
+            one_or_each(lambda name: name if name is None else instance(str)(name)),
+            "a text, or one for each prompt",
+            'which of the adapters that were loaded; "base" for none, by default the first',
+            per_row=True,
+            from_file=False,
+        ),
+    ]
     batch_invariant: Annotated[
         bool | None,
         Option(

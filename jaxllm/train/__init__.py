@@ -3,9 +3,11 @@ compiled program over it.
 
 trained: what is trained, apart from the rest. losses, objective: what is made small. optimizer:
 rates, clipping, decay. step: the compiled step. loop: steps, measurements, an end that loses
-nothing. keeping: the state on disk. constraints: what the trained must be after each step. jobs:
-what kinds of training there are. picture: the losses, drawn. data: what a model is trained on, as
-rows of tokens. distill: a student after a teacher.
+nothing. keeping: the state on disk. constraints: what was pruned stays so. prefix: after a text
+that is run once, and prompts that are trained. jobs: what kinds of training there are. prompts:
+those around a prefix. picture: the losses, drawn. data: what a model is trained on, as rows of
+tokens. distill: a student after a teacher. fake: weights that train as the integers that they will
+become.
 
 Inference never imports any of it.
 """

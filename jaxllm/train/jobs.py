@@ -12,12 +12,14 @@ from jaxllm import models
 from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
+from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
+from jaxllm.train.distill.settings import Distillation, finished, teaching
 from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
-from jaxllm.train.trained import ALL, Rules
+from jaxllm.train.trained import ALL, Rules, trainable
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import cast
 
@@ -30,7 +32,8 @@ class Job:
 
     lm: what is trained, `params` as they start. like: the same in the formats that the model runs
     in, where these are others; what is trained is kept in float32 all the same. rules: what is
-    trained. given: arrays for the objective. finish: writes what came of it into a directory.
+    trained. given: arrays for the objective. finish: writes what came of it into a directory. data,
+    held_out: in place of those that it is run on, where a teacher has said more of them.
     """
 
     lm: LM
@@ -42,6 +45,8 @@ class Job:
     given: Any = None
     constraint: Constraint | None = None
     prepare: Prepare | None = None
+    data: Data | None = None
+    held_out: Data | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -99,6 +104,48 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     )
 
 
+def distill(
+    teacher: LM,
+    student: LM,
+    data: Data,
+    options: Distillation,
+    *,
+    held_out: Data | None = None,
+    directory: Path | None = None,
+    seed: int = 0,
+) -> Job:
+    """A student, all of it, after a teacher. The result is a model of its own.
+
+    directory: where what the teacher says is recorded, if `options` ask for that. Raises what
+    `distill.teaching` raises.
+    """
+    taught = teaching(
+        student, teacher, data, options, held_out=held_out, directory=directory, seed=seed
+    )
+
+    def finish(params: Params, directory: Path) -> None:
+        finished(student, params).save(directory)
+
+    return Job(
+        lm=student,
+        params=taught.params,
+        objective=taught.objective,
+        given=taught.given,
+        prepare=taught.prepare,
+        data=taught.data,
+        held_out=taught.held_out,
+        finish=finish,
+    )
+
+
+def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:
+    """The constraint that what is zero in a pruned model's matrices stays zero.
+
+    Raises ConfigError where none of them has zeros.
+    """
+    return keep_zeros(trainable(lm.params), rules)
+
+
 def run(
     job: Job,
     data: Data,
@@ -120,6 +167,7 @@ def run(
     """
     model = job.model.clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
+    data, held_out = job.data or data, job.held_out or held_out
     facts = (setup, plan, job.rules, data.digest, None if held_out is None else held_out.digest)
     journal = (
         Journal() if directory is None else journal_of(job.params, job.given, facts, directory)

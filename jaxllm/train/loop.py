@@ -173,7 +173,7 @@ def train(
             records.append(record)
             told(record.step, pace.note(record))
             if record.held_out is not None:
-                say(f"{_in_words(record)}, {pace.speed:,.0f} tokens/s")
+                say(f"{_in_words(record)}{pace.words}")
                 if plan.patience is not None and _best(records) is record:
                     best = {path: jnp.copy(x) for path, x in state.trained.items()}
                     keep_best(journal, best)
@@ -262,7 +262,12 @@ class _Pace:
 
     def note(self, record: Record) -> str:
         """What a bar says of a step that has just ended."""
-        return f"{_in_words(record).partition(': ')[2]}, {self.speed:,.0f} tokens/s"
+        return f"{_in_words(record).partition(': ')[2]}{self.words}"
+
+    @property
+    def words(self) -> str:
+        """The speed, once there is one."""
+        return f", {self.speed:,.0f} tokens/s" if self._steps else ""
 
     def is_time(self) -> bool:
         """Whether a state should be kept now."""

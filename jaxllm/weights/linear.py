@@ -83,7 +83,11 @@ def _multiply(digits: int) -> Callable[..., Products]:
 
     @multiply.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        return multiply(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
+        plain: Callable[..., Products] = partial(_plain, 3)
+        if any(isinstance(weight, Leaf) for weight in primals[1]):
+            # Expanded again for the gradient: kept, all layers' weights would be floats at once.
+            plain = jax.checkpoint(plain)
+        return multiply(*primals), jax.jvp(plain, primals, tangents)[1]
 
     # A model has the same product in every layer: as a function of its own it is traced but once.
     return jax.jit(multiply)

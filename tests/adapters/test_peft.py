@@ -1,25 +1,30 @@
 """PEFT's files both ways, with equal logits: PEFT loads ours, and we load what it wrote."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import forward
 from jaxllm.adapters import (
-    attached,
+    LoraConfig,
     choose,
+    fresh,
     merged,
     read_adapter,
     with_adapters,
     write_adapter,
 )
+from jaxllm.errors import CheckpointError
 from jaxllm.models import build
 from tests.twins import Twin, assert_close, load_twin, save_random, tokens
 
@@ -58,6 +63,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("gpt2", {"target_modules": ["wte", "lm_head", "wpe"], "r": 3}),
 }
 TOKENS = tokens(2, 9)
+WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +107,13 @@ def peft_logits(model: Any) -> np.ndarray:
     return found
 
 
-def ours(twin: Twin, params: Any) -> Any:
-    return forward(twin.model, params, None, TOKENS).logits
+# The others add nothing that these have not, one by one.
+DAILY = ("patterns", "tables", "layers", "conv1d-dora", "tied")
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    "name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.full) for n in ASKED]
+)
 def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
     twins: dict[str, Twin], name: str, tmp_path: Path
 ) -> None:
@@ -115,9 +123,12 @@ def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
     directory = saved(theirs, tmp_path / "theirs")
     adapter = read_adapter(directory, twin.config, twin.params)
     expected = peft_logits(theirs)
-    assert_close(ours(twin, attached(twin.config, twin.params, adapter)), expected)
-    stacked = with_adapters(twin.config, twin.params, {"x": adapter})
-    assert_close(ours(twin, choose(stacked, np.zeros(1, np.int32))), expected)  # type: ignore[arg-type]
+    held = with_adapters(twin.config, twin.params, {"x": adapter})
+    chosen = choose(held, jnp.zeros(1, jnp.int32))
+    assert_close(forward(twin.model, chosen, None, TOKENS).logits, expected)
+    config, one = merged(twin.config, chosen)
+    assert config.tie_word_embeddings is name.startswith("conv1d")  # else it is two tables now
+    assert_close(forward(build(config), one, None, TOKENS).logits, expected)
     assert np.abs(expected - twin.logits(TOKENS)).max() > 0.1
 
     write_adapter(tmp_path / "ours", adapter, twin.config, base=str(twin.directory))
@@ -128,19 +139,98 @@ def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
         warnings.simplefilter("ignore")
         again = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
     np.testing.assert_array_equal(peft_logits(again), expected)
-    kept = {k: v for k, v in load_file(directory / "adapter_model.safetensors").items()}
+    kept = load_file(directory / "adapter_model.safetensors")
     for key, tensor in load_file(tmp_path / "ours/adapter_model.safetensors").items():
         np.testing.assert_array_equal(tensor, kept[key])
 
 
-@pytest.mark.parametrize("name", ["dora", "conv1d", "tied", "tables"])
-def test_merged_is_as_beside_the_weights(twins: dict[str, Twin], name: str, tmp_path: Path) -> None:
-    family, asked = ASKED[name]
-    twin = twins[family]
-    directory = saved(adapted_by_peft(twin, **asked), tmp_path / "theirs")
-    adapter = read_adapter(directory, twin.config, twin.params)
-    params = attached(twin.config, twin.params, adapter)
-    config, one = merged(twin.config, params)
-    assert config.tie_word_embeddings is (name == "conv1d")
-    beside = np.asarray(ours(twin, params))
-    assert_close(forward(build(config), one, None, TOKENS).logits, beside)
+@pytest.fixture(scope="module")
+def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that is in order."""
+    twin = twins["llama"]
+    directory = tmp_path_factory.mktemp("adapter") / "a"
+    lora = LoraConfig(r=2, target_modules=("q_proj", "up_proj"))
+    write_adapter(directory, fresh(twin.config, twin.params, lora, jax.random.key(0)), twin.config)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type must be 'LORA', got 'IA3'"),
+        ({"bias": "all"}, "bias must be 'none', got 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"lora_bias": True}, "lora_bias is not supported"),
+        ({"target_parameters": ["x"]}, "target_parameters is not supported"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is not supported"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens is not supported"),
+        (
+            {"use_qalora": True, "arrow_config": {"k": 1}},
+            "use_qalora is not supported (got True); ",
+        ),
+        ({"of_the_future": 3}, "of_the_future is not supported (got 3)"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model"),
+        ({"target_modules": None}, "target_modules is missing"),
+        ({"target_modules": ["c_attn"]}, "not an adapter of this model: target_modules: 'c_attn'"),
+        ({"target_modules": r"q_proj(?=x)"}, "is no valid regex"),
+        ({"r": 3}, "q_proj.lora_A.weight has shape (2, 40), this model wants (3, 40)"),
+        ({"r": 1.5}, "r must be a whole number"),
+        ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
+        ({"target_modules": ["q_proj"]}, "up_proj.lora_A.weight is nothing that its configuration"),
+        ({"target_modules": ["k_proj"]}, "is an adapter of another model: it has"),
+    ],
+)
+def test_what_the_configuration_asks_for_in_vain_is_refused(
+    twins: dict[str, Twin], written: Path, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**data, **changes}))
+    save_file(load_file(written / WEIGHTS), tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter(tmp_path, twins["llama"].config)
+    assert said in str(caught.value)
+    assert all(name in str(caught.value) for name in changes if "supported" in said)
+
+
+def test_fields_without_effect_are_not_refused(
+    twins: dict[str, Twin], written: Path, tmp_path: Path
+) -> None:
+    data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
+    more = {
+        "megatron_core": "megatron.core",
+        "loftq_config": {},
+        "modules_to_save": [],
+        "qalora_group_size": 16,
+        "trainable_token_indices": None,
+        "of_the_future": None,
+        "init_lora_weights": "eva",
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**data, **more}))
+    save_file(load_file(written / WEIGHTS), tmp_path / WEIGHTS)
+    assert read_adapter(tmp_path, twins["llama"].config).config.r == 2
+
+
+def test_files_that_are_none_or_broken_are_refused(
+    twins: dict[str, Twin], written: Path, tmp_path: Path
+) -> None:
+    config = twins["llama"].config
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        read_adapter(tmp_path, config)
+    (tmp_path / "adapter_config.json").write_bytes((written / "adapter_config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
+        read_adapter(tmp_path, config)
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is a pickle"):
+        read_adapter(tmp_path, config)
+    tensors = load_file(written / WEIGHTS)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] * np.nan}, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match="holds nan at index 0"):
+        read_adapter(tmp_path, config)
+    table = np.zeros((131, 40), np.float32)
+    prefix = "base_model.model.model.embed_tokens.base_layer.weight"
+    save_file({**tensors, prefix: table}, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match="the adapter brings one of its own"):
+        read_adapter(tmp_path, config, twins["llama"].params)
+    with pytest.raises(CheckpointError, match="already holds an adapter"):
+        write_adapter(written, read_adapter(written, config), config)

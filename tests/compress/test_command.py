@@ -9,7 +9,7 @@ import pytest
 
 import jaxllm
 from jaxllm import api
-from jaxllm.cli.calibration import Source, calibrate, read_source
+from jaxllm.cli.calibration import Source, calibrate, read_source, samples_to_measure
 from jaxllm.compress import steps
 from jaxllm.compress.apply import compress
 from jaxllm.compress.data import calibration
@@ -232,5 +232,34 @@ def test_the_model_can_be_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "from_samples", say)
     lm = jaxllm.load("demo:llama")
     assert lm.tokenizer is not None
-    assert calibrate(lm, Source(None, 2, 9, None, 1), None).token_NT.shape == (2, 512)
+    source = Source(None, 2, 9, None, 1)
+    assert calibrate(lm, source, None).token_NT.shape == (2, 512)
     assert asked == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512, "seed": 1}
+    assert samples_to_measure(lm, source, 40) == [[1] * 511] * 2
+    assert asked.pop("seed") not in (1, None)
+    assert asked == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512}
+    assert len(samples_to_measure(lm, source, 1)) == 1
+
+
+@pytest.mark.usefixtures("halving")
+def test_samples_are_measured_on_other_samples(run: Run, tmp_path: Path) -> None:
+    command = ("compress", "demo:llama", tmp_path / "out", "--step", "scale: halve", "--no-speed")
+    plot = tmp_path / "costs.png"
+    status, said, err = run(*command, "--samples", 3, "--length", 8, "--json", "--plot", plot)
+    assert status == 0, err
+    found = json.loads(said)
+    original, halved = found["rows"]
+    assert original["kl"] == 0 < halved["kl"]
+    assert plot.exists()
+    assert found["evaluation"]["windows"] == found["evaluation"]["documents"] == 3
+    assert found["evaluation"]["text_tokens"] == 3 * 8  # with the begin-of-text token
+    lm, rows = jaxllm.load("demo:llama"), SEEN[0].token_NT
+    assert lm.tokenizer is not None
+    # Measured by hand on rows of another seed, none of which the step has seen.
+    other = samples_to_measure(lm, Source(None, 3, 128, 8, 0), 40)
+    assert not any((rows[:, :-1] == row).all(axis=1).any() for row in other)
+    ids = np.array([[lm.tokenizer.bos_id, *row] for row in other], np.int32)
+    logits = np.asarray(jaxllm.forward(lm.model, lm.params, None, ids).logits, np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    likely = np.take_along_axis(log_p[:, :-1], ids[:, 1:, None], -1)
+    assert original["perplexity"] == pytest.approx(np.exp(-likely.mean()), rel=1e-4)

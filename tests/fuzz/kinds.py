@@ -11,6 +11,8 @@ import numpy as np
 
 import jaxllm
 from jaxllm import batchfile
+from jaxllm.adapters import LoraConfig, fresh, write_adapter
+from jaxllm.adapters.load import with_directories
 from jaxllm.api import LM, open_checkpoint
 from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoint import in_memory, save
@@ -261,6 +263,29 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json",
 )  # fmt: skip
+
+
+def _make_adapter(directory: Path) -> None:
+    params = _random("llama")[1]
+    lora = LoraConfig(
+        r=2,
+        target_modules=("q_proj", "embed_tokens", "down_proj"),
+        rank_pattern={"down_proj": 3},
+        alpha_pattern={r"self_attn\.q_proj": 4.5},
+        use_dora=True,
+    )
+    made = fresh(CONFIGS["llama"], params, lora, jax.random.key(0))
+    write_adapter(directory / "made", made, CONFIGS["llama"], base="somewhere")
+    for file in (directory / "made").iterdir():
+        file.rename(directory / file.name)
+    (directory / "made").rmdir()
+
+
+def _use_adapter(directory: Path) -> None:
+    params = _random("llama")[1]
+    with_directories(CONFIGS["llama"], params, {"x": directory})
+
+
 KINDS: dict[str, Kind] = {
     "llama": Kind(_make_hf("llama"), _use_checkpoint, (*HF, "config.json")),
     "gpt2 in shards": Kind(
@@ -288,6 +313,9 @@ KINDS: dict[str, Kind] = {
         _make_documents, lambda d: read_documents(d / "documents.jsonl"), ("documents.jsonl",)
     ),
     "precision, rules": Kind(_make_precision, _use_precision, ("precision.json", "rules.json")),
+    "adapter": Kind(
+        _make_adapter, _use_adapter, ("adapter_config.json", "adapter_model.safetensors")
+    ),
     "options": Kind(_make_options, _use_options, ("options.json",)),
     "batch lines": Kind(_make_batch, _use_batch, ("batch.jsonl",)),
 }

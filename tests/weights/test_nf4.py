@@ -138,6 +138,22 @@ def test_derivatives_pass_to_what_it_is_multiplied_with_alone() -> None:
     assert to_mean == 0
 
 
+@pytest.mark.parametrize("name", ["nf4", "int4-g64"])
+def test_a_gradient_does_not_keep_the_weights_expanded(name: str) -> None:
+    """Of four layers no more than two matrices of floats are there at once."""
+    weights = [as_format(jnp.asarray(numbers((256, 256), i)), name) for i in range(4)]
+
+    def total(x: jax.Array, weights: Any) -> jax.Array:
+        for weight in weights:
+            x = jnp.tanh(linear(x, weight))
+        return x.sum()
+
+    x = jnp.asarray(numbers((8, 256), 9))
+    compiled = jax.jit(jax.grad(total)).lower(x, weights).compile()
+    analysis: Any = compiled.memory_analysis()
+    assert analysis.temp_size_in_bytes < 2.5 * 256 * 256 * 4
+
+
 def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
     array = numbers((3, *SHAPE))
     stack = made(array)

@@ -163,7 +163,7 @@ def from_samples(
     key_N = row_keys(seed, -(-rows // batch) * batch)
     sampler, found = make_sampler(vocab_size=model.config.vocab_size, **sampling), []
     begin_B1 = np.full((batch, 1), bos_id, np.int32)
-    with steps_bar("calibration samples", len(key_N) // batch, show_progress) as done:
+    with steps_bar("samples", len(key_N) // batch, show_progress) as done:
         for start in range(0, len(key_N), batch):
             said = generate(
                 model,

@@ -27,9 +27,10 @@ def several_tokens(
     eos_BE: jax.Array,
     burst: int,
     steps: jax.Array,
+    adapter_B: jax.Array | None = None,
 ) -> tuple[jax.Array, Result, Segment, Context, Samplers]:
     """At most `steps` of `burst` tokens of all live rows, until one of them ends: how many, `[]`,
-    and what was drawn, `[burst, B]` each.
+    and what was drawn, `[burst, B]` each. adapter_B: as `Places` has it.
     """
     live_B = kind_KB.any(axis=0)
     zeros_B = jnp.zeros(live_B.shape, jnp.int32)
@@ -52,6 +53,7 @@ def several_tokens(
             length_R=context.length_B,
             column_R=zeros_B,
             member_RB=None,
+            adapter_R=adapter_B,
         )
         out, tail = run_own(tail, (), model, params, places, None, "logits")
         drawn, context, samplers = drawn_by_kind(context, samplers, kind_KB, out[:, 0])

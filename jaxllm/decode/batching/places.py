@@ -19,6 +19,7 @@ from jaxllm import steps
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_like
 from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.shapes import power_of_two
+from jaxllm.weights.leaves.adapted import NONE, choose
 from jaxllm.weights.paths import Params
 
 Array = Any  # a jax or numpy array
@@ -31,6 +32,7 @@ class TokenRun(NamedTuple):
     rows: the sequences. index_T: which tokens of the caller's these are. token_T, position_T;
     slot_T: where their entries go, in the row's own slots or, for several rows, the shared ones.
     output_T: whose outputs are wanted. length: of the whole text, with what is still to come.
+    adapter: its number, where rows take different ones (`weights.leaves.adapted.choose`).
     """
 
     rows: tuple[int, ...]
@@ -40,6 +42,7 @@ class TokenRun(NamedTuple):
     slot_T: np.ndarray
     output_T: np.ndarray
     length: int
+    adapter: int | None = None
 
     def cut(self, tokens: slice) -> "TokenRun":
         """Some of its tokens."""
@@ -51,7 +54,8 @@ class Places(struct.PyTreeNode):
 
     row_R: rows of the cache; None for all in order, which are then not gathered. column_R: the
     column whose outputs are wanted; None for all. member_RB: which sequences have the entries,
-    None where each row writes its own slots.
+    None where each row writes its own slots. adapter_R: which adapter each row takes; None: as the
+    parameters say.
     """
 
     row_R: Array | None
@@ -61,6 +65,7 @@ class Places(struct.PyTreeNode):
     length_R: Array
     column_R: Array | None
     member_RB: Array | None
+    adapter_R: Array | None = None
 
 
 def microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
@@ -126,8 +131,18 @@ def lay_out(runs: Sequence[TokenRun], rows: int) -> tuple[Places, np.ndarray]:
         length_R,
         None if several else column_R,
         member_RB if len(runs[0].rows) > 1 else None,
+        _adapters(runs, at, R),
     )
     return places, at
+
+
+def _adapters(runs: Sequence[TokenRun], at: np.ndarray, rows: int) -> np.ndarray | None:
+    if all(run.adapter is None for run in runs):
+        return None
+    adapter_R = np.full(rows, NONE, np.int32)
+    for r, run in zip(at, runs, strict=True):
+        adapter_R[r] = NONE if run.adapter is None else run.adapter
+    return adapter_R
 
 
 def advance(
@@ -209,6 +224,8 @@ def _computed(
 
         segments = jax.tree.map(of_rows, segments)
     token_RT = places.token_RT
+    if places.adapter_R is not None:
+        params = choose(params, places.adapter_R)
     vectors = None if vectors_PD is None else vectors_PD.reshape(*token_RT.shape, -1)
     trace, delta, _ = steps.run(
         model,

@@ -18,6 +18,8 @@ class Request:
     gives it; greedy by default. eos_token_ids: any of them ends it. until: told each token, says
     whether to stop after it. cancelled: asked between steps whether nobody waits for it any more
     (`threading.Event().is_set`, say); its row is then free, and its last event is CANCELLED.
+    adapter: the number of the one that it takes, where the parameters hold several (-1 for none):
+    of all requests, or of no one.
     """
 
     id: Hashable
@@ -28,6 +30,7 @@ class Request:
     eos_token_ids: Sequence[int] = ()
     until: Callable[[int], bool] | None = None
     cancelled: Callable[[], bool] | None = None
+    adapter: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

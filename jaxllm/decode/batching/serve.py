@@ -30,6 +30,7 @@ from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
 from jaxllm.shapes import pad_rows
+from jaxllm.weights.leaves.adapted import NONE
 from jaxllm.weights.paths import Params
 from jaxllm.whole import check_ids, whole, whole_array
 
@@ -57,7 +58,8 @@ class _Seat:
             token_T, length = np.array([self.newest]), self.ran + 1
         position_T = np.arange(self.ran, self.ran + token_T.size)
         output_T = position_T == length - 1
-        return TokenRun((row,), position_T, token_T, position_T, position_T, output_T, length)
+        at, adapter = position_T, self.request.adapter
+        return TokenRun((row,), at, token_T, at, at, output_T, length, adapter)
 
 
 class _Drawn(NamedTuple):
@@ -235,6 +237,7 @@ def _decoded(
         eos_BE,
         burst,
         np.int32(min(burst, left)),
+        _adapters(now),
     )
     count, arrays = jax.device_get((done, results))
     steps = [
@@ -242,6 +245,17 @@ def _decoded(
     ]
     held = dict(zip(now.samplers, samplers, strict=True))
     return _Loop(now.cache.replace(tail=tail), context, held, seats), steps
+
+
+def _adapters(now: _Loop) -> np.ndarray | None:
+    """Which adapter each row takes; None where the requests say nothing of them."""
+    asked = {row: seat.request.adapter for row, seat in now.seats.items()}
+    if all(number is None for number in asked.values()):
+        return None
+    adapter_B = np.full(now.cache.batch, NONE, np.int32)
+    for row, number in asked.items():
+        adapter_B[row] = NONE if number is None else number
+    return adapter_B
 
 
 def _kinds(now: _Loop, rows: Iterable[int]) -> np.ndarray:

@@ -5,6 +5,7 @@ prepares each step's rows.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from jaxllm.train.distill.objectives import FromBuckets, FromTeacher
 from jaxllm.train.distill.recorded import TaughtData, record
 from jaxllm.train.distill.sampled import Sampled
 from jaxllm.train.distill.vocabulary import shared_size
-from jaxllm.train.objective import Objective
+from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -35,6 +36,7 @@ class Distillation:
 
     beta: the divergence: 0 forward KL, 1 reverse KL, between them Jensen-Shannon. temperature: of
     both distributions in it. alpha: its share of the loss; the rest is cross-entropy with the text.
+    With alpha 0 no teacher runs (it wrote the texts, say), and its tokenizer may be another.
     top_k: the teacher's likeliest tokens are recorded once, with the rest as one bucket, and it
     does not run beside the student; 0: it runs, and says all.
     on_policy: the share of steps whose rows the student writes itself, from the rows' prompts or
@@ -66,6 +68,11 @@ class Distillation:
             )
         if self.top_k and self.hidden:
             complaints.append("hidden states need the teacher to run: leave top_k or hidden out")
+        if self.alpha == 0 and (self.top_k or self.on_policy):
+            complaints.append(
+                "with alpha 0 nothing is learned of what the teacher says: leave top_k and"
+                " on_policy out, or give alpha a share"
+            )
         if self.pairs and not self.hidden:
             complaints.append("pairs of layers are for hidden states: say hidden, mse or cosine")
         if complaints:
@@ -76,57 +83,60 @@ class Distillation:
         return Mix(self.beta, self.temperature, self.alpha)
 
 
-class Plan(NamedTuple):
+class Teaching(NamedTuple):
     """What a run of training takes. params: the student's, with projections where they are trained.
-    given: the arrays that the objective needs. prepare: what makes each step's rows, or None.
+    given: the arrays that the objective needs. data, held_out: with what the teacher said, where it
+    was recorded. prepare: what makes each step's rows, or None.
     """
 
     params: Params
     objective: Objective
     given: Any
     data: Data
+    held_out: Data | None
     prepare: Sampled | None
 
 
-def plan(
+def teaching(
     student: LM,
     teacher: LM,
     data: Data,
     options: Distillation,
     *,
+    held_out: Data | None = None,
     directory: Path | None = None,
     seed: int = 0,
     show_progress: bool | None = None,
-) -> Plan:
+) -> Teaching:
     """All that distilling `student` takes. Where the teacher is recorded, it speaks now.
 
-    directory: where a record is kept, for runs to come too. seed: of projections. Raises
+    directory: where records are kept, for runs to come too. seed: of projections. Raises
     ConfigError for tokenizers that differ, layers that there are not, rows wider than either
     context, a record of something else, or none named for top_k.
     """
+    if options.alpha == 0 and options.hidden is None:
+        return Teaching(student.params, NextToken(), (), data, held_out, None)
     size = shared_size(teacher, student)
-    width = int(data.batch(0).token_BT.shape[1])
-    for name, lm in (("teacher", teacher), ("student", student)):
-        if width > lm.config.context_length:
-            raise ConfigError(
-                f"the {name}'s context has {lm.config.context_length} tokens, a row {width}: ask"
-                " for shorter rows"
-            )
+    _check_width(data, teacher, student)
     if options.top_k:
         if directory is None:
             raise ConfigError("what the teacher says is recorded on disk: name a directory")
-        said = record(
-            directory,
-            teacher.model,
-            teacher.params,
-            data,
+        say = partial(
+            record,
+            teacher=teacher.model,
+            params=teacher.params,
             k=min(options.top_k, size),
             temperature=options.temperature,
             size=size,
             show_progress=show_progress,
         )
+
+        def taught(data: Data, part: str) -> TaughtData:
+            return TaughtData(data, say(directory / part, data=data))
+
+        held_out = None if held_out is None else taught(held_out, "held-out")
         objective = FromBuckets(size, options.mix)
-        return Plan(student.params, objective, (), TaughtData(data, said), None)
+        return Teaching(student.params, objective, (), taught(data, "data"), held_out, None)
     params, compared = student.params, None
     if options.hidden is not None:
         layers = student.config.num_hidden_layers, teacher.config.num_hidden_layers
@@ -144,7 +154,17 @@ def plan(
             ends(student),
         )
     against = FromTeacher(teacher.model, size, options.mix, compared)
-    return Plan(params, against, teacher.params, data, prepare)
+    return Teaching(params, against, teacher.params, data, held_out, prepare)
+
+
+def _check_width(data: Data, teacher: LM, student: LM) -> None:
+    width = int(data.batch(0).token_BT.shape[1])
+    for name, lm in (("teacher", teacher), ("student", student)):
+        if width > lm.config.context_length:
+            raise ConfigError(
+                f"the {name}'s context has {lm.config.context_length} tokens, a row {width}: ask"
+                " for shorter rows"
+            )
 
 
 def ends(lm: LM) -> tuple[int, ...]:

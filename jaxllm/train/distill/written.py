@@ -24,6 +24,7 @@ from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import as_schema, is_there, locked, parse_json, read_bytes, writing
 from jaxllm.progress import steps_bar
+from jaxllm.whole import is_whole
 
 _MOST = 1 << 31  # bytes of answers
 
@@ -63,12 +64,17 @@ def write(
 
     options: as `LM.generate` takes them; where they draw, each prompt draws by its own number.
     rows: how many are answered at once. What cannot be answered is left out. Raises ConfigError
-    where there is no prompt, none can be answered, or the answers beside the file are of another
-    teacher, other prompts or options; CheckpointError where the file is there already, or cannot be
-    written.
+    where there is no prompt, the seed is no number, none can be answered, or the answers beside the
+    file are of another teacher, other prompts or options; CheckpointError where the file is there
+    already, or cannot be written.
     """
     if not prompts:
         raise ConfigError("there is no prompt for the teacher to complete")
+    if not is_whole(options.get("seed", 0)):
+        raise ConfigError(
+            f"the seed must be a number, got {options['seed']!r:.40}: a run that goes on draws as"
+            " it would have drawn"
+        )
     if is_there(path):
         raise CheckpointError(f"{path} exists: name another file")
     beside = path.with_name(f"{path.name}.answers")
@@ -97,7 +103,7 @@ def write(
 
 def _line(number: int, prompt: str, options: Mapping[str, Any]) -> str:
     """A request: each draws with a seed of its own."""
-    seed = int(options.get("seed") or 0)
+    seed = int(options.get("seed", 0))
     return json.dumps({"prompt": prompt, "id": number, "seed": (seed + number) % (1 << 63)})
 
 

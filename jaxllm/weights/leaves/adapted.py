@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxllm.weights.leaves.arrays import as_leaf
@@ -42,6 +43,7 @@ class Adapted(Wrapped, struct.PyTreeNode):
     """
 
     kind = KIND
+    trained = ("a", "b", "magnitude")
 
     weight: Any
     a: jax.Array
@@ -139,10 +141,10 @@ class Adapted(Wrapped, struct.PyTreeNode):
 
     def _choices(self, rows: int) -> jax.Array:
         assert self.choice is not None
-        each, rest = divmod(rows, self.choice.shape[0])
-        if rest:
-            raise ValueError(f"{rows} rows for a choice of adapters for {self.choice.shape[0]}")
-        return jnp.repeat(self.choice, each, total_repeat_length=rows)
+        given = self.choice.shape[0]
+        if rows % given:
+            raise ValueError(f"{rows} rows for a choice of adapters for {given}")
+        return jnp.broadcast_to(self.choice[:, None], (given, rows // given)).reshape(rows)
 
     def _gain(self, rows: int) -> jax.Array:
         """What the sums are times, float32 `[1 or R, O]`."""
@@ -159,6 +161,40 @@ class Adapted(Wrapped, struct.PyTreeNode):
             return x_RI
         kept_RI = jax.random.bernoulli(self.key, 1.0 - self.dropout, x_RI.shape)
         return jnp.where(kept_RI, x_RI / (1.0 - self.dropout), 0).astype(x_RI.dtype)
+
+
+def alone(params: Params) -> Params:
+    """The parameters with the one adapter that is chosen for all rows, and no others, on the host:
+    the same whatever else was beside it. Where each row has its own choice they stay as they are.
+    """
+
+    def of_one(leaf: Any) -> Any:
+        if not isinstance(leaf, Adapted):
+            return leaf
+        inner = of_one(leaf.weight)
+        if leaf.owner is None or (leaf.choice is not None and leaf.choice.shape != (1,)):
+            return leaf.replace(weight=inner)
+        number = NONE if leaf.choice is None else int(leaf.choice[0])
+        mine_K = np.asarray(leaf.owner) == number
+        if not mine_K.any():
+            return inner
+        magnitude, norm = leaf.magnitude, leaf.norm
+        if magnitude is not None and norm is not None:
+            magnitude, norm = magnitude[number], norm[number]
+            if (magnitude == 1).all() and (norm == 1).all():  # LoRA beside another one's DoRA
+                magnitude = norm = None
+        return Adapted(
+            inner,
+            leaf.a[mine_K],
+            leaf.b[:, mine_K],
+            leaf.scale[mine_K],
+            magnitude,
+            norm,
+            site=leaf.site,
+        )
+
+    changed: Params = jax.tree.map(of_one, params, is_leaf=lambda x: isinstance(x, Adapted))
+    return changed
 
 
 def bare(weight: Any) -> Any:

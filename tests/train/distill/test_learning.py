@@ -1,5 +1,8 @@
-"""Whole steps: a student learns more of a teacher than of its texts, and nothing of itself."""
+"""Whole steps: a student learns more of a teacher than of its texts, nothing of itself, and of
+rows that it writes.
+"""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,66 +10,186 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.errors import ConfigError
+from jaxllm.train import loop
+from jaxllm.train.data.rows import IGNORED, Rows, blank
 from jaxllm.train.distill.divergences import Mix
 from jaxllm.train.distill.hidden import Hidden
 from jaxllm.train.distill.objectives import FromTeacher
+from jaxllm.train.distill.sampled import Sampled, prompt_lengths
+from jaxllm.train.keeping import journal_of
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.step import Metrics, Setup, TrainState, start, train_step
 from jaxllm.train.trained import join, split
-from tests.train.distill.small import ask
+from tests.train.distill.small import B, T, ask, pairs, rows_of
 from tests.twins import VOCAB, random_model
 
 ROWS, WIDTH, STEPS = 8, 8, 60
 MODEL, TEACHER = random_model("llama", num_hidden_layers=1, spread=0.3)
 ADAM = Optimizer(steps=STEPS, rate=5e-3, schedule="constant")
-DISTILLED = Setup(
-    MODEL, FromTeacher(MODEL, VOCAB, Mix(0.5), Hidden("cosine", ((0, 0), (1, 1)))), ADAM
-)
+KEY = jax.random.key(3)
+DISTILLED = Setup(MODEL, FromTeacher(MODEL, VOCAB, Mix(), Hidden("cosine", ((1, 1),))), ADAM)
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[Rows]:
-    """Batches of what the teacher writes, drawn from its own distribution."""
+def texts_of(model: Any, params: Any, count: int) -> list[Rows]:
+    """Batches of what a model writes, drawn from its own distribution."""
     rng, found = np.random.default_rng(0), []
-    for _ in range(STEPS + 1):
-        token = rng.integers(0, VOCAB, (ROWS, WIDTH + 1)).astype(np.int32)
-        place = np.broadcast_to(np.arange(WIDTH, dtype=np.int32), (ROWS, WIDTH))
-        rows = Rows(token[:, :-1], token[:, 1:], place, np.zeros_like(place))
+    for seed in range(count):
+        rows = drawn(seed)
         for t in range(WIDTH):
-            logits_BV = np.asarray(ask(MODEL, TEACHER, rows))[:, t]
-            token[:, t + 1] = (logits_BV + rng.gumbel(size=logits_BV.shape)).argmax(axis=1)
+            logits_BV = np.asarray(ask(model, params, rows))[:, t]
+            rows.label_BT[:, t] = (logits_BV + rng.gumbel(size=logits_BV.shape)).argmax(axis=1)
+            rows.token_BT[:, t + 1 : t + 2] = rows.label_BT[:, t : t + 1][:, : WIDTH - t - 1]
         found.append(rows)
     return found
 
 
-def steps_of(setup: Setup, params: Any, batches: list[Rows]) -> tuple[TrainState, Any, Metrics]:
+@pytest.fixture(scope="module")
+def texts() -> list[Rows]:
+    return [drawn(seed) for seed in range(4)]
+
+
+def drawn(seed: int) -> Rows:
+    """Rows of tokens that mean nothing."""
+    token = np.random.default_rng(seed).integers(0, VOCAB, (ROWS, WIDTH + 1)).astype(np.int32)
+    place = np.broadcast_to(np.arange(WIDTH, dtype=np.int32), (ROWS, WIDTH))
+    return Rows(token[:, :-1].copy(), token[:, 1:].copy(), place, np.zeros_like(place))
+
+
+def steps_of(
+    setup: Setup, params: Any, given: Any, batches: list[Rows]
+) -> tuple[TrainState, Any, Metrics]:
     trained, rest = split(params)
-    state, given = start(trained, setup), TEACHER if setup is DISTILLED else ()
-    for number in range(len(batches)):
-        rows = jax.tree.map(lambda x: x[None], batches[number])
+    state = start(trained, setup)
+    for batch in batches:
+        rows = jax.tree.map(lambda x: x[None], batch)
         state, metrics = train_step(state, rest, given, rows, jax.random.key(0), setup=setup)
     return state, rest, metrics
 
 
-def test_a_student_learns_more_of_its_teacher_than_of_the_same_texts(texts: list[Rows]) -> None:
-    """KL(teacher || student) on texts that it has not seen, after as many steps."""
-    _, student = random_model("llama", seed=7, num_hidden_layers=1, spread=0.05)
-    *seen, held_out = texts
-    p_BTV, apart = jax.nn.log_softmax(ask(MODEL, TEACHER, held_out)), {}
-    for name, setup in (("alone", Setup(MODEL, NextToken(), ADAM)), ("distilled", DISTILLED)):
-        state, rest, _ = steps_of(setup, student, seen)
-        q_BTV = jax.nn.log_softmax(ask(MODEL, join(state.trained, rest), held_out))
+def test_a_student_learns_more_of_its_teacher_than_of_the_same_texts() -> None:
+    """KL(teacher || student) on texts that it has not seen, after as many steps; the student is
+    narrower than the teacher.
+    """
+    (large, teacher), (small, student) = pairs(0, 0.7), pairs(1, 0.2, width=12)
+    *seen, held_out = texts_of(large, teacher, STEPS + 1)
+    p_BTV, apart = jax.nn.log_softmax(ask(large, teacher, held_out)), {}
+    for name, objective in (
+        ("alone", NextToken()),
+        ("distilled", FromTeacher(large, VOCAB, Mix())),
+    ):
+        state, rest, _ = steps_of(Setup(small, objective, ADAM), student, teacher, seen)
+        q_BTV = jax.nn.log_softmax(ask(small, join(state.trained, rest), held_out))
         apart[name] = float((jnp.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1).mean())
     assert apart["distilled"] < apart["alone"] - 0.1, apart
 
 
 def test_a_step_of_self_distillation_changes_nothing(texts: list[Rows]) -> None:
     """Loss and gradient are zero through the whole step: what stays is the weights' own decay."""
-    state, _, metrics = steps_of(DISTILLED, TEACHER, texts[:1])
+    state, _, metrics = steps_of(DISTILLED, TEACHER, TEACHER, texts[:1])
     assert abs(float(metrics.loss)) < 1e-6
     assert float(metrics.norm) < 1e-5, metrics.norm
     assert float(metrics.also["divergence"]) == pytest.approx(0, abs=1e-6)
     assert float(metrics.weight) == (np.asarray(texts[0].label_BT) != IGNORED).sum()
     assert int(state.step) == 1
+
+
+def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
+    model, params = MODEL, TEACHER
+    rows = jax.tree.map(lambda x: np.tile(x, (ROWS // B, 1)), rows_of())
+    assert prompt_lengths(rows, 1)[:2].tolist() == [3, 1]  # two of the first row's are only read
+    assert prompt_lengths(rows, 99)[:2].tolist() == [4, 5]  # the first document, no more
+    assert prompt_lengths(blank(B, T), 1).tolist() == [0, 0]
+    writes = Sampled(model, 1.0, prompt=2, new=99)
+    wrote = writes(params, rows, KEY)
+    again = writes(params, rows, KEY)
+    for ours, theirs in zip(jax.tree.leaves(wrote), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for row, prompt in ((0, 3), (1, 2)):
+        np.testing.assert_array_equal(
+            wrote.token_BT[row, :prompt], np.asarray(rows.token_BT)[row, :prompt]
+        )
+        assert (wrote.label_BT[row, : prompt - 1] == IGNORED).all()
+        np.testing.assert_array_equal(
+            wrote.label_BT[row, prompt - 1 : -1], wrote.token_BT[row, prompt:]
+        )
+        assert wrote.label_BT[row, -1] >= 0  # the last label has no column of its own
+        np.testing.assert_array_equal(wrote.position_BT[row], np.arange(T))
+    other = writes(params, rows, jax.random.key(4))
+    assert (np.asarray(other.token_BT) != np.asarray(wrote.token_BT)).any()
+    ended = Sampled(model, 1.0, prompt=2, new=99, eos=(int(wrote.label_BT[0, 2]),))(
+        params, rows, KEY
+    )
+    assert (ended.label_BT[0] != IGNORED).sum() == 1
+    assert (ended.position_BT[0] >= 0).sum() == 3
+    taken_apart = jax.tree.map(lambda x: x[None], rows)  # as batches are accumulated
+    assert writes(params, taken_apart, KEY).token_BT.shape == (1, ROWS, T)
+
+
+def test_a_share_of_all_steps_is_written_by_the_student() -> None:
+    model = MODEL
+    keys = list(jax.random.split(KEY, 40))
+    half = Sampled(model, 0.5)
+    assert 10 < sum(half.writes(key) for key in keys) < 30
+    assert not any(Sampled(model, 0.0).writes(key) for key in keys)
+    assert all(Sampled(model, 1.0).writes(key) for key in keys)
+    rows = rows_of()
+    assert Sampled(model, 0.0)({}, rows, KEY) is rows
+    with pytest.raises(ConfigError, match=r"a share of 0 to 1 of the rows, not 1\.5"):
+        Sampled(model, 1.5)
+    with pytest.raises(ConfigError, match="temperature must be above 0"):
+        Sampled(model, 1.0, temperature=0.0)
+
+
+class Texts:
+    """The batches of `texts`, over and over."""
+
+    digest, tokens = "texts", 1
+
+    def __init__(self, batches: list[Rows]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def batch(self, number: int) -> Rows:
+        return self.batches[number % len(self)]
+
+
+def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
+    texts: list[Rows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "KEEP_SECONDS", -1)
+    monkeypatch.setattr(loop, "KEEP_SHARE", -1)  # the state is kept after every step
+    _, student = random_model("llama", seed=7, num_hidden_layers=1)
+    writes, prepared = Sampled(MODEL, 0.7, prompt=2, new=99), [0]
+
+    def run(folder: Path, killed: int) -> Any:
+        def prepare(params: Any, rows: Rows, key: jax.Array) -> Rows:
+            prepared[0] += 1
+            if prepared[0] == killed:
+                raise KeyboardInterrupt
+            return writes(params, rows, key)
+
+        plan = loop.Plan(steps=4)
+        journal = journal_of(student, TEACHER, [DISTILLED, plan, writes], folder)
+        with journal.kept():
+            return loop.train(
+                student, Texts(texts), DISTILLED, plan, given=TEACHER, prepare=prepare,
+                journal=journal, show_progress=False,
+            )  # fmt: skip
+
+    whole = run(tmp_path / "whole", 0)
+    prepared[0] = 0
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed", 3)
+    again = run(tmp_path / "killed", 0)
+    assert prepared[0] == 3 + 2  # two steps were not done again
+    assert [r.weight for r in again.records] == [r.weight for r in whole.records]
+    for ours, theirs in zip(*map(jax.tree.leaves, (again.params, whole.params)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    alone = loop.train(
+        student, Texts(texts), DISTILLED, loop.Plan(steps=4), given=TEACHER, show_progress=False
+    )
+    assert [r.weight for r in alone.records] != [r.weight for r in whole.records]

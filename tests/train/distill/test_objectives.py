@@ -16,8 +16,8 @@ from jaxllm.train.distill.buckets import buckets
 from jaxllm.train.distill.divergences import Mix
 from jaxllm.train.distill.hidden import Hidden
 from jaxllm.train.distill.objectives import FromBuckets, FromTeacher, Taught
-from tests.train.distill.small import B, T, ask, rows_of
-from tests.twins import VOCAB, random_model
+from tests.train.distill.small import B, T, ask, pairs, rows_of
+from tests.twins import VOCAB
 
 KEY = jax.random.key(0)
 
@@ -30,18 +30,18 @@ def test_hidden_states_are_compared_as_torch_does() -> None:
     counted = torch.tensor(np.asarray(rows.label_BT) != IGNORED)
     matrix = {n: rng.standard_normal((10, 6), np.float32) for n in (1, 2)}
     params = {states.PLACE: {str(n): {"weight": jnp.asarray(x)} for n, x in matrix.items()}}
-    pairs = ((1, 2), (2, 4))
+    layers = ((1, 2), (2, 4))
     for by in ("mse", "cosine"):
         wanted = torch.zeros(())
-        for s, t in pairs:
+        for s, t in layers:
             ours = torch.tensor(student[s]) @ torch.tensor(matrix[s]).T
             theirs = torch.tensor(teacher[t])
             each = ((ours - theirs) ** 2).mean(-1)
             if by == "cosine":
                 each = 1 - F.cosine_similarity(ours, theirs, dim=-1)
-            wanted += each[counted].sum() / len(pairs)
+            wanted += each[counted].sum() / len(layers)
         found = states.apart(
-            Hidden(by, pairs), params, *map(_arrays, (student, teacher)), rows.label_BT
+            Hidden(by, layers), params, _arrays(student), _arrays(teacher), rows.label_BT
         )
         np.testing.assert_allclose(found, wanted.item(), rtol=1e-5)
 
@@ -52,13 +52,12 @@ def _arrays(each: list[np.ndarray]) -> list[jax.Array]:
 
 def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
     """With a bucket for each token: the loss of the teacher itself."""
-    model, params = random_model("llama", num_hidden_layers=1, spread=0.2)
-    _, teacher = random_model("llama", seed=1, num_hidden_layers=1, spread=0.2)
+    (model, params), (_, teacher) = pairs(0, 0.7), pairs(1, 0.7)
     rows, mix = rows_of(), Mix(0.5, 2.0, 0.8)
     logits = ask(model, teacher, rows)
     told = Taught(
         rows.token_BT, rows.label_BT, rows.position_BT, rows.document_BT,
-        told=buckets(logits, VOCAB, 2.0, VOCAB),
+        told=jax.jit(buckets, static_argnums=(1, 2, 3))(logits, VOCAB, 2.0, VOCAB),
     )  # fmt: skip
 
     objective, recorded = FromTeacher(model, VOCAB, mix), FromBuckets(VOCAB, mix)
@@ -75,7 +74,7 @@ def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
 
 def test_projections_live_beside_the_model() -> None:
     """They are drawn where widths differ, and go when they are no longer wanted."""
-    model, params = random_model("llama", num_hidden_layers=1)
+    model, params = pairs(0, 1.0)
     wider = dataclasses.replace(model.config, hidden_size=56)
     hidden = Hidden("mse", ((1, 1),))
     both = states.with_projections(params, hidden, model.config, wider, 0)

@@ -12,10 +12,10 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.train.data.rows import IGNORED, Rows, blank
 from jaxllm.train.distill import recorded
 from jaxllm.train.distill.recorded import Record, TaughtData, record
-from tests.train.distill.small import B, T, ask, rows_of
-from tests.twins import VOCAB, random_model
+from tests.train.distill.small import B, T, ask, pairs, rows_of
+from tests.twins import VOCAB
 
-MODEL, PARAMS = random_model("llama", num_hidden_layers=1, spread=0.2)
+MODEL, PARAMS = pairs(0, 0.7)
 
 
 class Texts:
@@ -109,7 +109,7 @@ def test_another_question_is_refused(tmp_path: Path, changes: Any, name: str) ->
 
 def test_another_teacher_other_data_and_damage_are_refused(tmp_path: Path) -> None:
     made(tmp_path, Texts())
-    other = random_model("llama", seed=5, num_hidden_layers=1)[1]
+    other = pairs(5, 0.7)[1]
     with pytest.raises(ConfigError, match="recorded with another teacher; name another"):
         record(tmp_path, MODEL, other, Texts(), k=5, temperature=2.0, size=VOCAB)
     data = Texts()

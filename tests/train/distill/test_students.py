@@ -1,28 +1,24 @@
-"""Students, the rows that they write, the texts that a teacher writes, and who may teach whom."""
+"""Students, the texts that a teacher writes, and who may teach whom."""
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.complete import Completion
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.train.data.rows import IGNORED, blank
 from jaxllm.train.distill import student, written
-from jaxllm.train.distill.sampled import Sampled, prompt_lengths
 from jaxllm.train.distill.student import Smaller
 from jaxllm.train.distill.vocabulary import shared_size
 from tests.compress.models import tiny
-from tests.train.distill.small import B, T, rows_of
-from tests.twins import cut_demo, random_model
-
-KEY = jax.random.key(3)
 
 
 def test_layers_are_taken_at_even_distances() -> None:
@@ -62,51 +58,37 @@ def test_a_student_from_nothing_has_the_statistics_of_gpt2() -> None:
         assert np.std(layer["mlp"][name]["weight"]) == pytest.approx(wanted, rel=0.1)
 
 
-def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
-    model, params = random_model("llama", num_hidden_layers=1, spread=0.5)
-    rows = rows_of()
-    assert prompt_lengths(rows, 1).tolist() == [3, 1]  # two of the first row's are only read
-    assert prompt_lengths(rows, 99).tolist() == [4, 5]  # the first document, no more
-    assert prompt_lengths(blank(B, T), 1).tolist() == [0, 0]
-    writes = Sampled(model, 1.0, prompt=2, new=99)
-    wrote = writes(params, rows, KEY)
-    again = writes(params, rows, KEY)
-    for ours, theirs in zip(jax.tree.leaves(wrote), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    for row, prompt in ((0, 3), (1, 2)):
-        np.testing.assert_array_equal(
-            wrote.token_BT[row, :prompt], np.asarray(rows.token_BT)[row, :prompt]
-        )
-        assert (wrote.label_BT[row, : prompt - 1] == IGNORED).all()
-        np.testing.assert_array_equal(
-            wrote.label_BT[row, prompt - 1 : -1], wrote.token_BT[row, prompt:]
-        )
-        assert wrote.label_BT[row, -1] >= 0  # the last label has no column of its own
-        np.testing.assert_array_equal(wrote.position_BT[row], np.arange(T))
-    other = writes(params, rows, jax.random.key(4))
-    assert (np.asarray(other.token_BT) != np.asarray(wrote.token_BT)).any()
-    ended = Sampled(model, 1.0, prompt=2, new=99, eos=(int(wrote.label_BT[0, 2]),))(
-        params, rows, KEY
-    )
-    assert (ended.label_BT[0] != IGNORED).sum() == 1
-    assert (ended.position_BT[0] >= 0).sum() == 3
-    taken_apart = jax.tree.map(lambda x: x[None], rows)  # as batches are accumulated
-    assert writes(params, taken_apart, KEY).token_BT.shape == (1, B, T)
+class Writer:
+    """A teacher that answers the second of two requests first, and says what it was asked."""
+
+    params: Any = {"weight": np.ones(3, np.float32)}  # noqa: RUF012
+    config, model = "config", SimpleNamespace(precision="float32")
+
+    def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
+        for some in batched(requests, 2):
+            for request in reversed(some):
+                text = f"{request['prompt']}, seed {request['seed']}"
+                yield request["id"], Completion(text, [1], [0.0], "stop", 1)
 
 
-def test_a_share_of_all_steps_is_written_by_the_student() -> None:
-    model, _ = random_model("llama", num_hidden_layers=1)
-    keys = list(jax.random.split(KEY, 40))
-    half = Sampled(model, 0.5)
-    assert 10 < sum(half.writes(key) for key in keys) < 30
-    assert not any(Sampled(model, 0.0).writes(key) for key in keys)
-    assert all(Sampled(model, 1.0).writes(key) for key in keys)
-    rows = rows_of()
-    assert Sampled(model, 0.0)({}, rows, KEY) is rows
-    with pytest.raises(ConfigError, match=r"a share of 0 to 1 of the rows, not 1\.5"):
-        Sampled(model, 1.5)
-    with pytest.raises(ConfigError, match="temperature must be above 0"):
-        Sampled(model, 1.0, temperature=0.0)
+def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
+
+@pytest.mark.full
+def test_a_model_writes_what_it_generates(shallow: Callable[[str], Path], tmp_path: Path) -> None:
+    teacher = jaxllm.load(shallow("llama"))
+    prompts = written.prompts_of(teacher, ["Once upon a time there was", "One day"], 4)
+    assert "Once upon a time there".startswith(prompts[0])
+    written.write(teacher, prompts, tmp_path / "texts", OPTIONS)
+    lines = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
+    alone = [
+        teacher.generate(p, max_new_tokens=4, temperature=1.0, seed=i).text
+        for i, p in enumerate(prompts)
+    ]
+    assert [line["completion"] for line in lines] == alone
 
 
 OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
@@ -115,12 +97,15 @@ OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
 def test_a_teacher_writes_texts_and_goes_on_when_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = jaxllm.load(cut_demo("llama", tmp_path / "teacher", layers=1))
+    teacher: Any = Writer()
     prompts = ["Once upon a time", "One day", "The cat"]
     whole = tmp_path / "whole.jsonl"
     assert written.write(teacher, prompts, whole, OPTIONS, rows=2) == written.Wrote(3, 0)
     lines = [json.loads(line) for line in whole.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == prompts
+    assert [line["completion"] for line in lines] == [
+        f"{p}, seed {i}" for i, p in enumerate(prompts)
+    ]
 
     path, append = tmp_path / "killed.jsonl", written._Answers.append
 
@@ -138,12 +123,13 @@ def test_a_teacher_writes_texts_and_goes_on_when_killed(
         written.write(teacher, prompts[:1], path, OPTIONS)
     written.write(teacher, prompts, path, OPTIONS, rows=2)
     assert path.read_bytes() == whole.read_bytes()
-    assert {p.name for p in tmp_path.iterdir()} == {"teacher", "whole.jsonl", "killed.jsonl"}
+    assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
     with pytest.raises(CheckpointError, match="exists: name another"):
         written.write(teacher, prompts, path, OPTIONS)
+    with pytest.raises(ConfigError, match="the seed must be a number, got 'random'"):
+        written.write(teacher, prompts, tmp_path / "none", {**OPTIONS, "seed": "random"})
     with pytest.raises(ConfigError, match="no prompt"):
         written.write(teacher, [], tmp_path / "none", OPTIONS)
-    assert written.prompts_of(teacher, ["Once upon a time there was", "x"], 4)[0] in prompts[0]
 
 
 def test_only_teachers_that_speak_of_the_same_tokens_teach(

@@ -1,0 +1,51 @@
+"""Directories of adapters, by name, beside a model's weights."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxllm.adapters.files import read_adapter
+from jaxllm.adapters.several import with_adapters
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.weights.leaves.adapted import choose
+from jaxllm.weights.paths import Params
+
+# Directories of adapters: one, several, or by names of one's own.
+Adapters = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+
+
+def with_directories(
+    config: ModelConfig, params: Params, adapters: Adapters
+) -> tuple[Params, tuple[str, ...]]:
+    """The parameters with adapters beside them, of which the first is chosen, and their names.
+
+    Raises CheckpointError for what is no adapter of this model, ConfigError for two of one name.
+    """
+    named = {
+        name: read_adapter(directory, config, params)
+        for name, directory in _named(adapters).items()
+    }
+    if not named:
+        return params, ()
+    first = jax.device_put(np.zeros(1, np.int32))
+    return choose(with_adapters(config, params, named), first), tuple(named)
+
+
+def _named(adapters: Adapters) -> dict[str, Path]:
+    """The directories by name: their own where they are given none."""
+    if isinstance(adapters, Mapping):
+        return {name: Path(directory) for name, directory in adapters.items()}
+    given = [adapters] if isinstance(adapters, str | Path) else adapters
+    found: dict[str, Path] = {}
+    for directory in map(Path, given):
+        name = directory.resolve().name
+        if name in found:
+            raise ConfigError(
+                f"two adapters are called {name!r:.60}: {found[name]} and {directory}; give them"
+                " names, {name: directory} (--adapter NAME=DIR)"
+            )
+        found[name] = directory
+    return found

@@ -1,0 +1,55 @@
+"""The slopes that rounding is given in training, which has none of its own."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_jvp
+def valued(value: jax.Array, meaning: jax.Array) -> jax.Array:
+    """`value` itself, with the derivative of `meaning`, an array of the same shape and dtype."""
+    return value
+
+
+@valued.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def rounded(
+    x: jax.Array, scale: jax.Array, zero: jax.Array, levels: tuple[int, int], factor: float
+) -> jax.Array:
+    """`(clip(round(x / scale) + zero, levels) - zero) * scale`, float32, whose derivative is
+
+    to x: 1 where the code was not cut, else 0 (straight through; Bengio et al. 2013);
+    to scale: `round(x / scale) - x / scale` there, else the code at the end less `zero`, all times
+    `factor` (LSQ, Esser et al. 2020, equations 2 and 3, with cut as PyTorch's
+    `_fake_quantize_learnable_per_channel_affine` has it: codes that rounding alone brings inside
+    are inside).
+
+    scale, zero: of shapes that broadcast. A scale of 0 counts as 1.
+    """
+    return (jnp.clip(_code(x, scale, zero), *levels) - zero.astype(jnp.float32)) * scale
+
+
+@rounded.defjvp
+def _(levels: tuple[int, int], factor: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x, scale, zero), (dx, dscale, _) = primals, tangents
+    wide, middle = _code(x, scale, zero), zero.astype(jnp.float32)
+    code = jnp.clip(wide, *levels)
+    inside = code == wide
+    slope = code - middle - jnp.where(inside, _steps(x, scale), 0.0)
+    passed = jnp.where(inside, dx.astype(jnp.float32), 0.0)
+    return rounded(x, scale, zero, levels, factor), passed + slope * (dscale * factor)
+
+
+def _steps(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) / jnp.where(scale == 0, 1.0, scale)
+
+
+def _code(x: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
+    """The code as it would be without an end to the levels, as a float."""
+    return jnp.round(_steps(x, scale)) + zero.astype(jnp.float32)

@@ -1,0 +1,98 @@
+"""Distillation by options: what each becomes, and what cannot be."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.api import LM
+from jaxllm.errors import ConfigError
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import from_ids
+from jaxllm.train.distill import student as students
+from jaxllm.train.distill.divergences import Mix
+from jaxllm.train.distill.hidden import PLACE, Hidden
+from jaxllm.train.distill.objectives import FromBuckets, FromTeacher, Taught
+from jaxllm.train.distill.sampled import Sampled
+from jaxllm.train.distill.settings import Distillation, finished, teaching
+from jaxllm.train.distill.student import Smaller
+from jaxllm.train.objective import NextToken
+
+IDS = np.random.default_rng(0).integers(3, 1000, (6, 9))
+DATA = Dataset(from_ids(IDS), 8, 2)
+
+
+@pytest.fixture(scope="module")
+def teacher(shallow: Callable[[str], Path]) -> LM:
+    return jaxllm.load(shallow("llama"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def student(teacher: LM) -> LM:
+    return students.made_from(teacher, Smaller(layers=1))
+
+
+def test_options_become_what_a_run_takes(teacher: LM, student: LM) -> None:
+    options = Distillation(beta=0.5, temperature=2.0, on_policy=0.3, hidden="cosine", new_tokens=5)
+    found = teaching(student, teacher, DATA, options, held_out=DATA)
+    hidden = Hidden("cosine", ((1, 2),), 1.0)
+    assert found.objective == FromTeacher(teacher.model, 1536, Mix(0.5, 2.0, 1.0), hidden)
+    assert found.prepare == Sampled(student.model, 0.3, 16, 5, 1.0, (2,))
+    assert found.given is teacher.params
+    assert found.data is found.held_out is DATA
+    assert PLACE not in found.params  # widths are equal
+    other = dataclasses.replace(student, tokenizer=None)  # the teacher's texts are all there is
+    texts = teaching(other, teacher, DATA, Distillation(alpha=0.0))
+    assert (texts.objective, texts.given) == (NextToken(), ())
+    plain = teaching(student, teacher, DATA, Distillation())
+    assert (plain.prepare, plain.objective) == (None, FromTeacher(teacher.model, 1536, Mix()))
+
+
+def test_projections_are_trained_and_not_kept(teacher: LM, student: LM) -> None:
+    config = dataclasses.replace(student.config, hidden_size=64, num_attention_heads=2)
+    narrow = students.from_nothing(teacher, config, 0)
+    found = teaching(narrow, teacher, DATA, Distillation(hidden="mse"))
+    assert found.params[PLACE]["1"]["weight"].shape == (128, 64)
+    assert PLACE not in finished(narrow, found.params).params
+
+
+def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: Path) -> None:
+    options = Distillation(top_k=3)
+    found = teaching(student, teacher, DATA, options, held_out=DATA, directory=tmp_path)
+    assert found.objective == FromBuckets(1536, Mix())
+    assert found.given == ()
+    for data in (found.data, found.held_out):
+        assert data is not None
+        rows = data.batch(0)
+        assert isinstance(rows, Taught)
+        assert rows.told.token_BTk.shape == (2, 8, 3)
+    with pytest.raises(ConfigError, match="recorded on disk: name a directory"):
+        teaching(student, teacher, DATA, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"beta": 1.5}, "beta"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"alpha": -0.1}, "alpha"),
+        ({"hidden": "l1"}, "hidden: .*'l1'"),
+        ({"top_k": 4, "on_policy": 0.5}, "leave one of them out"),
+        ({"top_k": 4, "hidden": "mse"}, "need the teacher to run"),
+        ({"alpha": 0.0, "on_policy": 0.5}, "with alpha 0 nothing is learned"),
+        ({"pairs": ((1, 1),)}, "say hidden, mse or cosine"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Distillation(**options)
+
+
+def test_rows_wider_than_a_context_are_refused(teacher: LM, student: LM) -> None:
+    wide = Dataset(from_ids([[3] * 600]), 513)
+    with pytest.raises(ConfigError, match="the teacher's context has 512 tokens, a row 513"):
+        teaching(student, teacher, wide, Distillation())

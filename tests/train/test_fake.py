@@ -1,0 +1,266 @@
+"""Quantization-aware training: its slopes are PyTorch's, its integers those of inference."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm.errors import ConfigError
+from jaxllm.train.data.rows import Rows
+from jaxllm.train.fake.gradient import rounded, valued
+from jaxllm.train.fake.leaf import Fake, Grid
+from jaxllm.train.fake.prepare import convert, prepare
+from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.step import Setup, measure, start, train_step
+from jaxllm.train.trained import join, split
+from jaxllm.weights.formats import as_format, parse
+from jaxllm.weights.leaves.integers import QTensor
+from jaxllm.weights.leaves.static import Static
+from jaxllm.weights.linear import linear, round_to_int8
+from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.precision import Precision, cast
+from jaxllm.weights.quantize import quantize
+from tests.compress.models import same
+from tests.twins import random_model, tokens
+
+# One model with every format: by the same words in both families.
+MIXED = [
+    (r"wpe\.weight", None),
+    (r"(embed_tokens|wte)\.weight", "int8-g32-zp"),
+    (r".*(q_proj|c_attn)\.weight", "int4-g32"),
+    (r".*k_proj\.weight", "int4-g64-zp-f16"),
+    (r".*(v_proj|c_fc)\.weight", "int3-g32"),
+    (r".*(o_proj|attn\.c_proj)\.weight", "int3-g64-zp"),
+    (r".*(gate_proj)\.weight", "int2-g32-f16"),
+    (r".*(down_proj|mlp\.c_proj)\.weight", "int8"),
+    (r".*", "int8-g64-f16"),
+]
+
+
+ONE_LAYER = {"llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.1, 1, shape).astype(np.float32)
+
+
+def near(ours: Any, theirs: Any) -> None:
+    theirs = np.asarray(theirs)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
+
+
+def seen(_: str, leaf: Any) -> Any:
+    """What calibration would make of a weight."""
+    fitting = isinstance(leaf, QTensor) and leaf.bits == 8 and leaf.zero is None
+    return Static.of(leaf, 0.03, -7) if fitting else leaf
+
+
+@pytest.mark.parametrize("levels", [(-127, 127), (-8, 7), (0, 15)])
+def test_slopes_of_rounding_are_those_of_pytorchs_learnable_quantizer(
+    levels: tuple[int, int],
+) -> None:
+    w, g, factor = numbers(5, 96), numbers(5, 96, seed=1), 0.37
+    scale = np.abs(w).max(1) / (0.7 * levels[1]) * np.linspace(0.3, 1.2, 5, dtype=np.float32)
+    zero = np.full(5, 0 if levels[0] else 6, np.float32)
+    theirs = [torch.tensor(x, requires_grad=True) for x in (w, scale, zero)]
+    y = torch._fake_quantize_learnable_per_channel_affine(*theirs, 0, *levels, factor)
+    (y * torch.tensor(g)).sum().backward()
+
+    def total(w: jax.Array, scale: jax.Array) -> jax.Array:
+        return (rounded(w, scale[:, None], jnp.asarray(zero)[:, None], levels, factor) * g).sum()
+
+    value = rounded(w, jnp.asarray(scale)[:, None], jnp.asarray(zero)[:, None], levels, factor)
+    near(value, y.detach())
+    for ours, their in zip(jax.grad(total, (0, 1))(w, scale), theirs, strict=False):
+        near(ours, their.grad)
+    cut = np.asarray(jax.grad(total)(w, scale)) == 0
+    assert 0 < cut.mean() < 0.9, "some codes are cut, some are not"
+
+
+def test_slopes_of_a_negative_scale_are_those_of_lsq_written_out_in_torch() -> None:
+    """Equations 1 to 3 of LSQ by autograd; away from the half step between its cut and ours."""
+    w = np.concatenate([np.linspace(-1.7, 1.8, 75), [2.6, 3.0, -2.4, -3.2]]).astype(np.float32)
+    g, factor, scale = numbers(79, seed=1), (79 * 7) ** -0.5, -0.25
+    their_w, their_s = (torch.tensor(x, requires_grad=True) for x in (w, np.float32(scale)))
+    s = their_s * factor + (their_s - their_s * factor).detach()
+    v = torch.clamp(their_w / s, -8, 7)
+    v = v + (torch.round(v) - v).detach()
+    (v * s * torch.tensor(g)).sum().backward()
+
+    def total(w: jax.Array, scale: jax.Array) -> jax.Array:
+        zero = jnp.full((1,), 8, jnp.uint8)
+        return (rounded(w, scale[None], zero, (0, 15), factor) * g).sum()
+
+    to_w, to_s = jax.grad(total, (0, 1))(jnp.asarray(w), jnp.float32(scale))
+    near(to_w, their_w.grad)
+    near(to_s, their_s.grad)
+
+
+def test_a_value_of_one_has_the_derivative_of_another() -> None:
+    y, slope = jax.jvp(lambda x: valued(jnp.floor(x), 3 * x), (jnp.float32(2.5),), (1.0,))
+    assert (y, slope) == (2, 3)
+
+
+@pytest.mark.parametrize("inputs", ["floats", "static", "dynamic"])
+def test_gradients_of_a_product_are_those_of_torch(inputs: str) -> None:
+    """To inputs, weights, their scales and the inputs' step."""
+    w, x, g = numbers(5, 128), numbers(9, 128, seed=1), numbers(9, 5, seed=2)
+    to: Any = parse("int4-g64" if inputs == "floats" else "int8-g64")
+    scale = np.asarray(to.make(jnp.asarray(w)).scale) * np.float32(0.8)
+    static, dynamic = inputs == "static", inputs == "dynamic"
+    grid = Grid(jnp.float32(0.011), jnp.int32(5)) if static else None
+    leaf = Fake(jnp.asarray(w), jnp.asarray(scale), None, grid, None, to=to, dynamic=dynamic)
+    floats = {"weight": leaf.weight, "scale": leaf.scale}
+    if static:
+        floats["step"] = jnp.float32(0.011)
+
+    def total(x: jax.Array, floats: Any) -> jax.Array:
+        return (linear(x, leaf.replace(**floats), int8_inputs=dynamic) * g).sum()
+
+    to_x, found = jax.jit(jax.grad(total, (0, 1)))(jnp.asarray(x), floats)
+
+    their_w = torch.tensor(w.reshape(10, 64), requires_grad=True)
+    sign = torch.tensor(np.sign(scale.reshape(10, 1)))  # their scales are above 0: mirror the rest
+    their_s = torch.tensor(np.abs(scale.reshape(10)), requires_grad=True)
+    levels = (-8, 7) if to.bits == 4 else (-127, 127)
+    their_rounded = torch._fake_quantize_learnable_per_channel_affine(
+        their_w * sign, their_s, torch.zeros(10), 0, *levels, (64 * levels[1]) ** -0.5
+    )
+    used = their_x = torch.tensor(x, requires_grad=True)
+    their_step = torch.tensor([0.011], requires_grad=True)
+    if static:
+        used = torch._fake_quantize_learnable_per_tensor_affine(
+            their_x, their_step, torch.tensor([5.0]), -127, 127, (128 * 127) ** -0.5
+        )
+    if dynamic:
+        used = (
+            their_x + (torch.tensor(np.asarray(round_to_int8(jnp.asarray(x)))) - their_x).detach()
+        )
+    (used @ (their_rounded * sign).reshape(5, 128).T * torch.tensor(g)).sum().backward()
+    near(to_x, their_x.grad)
+    near(found["weight"], their_w.grad.reshape(5, 128))
+    near(found["scale"], (their_s.grad.reshape(10, 1) * sign).reshape(5, 2))
+    if static:
+        near(found["step"], their_step.grad[0])
+
+
+def test_ranges_that_are_not_learned_have_no_slope() -> None:
+    w, x = jnp.asarray(numbers(3, 64)), jnp.asarray(numbers(2, 64, seed=1))
+    leaf = prepare({"a": w}, [(".*", "int4-g64")])["a"]
+    to_w = jax.grad(lambda w: linear(x, leaf.replace(weight=w)).sum())(w)
+    q = as_format(w, "int4-g64")
+    assert isinstance(q, QTensor)
+    steps = np.asarray(w) / np.repeat(np.asarray(q.scale)[:, :1], 64, 1)
+    inside = np.abs(np.round(steps)) < 8
+    inside |= np.round(steps) == -8
+    near(to_w, np.where(inside, np.asarray(x).sum(0), 0))
+    assert inside[np.arange(3), np.abs(np.asarray(w)).argmax(1)].all(), "what sets the scale too"
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "learned", "dynamic"),
+    [
+        ("llama", "float32", False, True),
+        pytest.param("llama", "bfloat16", True, False, marks=pytest.mark.full),
+        pytest.param("gpt2", "float32", False, True, marks=pytest.mark.full),
+        ("gpt2", "bfloat16", True, False),
+    ],
+)
+def test_converted_models_say_what_training_said_bit_for_bit(
+    family: str, dtype: str, learned: bool, dynamic: bool
+) -> None:
+    precision = dataclasses.replace(Precision.uniform(dtype), int8_inputs=dynamic)
+    model, params = random_model(family, precision=precision, **ONE_LAYER[family])
+    params = cast(params, precision)
+    rounded_to_nearest = map_leaves(seen, quantize(params, MIXED))
+    fake = prepare(
+        params,
+        MIXED,
+        learned=learned,
+        dynamic=dynamic,
+        observed=rounded_to_nearest,
+        learned_inputs=learned,
+    )
+    same(convert(fake), rounded_to_nearest)
+    trained, rest = split(fake)
+    moved = {path: x * (1 + 0.2 * numbers(*x.shape, seed=3)) for path, x in trained.items()}
+    fake = join(moved, rest)
+    made = convert(fake)
+    assert {type(x) for _, x in flatten(made)} >= {QTensor, Static}
+    for length in (1, 11):
+        ids = tokens(1, length)
+        ours, theirs = (jaxllm.forward(model, p, None, ids).logits for p in (fake, made))
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), length
+    assert np.isfinite(np.asarray(ours)).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-g32-f16", "int3-g64-zp", "int2-g128-zp-f16"])
+def test_what_was_prepared_and_not_trained_is_rounded_to_the_nearest(name: str) -> None:
+    params = {"a": {"weight": jnp.asarray(numbers(513, 150))}, "b": jnp.ones(3)}
+    wanted = quantize(params, [(".*", name)])
+    for learned in (False, True):
+        fake = prepare(params, [(".*", name)], learned=learned)
+        assert isinstance(fake["a"]["weight"], Fake)
+        same(convert(fake), wanted)
+
+
+def test_the_first_steps_train_the_weights_as_they_are() -> None:
+    w, x = jnp.asarray(numbers(3, 64)), jnp.asarray(numbers(2, 64, seed=1))
+    leaf = prepare({"a": w}, [(".*", "int2-g32")], starts=5)["a"]
+    key = jax.random.key(0)
+    before, after = (leaf.training(key, jnp.int32(step)) for step in (4, 5))
+    rows = jnp.array([[2, 0]])
+    np.testing.assert_array_equal(linear(x, before), linear(x, w))
+    np.testing.assert_array_equal(before.take(rows), w[rows])
+    for on in (after, leaf):
+        np.testing.assert_array_equal(linear(x, on), linear(x, as_format(w, "int2-g32")))
+        np.testing.assert_array_equal(on.take(rows), as_format(w, "int2-g32").take(rows))
+    to_w = jax.grad(lambda w: linear(x, before.replace(weight=w)).sum())(w)
+    near(to_w, np.broadcast_to(np.asarray(x).sum(0), w.shape))
+
+
+def test_what_cannot_be_faked_is_refused_by_name() -> None:
+    params = {"a": {"weight": jnp.ones((4, 32))}, "b": jnp.ones(3)}
+    with pytest.raises(ConfigError, match=r"a\.weight: nf4 is no format of integers"):
+        prepare(params, [(".*", "nf4")])
+    with pytest.raises(ConfigError, match=r"a\.weight is int8: .* dequantize it"):
+        prepare(quantize(params, [(".*", "int8")]), [(".*", "int4")])
+    with pytest.raises(ConfigError, match="name no matrix"):
+        prepare(params, [("c", "int4")])
+    with pytest.raises(ConfigError, match="no grid of inputs was observed"):
+        prepare(params, "int8", observed=params)
+    with pytest.raises(ConfigError, match="convert it to integers"):
+        prepare(params, "int8")["a"]["weight"].pieces()
+
+
+def test_training_at_three_bits_gets_below_what_rounding_loses() -> None:
+    """One batch by heart: weights and steps are found whose integers know it."""
+    model, params = random_model("llama", num_hidden_layers=1, spread=0.2)
+    fake = prepare(params, [(r".*mlp.*", "int3-g32")], learned=True)
+    trained, rest = split(fake)
+    assert "layers.0.mlp.up_proj.weight.scale" in trained
+    setup = Setup(model, NextToken(), Optimizer(steps=30, rate=1e-2))
+    ids = tokens(2, 13).astype(np.int32)
+    at = np.broadcast_to(np.arange(12, dtype=np.int32), (2, 12))
+    rows = Rows(ids[:, :-1], ids[:, 1:], at, np.zeros((2, 12), np.int32))
+    key = jax.random.key(0)
+    state = start(trained, setup)
+    first = measure(state.trained, rest, None, rows, key, setup=setup)
+    batches = jax.tree.map(lambda x: x[None], rows)
+    losses = []
+    for _ in range(30):
+        state, metrics = train_step(state, rest, None, batches, key, setup=setup)
+        losses.append(float(metrics.loss))
+    assert losses[-1] < 0.5 * float(first.total / first.weight)
+    made = convert(join(state.trained, rest))
+    logits = jaxllm.forward(model, made, None, ids[:, :-1]).logits
+    said = jax.nn.log_softmax(logits)
+    chosen = np.take_along_axis(np.asarray(said), ids[:, 1:, None], -1)
+    last = measure(state.trained, rest, None, rows, key, setup=setup)
+    np.testing.assert_allclose(-chosen.mean(), last.total / last.weight, rtol=1e-5)

@@ -1,0 +1,245 @@
+"""Training after a frozen prefix and of prompts, against torch: losses, gradients, texts."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import peft
+import pytest
+import torch
+import transformers
+
+import jaxllm
+from jaxllm.adapters import attached, read_adapter
+from jaxllm.cache.files import load_cache, save_cache
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import from_ids
+from jaxllm.train.data.rows import Rows
+from jaxllm.train.prefix import (
+    PROMPT_RULES,
+    AfterPrefix,
+    check_room,
+    prompt_cache,
+    run_prefix,
+    segments_of,
+    with_soft_prompt,
+    with_trained_prefix,
+    without_prompt,
+)
+from jaxllm.train.step import Setup, start, train_step
+from jaxllm.train.trained import Trained, join, split
+from jaxllm.weights.paths import Params
+from jaxllm.weights.precision import Precision
+from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+
+KEY = jax.random.key(0)
+PREFIX = tokens(1, 7, seed=9)[0]
+TEXTS = [tokens(1, n, seed=n)[0] for n in (5, 8, 4)]  # two rows of 8 columns, one is packed
+CONTEXT = 97
+FIRST, RATE = "layers.0.mlp.down_proj.weight.b", 0.05
+
+
+def rows() -> Rows:
+    data = Dataset(from_ids(TEXTS), width=8, batch_size=2)
+    assert len(data) == 1
+    return data.batch(0)
+
+
+def make_twin(directory: Path, family: str, layers: int) -> Twin:
+    name = {"llama": "num_hidden_layers", "gpt2": "n_layer"}[family]
+    save_random(directory, family, **{name: layers})
+    return load_twin(directory)
+
+
+def compiled_loss(model: Any) -> Any:
+    """The mean loss of the rows after a prefix, and its gradient; one program for all numbers."""
+
+    def loss(trained: Trained, rest: Params, given: Any) -> jax.Array:
+        measured = AfterPrefix()(model, join(trained, rest), given, rows(), KEY)
+        return measured.total / measured.weight
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def torch_loss(run: Any) -> torch.Tensor:
+    """The mean over all labels; run: the logits of a text's tokens, `[T, V]`."""
+    total = torch.zeros(())
+    for text in TEXTS:
+        label = torch.tensor(text[1:])
+        total = total + torch.nn.functional.cross_entropy(run(text)[:-1], label, reduction="sum")
+    return total / sum(len(text) - 1 for text in TEXTS)
+
+
+def ids(*parts: Any) -> torch.Tensor:
+    return torch.tensor(np.concatenate(parts)[None].astype(np.int64))
+
+
+def test_a_frozen_prefix_is_the_full_run_where_the_adapter_does_not_touch_it(
+    tmp_path: Path,
+) -> None:
+    """Against PEFT. An adapter of the last layer's MLP changes no keys and values: the loss and the
+    gradients are those of the full run. One of the first layer does: then they are those of PEFT
+    whose adapter is off while it runs the prefix, and not those of the full run.
+    """
+    twin = make_twin(tmp_path, "llama", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        asked = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["down_proj"])
+        theirs = peft.get_peft_model(twin.torch_model, asked)
+        torch.manual_seed(0)
+        lora = {n: p for n, p in theirs.named_parameters() if "lora_" in n}
+        with torch.no_grad():
+            for parameter in lora.values():
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+        theirs.save_pretrained(tmp_path / "adapter")
+    adapter = read_adapter(tmp_path / "adapter", twin.config)
+    params = attached(twin.config, twin.params, adapter)
+    given = run_prefix(twin.model, twin.params, PREFIX.tolist())  # the model without the adapter
+    trained, rest = split(params, ((r".*\.(a|b)", True),))
+    assert len(trained) == len(lora) == 4
+
+    def full(text: np.ndarray) -> torch.Tensor:
+        return theirs(input_ids=ids(PREFIX, text)).logits[0, len(PREFIX) :]
+
+    def frozen(text: np.ndarray) -> torch.Tensor:
+        with torch.no_grad(), theirs.disable_adapter():
+            past = theirs(input_ids=ids(PREFIX), use_cache=True).past_key_values
+        return theirs(input_ids=ids(text), past_key_values=past).logits[0]
+
+    def expected(run: Any) -> tuple[float, dict[str, np.ndarray]]:
+        theirs.zero_grad()
+        loss = torch_loss(run)
+        loss.backward()
+        found = {}
+        for name, parameter in lora.items():
+            layer, side = name.split("layers.")[1][0], name.split("lora_")[1][0].lower()
+            path = f"layers.{layer}.mlp.down_proj.weight.{side}"
+            found[path] = parameter.grad.numpy().copy()
+        return float(loss.detach()), found
+
+    loss_of = compiled_loss(twin.model)
+    loss, gradient = loss_of(trained, rest, given)
+    value, wanted = expected(frozen)
+    assert float(loss) == pytest.approx(value, rel=1e-5)
+    for path, array in wanted.items():
+        assert_close(gradient[path], array)
+    value, wanted = expected(full)
+    assert abs(value - float(loss)) > 1e-3
+    assert np.abs(wanted[FIRST] - gradient[FIRST]).max() > 0.05 * np.abs(wanted[FIRST]).max()
+
+    off = {**trained, FIRST: jnp.zeros_like(trained[FIRST])}  # the first layer's does nothing now
+    with torch.no_grad():
+        next(p for n, p in lora.items() if "layers.0" in n and "lora_B" in n).zero_()
+    loss, gradient = loss_of(off, rest, given)
+    value, wanted = expected(full)
+    assert float(loss) == pytest.approx(value, rel=1e-5)
+    for path in (p for p in wanted if p.startswith("layers.1")):
+        assert_close(gradient[path], wanted[path])
+
+
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """Plain gradient descent: the first step shows the gradient."""
+
+    def made(self) -> Any:
+        return optax.sgd(RATE)
+
+
+def test_a_soft_prompt_is_trained_and_saved_as_a_cache(tmp_path: Path) -> None:
+    """After a frozen prefix, whose segments it attends to."""
+    twin = make_twin(tmp_path, "gpt2", 1)
+    before, begun = PREFIX[:3], PREFIX[3:]
+    params = with_soft_prompt(twin.model, twin.params, begun.tolist())
+    trained, rest = split(params, PROMPT_RULES)
+    assert list(trained) == ["prompt.embeddings"]
+    cache = jaxllm.init_cache(twin.model, 1, 20)
+    _, cache = jaxllm.prefill(twin.model, twin.params, cache, before[None])
+    given = segments_of(cache)
+    setup = Setup(twin.model, AfterPrefix(), Descent())
+    state, losses, states = start(trained, setup), [], []
+    batch = jax.tree.map(lambda x: x[None], rows())
+    for _ in range(4):
+        states.append(np.array(state.trained["prompt.embeddings"]))
+        state, metrics = train_step(state, rest, given, batch, KEY, setup=setup)
+        losses.append(float(metrics.loss))
+    assert losses == sorted(losses, reverse=True)
+
+    table = twin.torch_model.get_input_embeddings()
+
+    def run(prompt: torch.Tensor, text: np.ndarray) -> torch.Tensor:
+        embedded = torch.cat([table(ids(before)), prompt[None], table(ids(text))], dim=1)
+        return twin.torch_model(inputs_embeds=embedded).logits[0, len(PREFIX) :]
+
+    prompt = table(torch.tensor(begun)).detach().requires_grad_()
+    expected = torch_loss(lambda text: run(prompt, text))
+    expected.backward()
+    assert losses[0] == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert_close((states[0] - states[1]) / RATE, prompt.grad.numpy())
+
+    params = join(state.trained, rest)
+    base = without_prompt(params)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (base, twin.params)), strict=True))
+    made = prompt_cache(twin.model, params, capacity=20, prefix=cache)
+    assert made.tokens() == PREFIX.tolist()
+    assert np.asarray(made.patched_BS)[0, :7].tolist() == [False] * 3 + [True] * 4
+    save_cache(tmp_path / "prompt", made, twin.model, base)
+    again = load_cache(tmp_path / "prompt", twin.model, base)
+    learned = torch.tensor(np.asarray(params["prompt"]["embeddings"]))
+    logits = jaxllm.forward(twin.model, base, again, TEXTS[0][None]).logits[0]
+    with torch.no_grad():
+        assert_close(logits, run(learned, TEXTS[0]).numpy())
+
+
+def test_trained_keys_and_values_have_torchs_gradients(tmp_path: Path) -> None:
+    """At first they are those of a text: the loss is that of the text before each row."""
+    twin = make_twin(tmp_path, "llama", 1)
+    params = with_trained_prefix(twin.model, twin.params, PREFIX.tolist())
+    trained, rest = split(params, PROMPT_RULES)
+    assert trained.keys() == {"prompt.k.0", "prompt.v.0"}
+    loss, gradient = compiled_loss(twin.model)(trained, rest, None)
+    with torch.no_grad():
+        past = twin.torch_model(ids(PREFIX), use_cache=True).past_key_values
+    k, v = (x.detach().requires_grad_() for x in (past.layers[0].keys, past.layers[0].values))
+
+    def run(text: np.ndarray) -> torch.Tensor:
+        cache = transformers.DynamicCache()
+        cache.update(k, v, 0)
+        return twin.torch_model(ids(text), past_key_values=cache).logits[0]
+
+    expected = torch_loss(run)
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, tensor in (("k", k), ("v", v)):
+        assert_close(gradient[f"prompt.{name}.0"], tensor.grad[0].transpose(0, 1).numpy())
+    cache = prompt_cache(twin.model, params, capacity=16)
+    assert cache.tokens() == PREFIX.tolist()
+    for ours, theirs in ((cache.tail.k, k), (cache.tail.v, v)):
+        assert_close(ours[0][0, :7], theirs[0].detach().transpose(0, 1).numpy())
+
+
+def test_bad_input_is_one_clear_line() -> None:
+    model, params = random_model("llama", num_hidden_layers=1)
+    int8 = model.clone(precision=Precision(cache="int8"))
+    two = jaxllm.init_cache(model, 2, 4)
+    for make, error, said in (
+        (lambda: run_prefix(model, params, []), TokenError, "a prefix is a list of at least one"),
+        (lambda: run_prefix(model, params, [131]), TokenError, "the prefix: token id 131"),
+        (lambda: segments_of(two), CacheMismatchError, "a cache of one row with a text in it"),
+        (lambda: check_room(model, 90, 8), CapacityError, "a prefix of 90 tokens and rows of 8"),
+        (lambda: prompt_cache(model, params, capacity=4), ConfigError, "no trained prompt"),
+        (
+            lambda: AfterPrefix()(int8, params, None, rows(), KEY),
+            ConfigError,
+            "rounded to int8 has no gradient",
+        ),
+    ):
+        with pytest.raises(error, match=said) as caught:
+            make()
+        assert "\n" not in str(caught.value)
+    check_room(model, 90, CONTEXT - 90)

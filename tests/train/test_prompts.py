@@ -1,0 +1,53 @@
+"""Prompts and prefixes as jobs: what comes of them goes through files into `generate`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import jaxllm
+from jaxllm.adapters import LoraConfig
+from jaxllm.cache.files import load_cache
+from jaxllm.errors import ConfigError
+from jaxllm.train import jobs
+from jaxllm.train.prefix import AfterPrefix
+from jaxllm.train.prompts import KINDS, after, prompt
+
+
+@pytest.fixture(scope="module")
+def lm(shallow: Callable[[str], Path]) -> jaxllm.LM:
+    return jaxllm.load(shallow("llama"), dtype="float32")
+
+
+def ids(lm: jaxllm.LM, text: str, bos: bool = False) -> list[int]:
+    assert lm.tokenizer is not None
+    return lm.tokenizer.encode(text, bos=bos)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_before_training_is_its_own_text(lm: jaxllm.LM, kind: str, tmp_path: Path) -> None:
+    begin, rest = ids(lm, "One day, Lily", bos=True), ids(lm, " went to the")
+    expected = lm.generate([*begin, *rest], max_new_tokens=5)
+    job = prompt(lm, begin, kind=kind)
+    job.finish(job.params, tmp_path / "prompt.cache")
+    cache = load_cache(tmp_path / "prompt.cache", lm.model, lm.params)
+    assert cache.tokens() == begin
+    found = lm.generate([*begin, *rest], max_new_tokens=5, cache=cache)
+    assert found.tokens == expected.tokens
+    behind = prompt(lm, rest, kind="embeddings", prefix=cache)
+    behind.finish(behind.params, tmp_path / "both.cache")
+    both = load_cache(tmp_path / "both.cache", lm.model, lm.params)
+    assert both.tokens() == [*begin, *rest]
+
+
+def test_any_training_may_come_after_a_prefix(lm: jaxllm.LM) -> None:
+    job = jobs.lora(lm, LoraConfig(r=2, target_modules=("q_proj",)))
+    begin = ids(lm, "One day, Lily", bos=True)
+    found = after(job, begin)
+    assert found.objective == AfterPrefix()
+    assert [s.token_BS.tolist() for s in found.given] == [[begin]]
+    assert found.params is job.params
+    with pytest.raises(ConfigError, match="goes with the loss of the next token"):
+        after(found, begin)
+    with pytest.raises(ConfigError, match="in its embeddings or entries, got 'words'"):
+        prompt(lm, begin, kind="words")

@@ -1,0 +1,53 @@
+"""`jaxllm train qat`: a float model and a text in, a checkpoint of integers out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import jaxllm
+from jaxllm.api import open_checkpoint
+from jaxllm.errors import ConfigError
+from jaxllm.train.fake.job import qat
+from jaxllm.weights.formats import format_of
+from jaxllm.weights.paths import flatten
+from tests.conftest import Run
+
+TEXT = "Lily saw a red ball. Her cat Max ran to the ball and she laughed. " * 12
+
+
+def test_a_model_is_trained_for_integers_and_written_as_them(
+    run: Run, shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    rules = [[r"layers\.0\.mlp\..*", "int3-g32"], [r"layers\.1\.mlp\.up_proj", "int8"]]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    out = tmp_path / "small"
+    status, said, err = run(
+        "train", "qat", shallow("llama"), out, "--data", tmp_path / "text.txt",
+        "--rules", tmp_path / "rules.json", "--steps", 2, "--batch", 1, "--length", 32,
+        "--held-out", 0, "--learned-scales",
+    )  # fmt: skip
+    assert status == 0, err
+    assert "loss" in said
+    made = jaxllm.load(out)
+    formats = {path: format_of(leaf) for path, leaf in flatten(made.params)}
+    assert formats["layers.0.mlp.up_proj.weight"] == "int3-g32"
+    assert formats["layers.1.mlp.up_proj.weight"] == "int8"
+    assert formats["layers.1.mlp.down_proj.weight"] == "float32"
+    assert open_checkpoint(out).recipe == ("train: qat by rules",)
+    assert not out.with_name("small.parts").exists()
+    status, _, err = run(
+        "train", "qat", shallow("llama"), tmp_path / "x", "--data", tmp_path / "text.txt",
+        "--format", "nf4",
+    )  # fmt: skip
+    assert status == 1 or status == 2
+    assert "nf4 is no format of integers" in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_steps_of_inputs_begin_with_observed_ones(shallow: Callable[[str], Path]) -> None:
+    lm = jaxllm.load(shallow("llama"), dtype="float32")
+    with pytest.raises(ConfigError, match="there are none"):
+        qat(lm, "int8", learned_inputs=True)
