@@ -6,9 +6,9 @@ second; they differ in pronoun, as the grammar's always do. A slip is
 * the name of a third character, or an animal that neither of the two was introduced as,
 * a friend whose pronoun is the hero's,
 * a word that the grammar does not know, with a capital letter,
-* a beat of the grammar told with the wrong pronouns. In a beat that names nobody every pronoun must
-  be that of the character whom the grammar means there ("{He} loved to {habit}." is the hero). A
-  beat that names somebody may have the two change places, but then names and pronouns alike.
+* a beat of the grammar told with a wrong pronoun. In a beat that names nobody every pronoun must be
+  that of the character whom the grammar means there ("{He} loved to {habit}." is the hero); where
+  a beat names somebody, its pronouns must be those of whom it names.
 
 Sentences that are no beat of the grammar are judged by the first three rules; `Judged.beats` says
 how many were. A story that does not end within the model's context is none without a slip.
@@ -47,6 +47,7 @@ ROLES: dict[str, Row] = {
     "pal": tuple(PRONOUN_OF),
     **{f"{who}{form}": words for who in ("", "p") for form, words in FORMS.items()},
 }
+PAL_FORMS = {f"p{form}" for form in FORMS}
 KINDS = (*ANIMALS, *CHILD.values())
 WORDS: dict[str, Sequence[str]] = {
     "kind": KINDS,
@@ -122,25 +123,27 @@ def vocabulary() -> frozenset[str]:
     return frozenset(word.lower() for word in re.findall(r"[A-Za-z]+", plain)) | {"an", "a"}
 
 
-def _bound(hero: str, friend: str | None) -> dict[str, str]:
-    """What every role is in a story of these two."""
-    forms = {PRONOUN_OF[hero]: "", "he" if PRONOUN_OF[hero] == "she" else "she": "p"}
-    found = {
-        f"{who}{form}": word
-        for pronoun, who in forms.items()
-        for form, word in zip(FORMS, PRONOUNS[pronoun], strict=True)
-    }
-    return found | {"hero": hero.lower()} | ({"pal": friend.lower()} if friend else {})
+def _told_rightly(found: list[tuple[str, str]], cast: tuple[str, str | None]) -> bool:
+    """Whether the pronouns of a beat, `(role, word)` each, are those of whom they stand for.
 
-
-def _told_rightly(found: list[tuple[str, str]], bound: dict[str, str]) -> bool:
-    """Whether the roles of a beat are filled by the cast, or by the cast with changed places."""
-    if all(bound.get(role, word) == word for role, word in found):
-        return True
-    places = {role: role[1:] if role[0] == "p" else f"p{role}" for role in bound}
-    places |= {"hero": "pal", "pal": "hero"}
-    named = any(role in ("hero", "pal") for role, _ in found)
-    return named and all(bound.get(places[role], word) == word for role, word in found)
+    That is who has the role's name in this beat; if nobody has it, the other one of the two than
+    who has the other role's name; if the beat names nobody, whom the grammar means.
+    """
+    spelled = {name.lower(): name for name in PRONOUN_OF}
+    named = {role: spelled[word] for role, word in found if role in ("hero", "pal")}
+    hero, pal = cast
+    meant = {"hero": hero, "pal": pal} if not named else dict(named)
+    for role, other in (("hero", "pal"), ("pal", "hero")):
+        if role not in meant and meant[other] in cast:
+            meant[role] = pal if meant[other] == hero else hero
+    for role, word in found:
+        if role in ("hero", "pal"):
+            continue
+        who = meant.get("pal" if role in PAL_FORMS else "hero")
+        forms = dict(zip(FORMS, PRONOUNS[PRONOUN_OF[who]], strict=True)) if who else {}
+        if forms.get(role.removeprefix("p"), word) != word:
+            return False
+    return True
 
 
 def judge(story: str) -> Judged:
@@ -156,12 +159,12 @@ def judge(story: str) -> Judged:
     slips += [f"a {kind} is a third kind" for kind in kinds[2:]]
     words = re.findall(r"\b[A-Z][A-Za-z]*", story)
     slips += [f"{word} is nobody" for word in words if word.lower() not in vocabulary()]
-    bound, known, others = _bound(hero, friend), 0, 0
+    cast, known, others = (hero, friend), 0, 0
     for paragraph in story.split("\n\n"):
         start = 0
         while start < len(paragraph):
             told = [
-                (match.end(), _told_rightly(found, bound))
+                (match.end(), _told_rightly(found, cast))
                 for pattern in patterns()
                 if (match := pattern.expression.match(paragraph, start))
                 for found in [

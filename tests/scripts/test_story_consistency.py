@@ -55,6 +55,11 @@ def test_two_may_change_places_where_they_are_named_but_with_their_pronouns() ->
     assert judge(STORY + ' "Do not worry," she said. "I am good at finding."').slips
 
 
+def test_who_does_what_is_not_judged_where_names_and_pronouns_agree() -> None:
+    owning = ' One day, Ben borrowed the kite and took it to the park. "Take care," said Ben.'
+    assert judge(STORY + owning).slips == ()
+
+
 def test_sentences_of_no_beat_are_judged_by_their_names_alone() -> None:
     assert judge(STORY + " Ben ate the moon.") == Judged((), 8, 1)
     assert judge(STORY + " Max ate the moon.").slips == ("Max is a third name",)
