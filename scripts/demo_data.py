@@ -102,12 +102,8 @@ class Phase:
 
 
 GLIMPSES = Phase(steps=160, rows=32, width=64, tells=glimpse)
-STORIES = Phase(steps=900, rows=8, width=256)
-PACKED = Phase(steps=160, rows=4, width=512, packed=True)
-AGAIN = (
-    dataclasses.replace(STORIES, steps=400),
-    dataclasses.replace(PACKED, steps=60),
-)
+STORIES = Phase(steps=3600, rows=8, width=256)
+PACKED = Phase(steps=640, rows=4, width=512, packed=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,9 +1,9 @@
 """Trains the two small models in jaxllm/demo on stories from scripts/story_grammar.py.
 
 One decision: the models are trained by the loop of jaxllm.train, as anybody's are. What is here is
-what is theirs alone: their shapes, the numbers they start from, and the recipe, three runs of which
-the first teaches to copy a name, the second to tell a story, the third not to lose the thread. An
-interrupted run goes on where it was when the command is given again.
+what is theirs alone: their shapes, the numbers they start from, and the recipe, two runs of which
+the first teaches to copy a name and the second to tell a story. An interrupted run goes on where it
+was when the command is given again.
 
     python scripts/train_demo.py --arch llama --out jaxllm/demo --seed 0
 """
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from demo_data import AGAIN, GLIMPSES, PACKED, STORIES, Phase, Told
+from demo_data import GLIMPSES, PACKED, STORIES, Phase, Told
 from demo_files import save
 from story_consistency import continued, openings, rate
 from story_grammar import stories
@@ -120,20 +120,19 @@ class Weighted:
 class Mixed:
     """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for tables, norms and biases.
 
-    Gradients are clipped; rates warm up in `warm` steps to `share` of their peaks and go down along
-    a cosine to `floor` times that.
+    Gradients are clipped; rates warm up in `warm` steps and go down along a cosine to `floor`
+    times their peaks.
     """
 
     steps: int
     warm: int
     floor: float
-    share: float = 1.0
 
     def made(self) -> optax.GradientTransformation:
         def rate(peak: float) -> optax.Schedule:
             total = max(2, self.steps)
-            warm, top = min(self.warm, total - 1), peak * self.share
-            return optax.warmup_cosine_decay_schedule(0.0, top, warm, total, top * self.floor)
+            warm = min(self.warm, total - 1)
+            return optax.warmup_cosine_decay_schedule(0.0, peak, warm, total, peak * self.floor)
 
         def labels(trained: Trained) -> dict[str, str | None]:
             return {path: first_match(OPTIMIZERS, path) for path in trained}
@@ -149,23 +148,29 @@ class Mixed:
 class Lesson:
     """One run of the loop, of the steps and rates that `Mixed` has.
 
-    cast: how much a name or a pronoun counts, beside 1 for other tokens. rounded: whether it begins
-    with the weights as they would be saved, in float16, and so can go on from a saved model.
+    cast: how much a name or a pronoun counts, beside 1 for other tokens.
     """
 
     phases: tuple[Phase, ...]
     cast: float
     warm: int
     floor: float
-    share: float = 1.0
-    rounded: bool = False
 
 
-LESSONS = (
-    Lesson((GLIMPSES,), cast=3.0, warm=40, floor=1.0),
-    Lesson((STORIES, PACKED), cast=1.0, warm=20, floor=1 / 30),
-    Lesson(AGAIN, cast=2.0, warm=20, floor=1 / 30, share=0.5, rounded=True),
-)
+def lessons(steps: int) -> tuple[Lesson, ...]:
+    """First to copy names, then to tell stories for so many steps, and a sixth of them packed."""
+    return (
+        Lesson((GLIMPSES,), cast=3.0, warm=40, floor=1.0),
+        Lesson(
+            (
+                dataclasses.replace(STORIES, steps=steps),
+                dataclasses.replace(PACKED, steps=max(1, steps * 8 // 45)),
+            ),
+            cast=1.0,
+            warm=20,
+            floor=1 / 30,
+        ),
+    )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -218,13 +223,11 @@ def learn(
     directory: Path | None = None,
 ) -> Params:
     """Run a lesson. directory: where its state is kept, from which the same goes on."""
-    if lesson.rounded:
-        params = jaxllm.cast(_half(params), jaxllm.Precision())
     data = Told(tokenizer, lesson.phases, model.config.max_position_embeddings, seed)
     weight_V = np.ones(model.config.vocab_size, np.float32)
     weight_V[demo_data.cast_ids(tokenizer)] = lesson.cast
     given = jnp.asarray(weight_V)
-    setup = Setup(model, Weighted(), Mixed(len(data), lesson.warm, lesson.floor, lesson.share))
+    setup = Setup(model, Weighted(), Mixed(len(data), lesson.warm, lesson.floor))
     plan = Plan(steps=len(data), seed=seed)
     if directory is None:
         return train(params, data, setup, plan, given=given).params
@@ -249,32 +252,38 @@ def held_out_rows(tokenizer: Tokenizer) -> list[Rows]:
     return [demo_data.rows_of(part) for part in np.split(rows, range(8, len(rows), 8))]
 
 
-def make_model(arch: str, out: Path, seed: int) -> None:
+def make_model(arch: str, out: Path, steps: int, seed: int) -> None:
     """Train one architecture, measure it as it will be saved, and save it to `out / arch`."""
     model = jaxllm.build(CONFIGS[arch])
     tokenizer = demo_data.train_tokenizer(stories(TOKENIZED, seed), VOCAB_SIZE)
     work = out / f".{arch}.training"
     params, seconds = init_params(model, jax.random.key(seed)), -time.process_time()
-    for number, lesson in enumerate(LESSONS):
+    for number, lesson in enumerate(lessons(steps)):
         params = learn(model, params, tokenizer, lesson, seed + number, work / str(number))
     seconds += time.process_time()
-    finish(arch, params, tokenizer, out, seed, seconds)
+    finish(arch, params, tokenizer, out, steps, seed, seconds)
     shutil.rmtree(work)
 
 
 def finish(
-    arch: str, params: Params, tokenizer: Tokenizer, out: Path, seed: int, seconds: float
+    arch: str,
+    params: Params,
+    tokenizer: Tokenizer,
+    out: Path,
+    steps: int,
+    seed: int,
+    seconds: float,
 ) -> None:
     """Measure a trained model as it will be saved, and save it to `out / arch`."""
     half = _half(params)
     measured = perplexity(jaxllm.build(CONFIGS[arch]), half, held_out_rows(tokenizer))
-    phases = [phase for lesson in LESSONS for phase in lesson.phases]
-    steps = ", ".join(f"{p.steps:,} of {p.rows} x {p.width}" for p in phases)
+    phases = [phase for lesson in lessons(steps) for phase in lesson.phases]
+    each = ", ".join(f"{p.steps:,} of {p.rows} x {p.width}" for p in phases)
     places = sum(p.steps * p.rows * p.width for p in phases)
     facts = {
         "parameters": f"{sum(leaf.size for leaf in jax.tree.leaves(half)):,}",
-        "command": f"`python scripts/train_demo.py --arch {arch} --seed {seed}`",
-        "steps": f"{steps} tokens, {places / 1e6:.1f} million in all",
+        "command": f"`python scripts/train_demo.py --arch {arch} --seed {seed} --steps {steps}`",
+        "steps": f"{each} tokens, {places / 1e6:.1f} million in all",
         "held-out perplexity": f"{measured:.3f} a token, on {HELD_OUT} stories",
         "training time": f"{seconds / 60:.1f} minutes of one processor core",
     }
@@ -306,10 +315,13 @@ def main() -> None:
     parser.add_argument("--arch", choices=(*CONFIGS, "both"), default="both")
     parser.add_argument("--out", type=Path, default=Path("jaxllm/demo"), help="parent directory")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STORIES.steps, help="of whole stories")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
     options.out.mkdir(parents=True, exist_ok=True)
     for arch in CONFIGS if options.arch == "both" else (options.arch,):
-        make_model(arch, options.out, options.seed)
+        make_model(arch, options.out, options.steps, options.seed)
 
 
 if __name__ == "__main__":

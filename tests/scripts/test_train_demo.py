@@ -35,7 +35,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for arch, config in train_demo.CONFIGS.items():
         monkeypatch.setitem(train_demo.CONFIGS, arch, dataclasses.replace(config, **sizes))
     lesson = train_demo.Lesson((SHORT,), cast=3.0, warm=1, floor=1.0)
-    monkeypatch.setattr(train_demo, "LESSONS", (lesson,))
+    monkeypatch.setattr(train_demo, "lessons", lambda steps: (lesson,))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("arch", BOTH)
 def test_a_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_path: Path) -> None:
-    train_demo.make_model(arch, tmp_path, seed=0)
+    train_demo.make_model(arch, tmp_path, steps=1, seed=0)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / arch, output_loading_info=True
     )
@@ -65,7 +65,7 @@ def test_an_interrupted_lesson_goes_on_to_the_same_bits(
 ) -> None:
     model = jaxllm.build(train_demo.CONFIGS["llama"])
     start = train_demo.init_params(model, jax.random.key(0))
-    (lesson,) = train_demo.LESSONS
+    (lesson,) = train_demo.lessons(1)
     whole = train_demo.learn(model, start, tokenizer, lesson, 0)
     batch = Told.batch
 
