@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from random import Random
 
-from story.beats import Paragraph, Shape
+from story.beats import OPENING, Paragraph, Shape
 from story.brave import BRAVE
 from story.found import FOUND
 from story.made import MADE
@@ -113,11 +113,47 @@ def tell(rng: Random) -> str:
             return story
 
 
+def beats() -> list[str]:
+    """Every sentence, or few that belong together, of every shape, in order of the alphabet."""
+    found = {beat for shape in SHAPES for paragraph in shape for of in paragraph for beat in of}
+    return sorted(found - {""})
+
+
+def glimpse(rng: Random) -> str:
+    """Tells how a story opens, and one or two beats of any story that name its characters again.
+
+    So short that what a name is copied from is never far away.
+    """
+    bindings, count = draw_bindings(rng), rng.choice((1, 2))
+    told = [rng.choice(OPENING)]
+    if rng.random() < 0.4:
+        told += rng.sample(_OF_HERO, count)
+    else:
+        told += [rng.choice(_INTRODUCTIONS), *rng.sample(_NAMING, count)]
+    text = fill(told[0], bindings, rng)
+    for beat in told[1:]:
+        text += rng.choice(("\n\n", " ", " ", " ", " ")) + fill(beat, bindings, rng)
+    return text
+
+
 def stories(count: int, seed: int) -> Iterator[str]:
     """Tells `count` stories; the same seed tells the same stories in the same order."""
     rng = Random(seed)
     for _ in range(count):
         yield tell(rng)
+
+
+# What a glimpse is made of: beats that bring the friend in, others that name somebody, and of these
+# those that know of no friend.
+_INTRODUCTIONS = tuple(beat for beat in beats() if "{pkind}" in beat)
+_NAMING = tuple(
+    beat
+    for beat in beats()
+    if beat not in (*OPENING, *_INTRODUCTIONS) and ("{hero}" in beat or "{pal}" in beat)
+)
+_OF_HERO = tuple(
+    beat for beat in _NAMING if not re.search(r"{[Pp](al|he|him|his|himself|hands)}", beat)
+)
 
 
 def main() -> None:

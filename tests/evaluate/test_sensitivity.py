@@ -70,7 +70,7 @@ def test_one_program_serves_all_variants(demo: jaxllm.LM, compiled: list[str]) -
         sensitivity(demo.model, demo.params, windows, name, by="kind")
     before = len(compiled)
     for name in ("int4", "bfloat16"):
-        assert len(sensitivity(demo.model, demo.params, windows, name, by="layer")) > 5
+        assert len(sensitivity(demo.model, demo.params, windows, name, by="layer")) >= 5
     assert compiled[before:] == []
 
 

@@ -1,0 +1,85 @@
+"""What counts as keeping a character: texts written by hand, and the grammar's own stories."""
+
+import pytest
+import story_consistency
+from story_consistency import Judged, judge, rate
+from story_grammar import beats, stories
+
+STORY = (
+    "Once there was a curious little girl called Mia, who lived in an old mill beside a stream. "
+    "She loved to follow ants. One day, Mia went to the park.\n\n"
+    "There she met a shy fox named Ben. Mia looked at her feet. What should she say? "
+    'Then her kite fell to the ground, and Ben picked it up. "What a lovely kite!" said Ben. '
+    '"Is it yours?"\n\n'
+    "Then Mia and Ben went home, and both of them were glad."
+)
+
+
+def test_a_story_that_keeps_its_characters_has_no_slips() -> None:
+    assert judge(STORY) == Judged((), 8, 0)
+
+
+def test_every_story_of_the_grammar_is_known_beat_by_beat_and_without_slips() -> None:
+    judged = [judge(story) for story in stories(150, 11)]
+    assert [j.slips for j in judged] == [()] * 150
+    assert sum(j.others for j in judged) == 0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "slip"),
+    [
+        ("Then Mia and Ben", "Then Mia and Tom", "Tom is a third name"),
+        ("named Ben. Mia", "named Ben. Nora", "Nora is a third name"),
+        ("said Ben", "said Bennora", "Bennora is nobody"),
+        ("shy fox", "shy girl named Nora, a bear and a fox", "a fox is a third kind"),
+        ("She loved", "He loved", "not of Mia and Ben: He loved to follow ants."),
+        ("her feet", "his feet", "not of Mia and Ben: Mia looked at his feet. What should she"),
+        ("There she met", "There he met", "not of Mia and Ben: There he met a shy fox named Ben."),
+        ("Then her kite", "Then his kite", "not of Mia and Ben: Then his kite fell"),
+    ],
+)
+def test_slips_are_named(right: str, wrong: str, slip: str) -> None:
+    assert right in STORY
+    found = judge(STORY.replace(right, wrong)).slips
+    assert any(each.startswith(slip) for each in found), found
+
+
+def test_a_friend_differs_from_the_hero_in_pronoun() -> None:
+    assert "Nora is she as Mia is" in judge(STORY.replace("Ben", "Nora")).slips
+
+
+def test_two_may_change_places_where_they_are_named_but_with_their_pronouns() -> None:
+    assert judge(STORY + ' "Thank you!" cried Ben, and he hugged Mia.').slips == ()
+    assert judge(STORY + ' "Thank you!" cried Ben, and she hugged Mia.').slips
+    assert judge(STORY + ' "Do not worry," he said. "I am good at finding."').slips == ()
+    assert judge(STORY + ' "Do not worry," she said. "I am good at finding."').slips
+
+
+def test_who_does_what_is_not_judged_where_names_and_pronouns_agree() -> None:
+    owning = ' One day, Ben borrowed the kite and took it to the park. "Take care," said Ben.'
+    assert judge(STORY + owning).slips == ()
+
+
+def test_sentences_of_no_beat_are_judged_by_their_names_alone() -> None:
+    assert judge(STORY + " Ben ate the moon.") == Judged((), 8, 1)
+    assert judge(STORY + " Max ate the moon.").slips == ("Max is a third name",)
+
+
+def test_a_story_that_does_not_end_or_names_nobody_is_none_that_keeps_them() -> None:
+    kept, judged = rate([STORY, None, "It rained."])
+    assert kept == pytest.approx(1 / 3)
+    assert [bool(j.slips) for j in judged] == [False, True, True]
+
+
+def test_every_beat_is_an_expression_that_knows_its_roles() -> None:
+    assert len(story_consistency.patterns()) == len(beats())
+    assert {"hero", "pal", "he", "phe", "his", "phis", "him", "phim"} <= {
+        role for pattern in story_consistency.patterns() for role in pattern.roles
+    }
+
+
+def test_openings_name_the_hero_and_nobody_else() -> None:
+    for opening in story_consistency.openings(50):
+        named = [name for name in story_consistency.PRONOUN_OF if name in opening.split()]
+        assert len(set(named)) <= 1
+        assert opening.endswith(".")
