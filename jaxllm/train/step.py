@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxllm.train.data.rows import Rows
+from jaxllm.train.frozen import frozen
 from jaxllm.train.objective import Measured, Objective
 from jaxllm.train.optimizer import check_optax
 from jaxllm.train.trained import Trained, join
@@ -79,11 +80,11 @@ def train_step(
     """
     optax = check_optax()
     key = jax.random.fold_in(key, state.step)
-    batches = rows.token_BT.shape[0]
+    batches, still = rows.token_BT.shape[0], frozen(rest)
 
     def total(trained: Trained, rows: Rows, key: jax.Array) -> tuple[jax.Array, Measured]:
         used, own = jax.random.split(key)
-        params = as_trained(join(trained, rest), used, state.step)
+        params = as_trained(join(trained, still), used, state.step)
         measured = setup.objective(setup.model, params, given, rows, own)
         return measured.total, measured
 

@@ -1,0 +1,90 @@
+"""Weights that are not trained, as a step of training multiplies with them.
+
+A gradient passes through them to their inputs alone. They are expanded for it once it is there, and
+not before: XLA would otherwise hold the expanded weights of all layers at once. In bfloat16 both
+sides of the gradient's product are bfloat16, as in PyTorch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxllm.train.trained import Hole
+from jaxllm.weights.leaves.arrays import as_leaf
+from jaxllm.weights.leaves.leaf import Linear
+from jaxllm.weights.leaves.wrapped import Wrapped
+from jaxllm.weights.paths import Params, map_leaves
+
+
+class Frozen(Wrapped, struct.PyTreeNode):
+    """A matrix `[O, I]`, an array or a leaf, that has no gradient of its own."""
+
+    kind = "frozen/"
+
+    weight: Any
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        return jax.lax.stop_gradient(self.stored.dense(dtype))
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(self.stored.take(index))
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        return self.through(x_RI, lambda x, weight: as_leaf(weight).product(x))
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        if not jnp.issubdtype(x_RI.dtype, jnp.floating):
+            return linear(x_RI, self.weight)
+        return _product(linear, x_RI, self.weight)
+
+    def beside(self) -> dict[str, jax.Array]:
+        return {}
+
+
+def frozen(rest: Params) -> Params:
+    """What is not trained with a `Frozen` around each matrix that nothing trained lies in."""
+    return map_leaves(lambda _, leaf: _around(leaf), rest)
+
+
+def _around(leaf: Any) -> Any:
+    if not _has_holes(leaf):
+        return Frozen(leaf) if leaf.ndim == 2 else leaf
+    if isinstance(leaf, Wrapped) and not isinstance(leaf.weight, Hole):
+        changed: Any = leaf
+        return changed.replace(weight=_around(leaf.weight))
+    return leaf
+
+
+def _has_holes(leaf: Any) -> bool:
+    found = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, Hole))
+    return any(isinstance(x, Hole) for x in found)
+
+
+def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
+    """`linear` of the two, with the gradient of the dense product for x."""
+
+    @jax.custom_vjp
+    def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
+        return linear(x_RI, weight)
+
+    def forward(x_RI: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
+        return linear(x_RI, weight), weight
+
+    def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
+        slope_RO, weight = jax.lax.optimization_barrier((slope_RO, weight))
+        half = x_RI.dtype == jnp.bfloat16
+        kept = jnp.bfloat16 if half else jnp.float32
+        slope_RI = jax.lax.dot_general(
+            slope_RO.astype(kept),
+            as_leaf(weight).dense(kept),
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return slope_RI.astype(x_RI.dtype), None
+
+    multiply.defvjp(forward, backward)
+    found: Callable[..., jax.Array] = multiply
+    return found(x_RI, weight)

@@ -1,0 +1,62 @@
+"""Weights that are not trained: the same losses, and gradients for everything else alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.adapters import LoraConfig, attach
+from jaxllm.train.frozen import Frozen, frozen
+from jaxllm.train.objective import NextToken
+from jaxllm.train.trained import join, split
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision, cast
+from jaxllm.weights.quantize import quantize
+from tests.train.test_step import BATCHES, KEY
+from tests.twins import random_model
+
+ADAPTERS = ((r".*\.weight\.(a|b)", True),)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"), [("float32", None), ("float32", "nf4"), ("bfloat16", "int4")]
+)
+def test_gradients_are_those_of_what_they_stand_for(dtype: str, format: str | None) -> None:
+    model, params = random_model("llama", num_hidden_layers=1)
+    precision = Precision.uniform(dtype)
+    model, params = model.clone(precision=precision), cast(params, precision)
+    params = params if format is None else quantize(params, format)
+    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
+    trained, rest = split(attach(model.config, params, lora, KEY), ADAPTERS)
+    trained = {
+        path: 0.1 * jax.random.normal(jax.random.fold_in(KEY, n), x.shape)
+        for n, (path, x) in enumerate(sorted(trained.items()))
+    }
+
+    def gradients(rest: Any) -> Any:
+        def loss(trained: Any) -> jax.Array:
+            return NextToken()(model, join(trained, rest), None, BATCHES[0], KEY).total
+
+        return jax.jit(jax.value_and_grad(loss))(trained)
+
+    still = frozen(rest)
+    kinds = {path: type(leaf) for path, leaf in flatten(still)}
+    assert kinds["layers.0.mlp.up_proj.weight"] is Frozen
+    assert kinds["norm.weight"] is not Frozen
+    expected, found = gradients(rest), gradients(still)
+    assert float(found[0]) == float(expected[0])
+    for path, slope in expected[1].items():
+        scale = float(jnp.abs(slope).max())
+        near = 1e-5 if dtype == "float32" else 0.05  # the gradient's product is of bfloat16
+        np.testing.assert_allclose(found[1][path], slope, atol=near * scale, err_msg=path)
+
+
+def test_what_is_trained_is_not_frozen() -> None:
+    _, params = random_model("llama", num_hidden_layers=1)
+    _, rest = split(params, ((r"layers\.0\.mlp", True),))
+    kinds = {path: isinstance(leaf, Frozen) for path, leaf in flatten(frozen(rest))}
+    assert not any(kinds[path] for path in kinds if ".mlp." in path or "norm" in path)
+    assert kinds["lm_head.weight"]
+    assert kinds["layers.0.self_attn.q_proj.weight"]
