@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from random import Random
+from typing import Any
 
 import numpy as np
 from story.tables import NAMES, PRONOUNS
@@ -72,18 +73,14 @@ def pad(stories: Sequence[Sequence[int]], length: int) -> np.ndarray:
     return rows
 
 
-def rows_of(token_RT: np.ndarray, begin_R: np.ndarray | int = 0) -> Rows:
-    """Rows whose every token sees all that stands before it; the last column is only a label.
-
-    begin_R: the position of each row's first token.
-    """
+def rows_of(token_RT: np.ndarray) -> Rows:
+    """Rows whose every token sees all that stands before it; the last column is only a label."""
     token_BT, label_BT = token_RT[:, :-1], token_RT[:, 1:]
     real_BT = token_BT != PAD_ID
-    column_BT = np.arange(token_BT.shape[1]) + np.reshape(begin_R, (-1, 1))
     return Rows(
         token_BT=token_BT,
         label_BT=np.where(label_BT == PAD_ID, IGNORED, label_BT).astype(np.int32),
-        position_BT=np.where(real_BT, column_BT, -1).astype(np.int32),
+        position_BT=np.where(real_BT, np.arange(token_BT.shape[1]), -1).astype(np.int32),
         document_BT=np.where(real_BT, 0, -1).astype(np.int32),
     )
 
@@ -91,7 +88,7 @@ def rows_of(token_RT: np.ndarray, begin_R: np.ndarray | int = 0) -> Rows:
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """Some steps of like rows. tells: one text; packed: texts follow each other until a row is
-    full, else each has a row of its own, which begins at position 0 or, as often, anywhere.
+    full, which trains the last positions too, else each has a row of its own.
     """
 
     steps: int
@@ -101,18 +98,17 @@ class Phase:
     packed: bool = False
 
 
-GLIMPSES = Phase(steps=160, rows=32, width=64, tells=glimpse)
+GLIMPSES = Phase(steps=300, rows=32, width=64, tells=glimpse)
 STORIES = Phase(steps=3600, rows=8, width=256)
 PACKED = Phase(steps=640, rows=4, width=512, packed=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Told:
-    """`Data` told on the way: a batch a step, phase after phase. positions: that the model has."""
+    """`Data` told on the way: a batch a step, phase after phase."""
 
     tokenizer: Tokenizer
     phases: tuple[Phase, ...]
-    positions: int
     seed: int
 
     def __len__(self) -> int:
@@ -125,7 +121,7 @@ class Told:
 
     @cached_property
     def digest(self) -> str:
-        facts = [self.tokenizer.to_str(), self.positions, self.seed]
+        facts: list[Any] = [self.tokenizer.to_str(), self.seed]
         facts += [(p.steps, p.rows, p.width, p.tells.__name__, p.packed) for p in self.phases]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -136,9 +132,7 @@ class Told:
         if phase.packed:
             return rows_of(np.array([self._full(rng, phase) for _ in range(phase.rows)], np.int32))
         texts = [phase.tells(rng) for _ in range(phase.rows)]
-        room = self.positions - phase.width
-        begin_R = np.array([rng.choice((0, rng.randint(0, room))) for _ in range(phase.rows)])
-        return rows_of(pad(encode(self.tokenizer, texts), length), begin_R)
+        return rows_of(pad(encode(self.tokenizer, texts), length))
 
     def _phase(self, number: int) -> Phase:
         left = number % len(self)

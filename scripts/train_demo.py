@@ -223,7 +223,7 @@ def learn(
     directory: Path | None = None,
 ) -> Params:
     """Run a lesson. directory: where its state is kept, from which the same goes on."""
-    data = Told(tokenizer, lesson.phases, model.config.max_position_embeddings, seed)
+    data = Told(tokenizer, lesson.phases, seed)
     weight_V = np.ones(model.config.vocab_size, np.float32)
     weight_V[demo_data.cast_ids(tokenizer)] = lesson.cast
     given = jnp.asarray(weight_V)
