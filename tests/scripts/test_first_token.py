@@ -21,7 +21,7 @@ def test_every_tenth_is_somebodys(capsys: pytest.CaptureFixture[str]) -> None:
     for column, whole in enumerate(seconds("**first token**")):
         parts = sum(seconds(name)[column] for name in stages)
         assert abs(parts - whole) < 0.2 + 0.1 * whole, "what took less than a hundredth is left out"
-    for name in ("import jax", "import jaxllm", "running the prompt"):
+    for name in ("import jax", "import jaxllm"):  # a prompt may take less than a hundredth
         assert min(seconds(name)) > 0
     for name in ("tracing", "lowering", "compiling"):
         assert seconds(name)[0] < seconds(name)[1], "with kept programs there is nothing to make"
