@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxllm.train.trained import Hole
 from jaxllm.weights.leaves.arrays import as_leaf
-from jaxllm.weights.leaves.leaf import Linear
+from jaxllm.weights.leaves.leaf import Leaf, Linear
 from jaxllm.weights.leaves.wrapped import Wrapped
 from jaxllm.weights.paths import Params, map_leaves
 
@@ -74,7 +74,8 @@ def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
         return linear(x_RI, weight), weight
 
     def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
-        slope_RO, weight = jax.lax.optimization_barrier((slope_RO, weight))
+        if isinstance(weight, Leaf):  # an array is only read; the barrier would copy it
+            slope_RO, weight = jax.lax.optimization_barrier((slope_RO, weight))
         half = x_RI.dtype == jnp.bfloat16
         kept = jnp.bfloat16 if half else jnp.float32
         slope_RI = jax.lax.dot_general(
