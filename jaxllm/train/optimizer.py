@@ -75,8 +75,8 @@ class Optimizer:
 
 
 def decays(trained: Trained) -> dict[str, bool]:
-    """What weight decay applies to: matrices and tables alone."""
-    return {path: x.ndim >= 2 for path, x in trained.items()}
+    """What weight decay applies to: matrices and tables alone, not scales of groups."""
+    return {path: x.ndim >= 2 and not path.endswith(".scale") for path, x in trained.items()}
 
 
 def check_optax() -> Any:

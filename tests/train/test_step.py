@@ -12,7 +12,7 @@ import torch
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
-from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.optimizer import Optimizer, decays
 from jaxllm.train.step import Setup, measure, start, train_step
 from jaxllm.train.trained import join, split, trainable
 from jaxllm.weights.paths import flatten
@@ -231,6 +231,12 @@ def test_rules_that_name_nothing_are_refused(tiny: Any) -> None:
 def test_impossible_optimisers_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Optimizer(**{"steps": 10, **changes})
+
+
+def test_matrices_alone_decay() -> None:
+    names = {"a.weight": 2, "norm.weight": 1, "a.bias": 1, "b.weight.scale": 2}
+    found = decays({name: jnp.zeros((3,) * ndim) for name, ndim in names.items()})
+    assert [name for name, whether in found.items() if whether] == ["a.weight"]
 
 
 def test_rates_warm_up_and_go_down() -> None:
