@@ -24,7 +24,7 @@
 # over all of it.
 #
 # It runs in less than a minute on a laptop's CPU. The model is a small one that the package brings
-# with it: six layers, trained on children's stories from a grammar.
+# with it: four layers, trained on children's stories from a grammar.
 
 # %%
 import dataclasses
