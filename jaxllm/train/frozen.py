@@ -80,10 +80,10 @@ def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
 
     @jax.custom_vjp
     def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
-        return linear(x_RI, weight)
+        return linear(x_RI, weight if as_leaf(weight).has_kernels else _after(x_RI, weight))
 
     def forward(x_RI: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
-        return linear(x_RI, weight), weight
+        return multiply(x_RI, weight), weight
 
     def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
         weight = _after(slope_RO, weight)
