@@ -141,9 +141,11 @@ def write_hf(
     if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
         raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
     data, table = TABLES[config.model_type].write_config(config)
+    theirs = dict(checkpoint.tensors)
+    for layout in table.layouts:
+        theirs = layout.write(theirs, config)
     tensors = {
-        table.written_name(path): table.oriented(path, tensor)
-        for path, tensor in checkpoint.tensors.items()
+        table.written_name(path): table.oriented(path, tensor) for path, tensor in theirs.items()
     }
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     dtype = native_precision(tensors).weights
@@ -170,10 +172,13 @@ def _ours(
         path = name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
-        path = path if path in known else name
+        theirs = any(layout.knows(path) for layout in table.layouts)
+        path = path if path in known or theirs else name
         if path in found:
             raise CheckpointError(f"{where}: {path} is there twice, with and without a prefix")
         found[path] = table.oriented(path, tensor)
+    for layout in table.layouts:
+        found = layout.read(found, config)
     return found
 
 

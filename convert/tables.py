@@ -9,6 +9,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.weights.files import LazyTensor
 
+from .layouts import Layout
+
 REQUIRED = object()  # in place of a default: the checkpoint must say it
 HEAD = "lm_head.weight"
 
@@ -30,7 +32,8 @@ class Architecture:
     fields: the configuration table. allowed: fields that may only have one of these values,
     because others would change the mathematics. ignored: fields without effect on inference.
     Tensors have the names of our parameters after a prefix, and their shapes, but for what is said
-    here. transposed: regexes of the matrices that are `[in, out]` there (Conv1D). skipped: of what
+    here and in layouts (`layouts.py`): what is one matrix there and several here, or the other way
+    round. transposed: regexes of the matrices that are `[in, out]` there (Conv1D). skipped: of what
     is a buffer, no weight. prefix: before every name but the head's; a checkpoint may lack it.
     writes_prefix: whether it is written.
     """
@@ -40,6 +43,7 @@ class Architecture:
     allowed: Mapping[str, tuple[Any, ...]]
     ignored: frozenset[str]
     transposed: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
     skipped: tuple[str, ...] = ()
     prefix: str
     writes_prefix: bool
@@ -161,5 +165,8 @@ def refuse(what: str, complaints: list[str]) -> None:
 
 
 def write_fields(table: Architecture, config: ModelConfig) -> dict[str, Any]:
-    """The table's fields in the checkpoint's spelling."""
-    return {field.theirs: getattr(config, field.ours) for field in table.fields}
+    """The table's fields in the checkpoint's spelling; not those that became others as they were
+    read.
+    """
+    fields = (field for field in table.fields if hasattr(config, field.ours))
+    return {field.theirs: getattr(config, field.ours) for field in fields}

@@ -5,7 +5,6 @@ share. A family's file has its configuration too, which says what its rotary set
 are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says.
 """
 
-import dataclasses
 from functools import cache
 from typing import Any
 
@@ -16,14 +15,39 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema
-from jaxllm.models import gpt2, llama
+from jaxllm.models import (
+    gemma2,
+    gemma3_text,
+    gpt2,
+    granite,
+    llama,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from jaxllm.models.family import Family
 from jaxllm.models.layers import Layer, Scope, angles_of
 from jaxllm.programs import recalled
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
-FAMILIES: dict[str, Family] = {row.config.model_type: row for row in (llama.FAMILY, gpt2.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.config.model_type: module.FAMILY
+    for module in (
+        llama,
+        gpt2,
+        qwen2,
+        qwen3,
+        gemma2,
+        gemma3_text,
+        phi3,
+        olmo2,
+        smollm3,
+        granite,
+    )
+}
 
 
 def family(model_type: str) -> Family:
@@ -85,10 +109,23 @@ def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig
 def param_shapes(model: nn.Module) -> Params:
     """The form that `params` must have: a `jax.ShapeDtypeStruct` for every parameter.
 
-    Layers are of one form, so one is traced, however many a configuration claims.
+    One layer of each form is traced, however many a configuration claims.
     """
-    layers: int = model.config.num_hidden_layers
-    one = model.clone(config=dataclasses.replace(model.config, num_hidden_layers=1))
+    c: ModelConfig = model.config
+    forms = [c.form(i) for i in range(c.num_hidden_layers)]
+    found = {form: _shapes_of(model.clone(config=c.with_layers([form]))) for form in set(forms)}
+    repeated: Params = {}
+    for name, form in found[forms[0]].items():
+        block, _, number = name.partition(".")
+        if not number:
+            repeated[name] = form
+            continue
+        repeated |= {f"{block}.{i}": found[form][name] for i, form in enumerate(forms)}
+    return repeated
+
+
+def _shapes_of(one: nn.Module) -> Params:
+    """The same of a model of one layer."""
 
     def forms() -> Params:
         """Shapes and names of formats: what is kept between processes is plain."""
@@ -99,9 +136,4 @@ def param_shapes(model: nn.Module) -> Params:
         return map_leaves(lambda _, leaf: (leaf.shape, leaf.dtype.name), traced)
 
     plain = recalled(one, forms)
-    shapes = map_leaves(lambda _, form: jax.ShapeDtypeStruct(*form), plain)
-    repeated: Params = {}
-    for name, form in shapes.items():
-        block, _, number = name.partition(".")
-        repeated |= {f"{block}.{i}": form for i in range(layers)} if number else {name: form}
-    return repeated
+    return map_leaves(lambda _, form: jax.ShapeDtypeStruct(*form), plain)

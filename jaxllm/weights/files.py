@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -74,8 +74,8 @@ class LazyTensor:
     """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`.
 
     release: says that what was read has been copied, so that its memory may go. parts: `blocks` of
-    a tensor of which less than the whole can be read. found: waits for what `first_non_finite` says
-    of it, where that has been begun elsewhere.
+    a tensor of which less than the whole can be read; cut: `rows` of one. found: waits for what
+    `first_non_finite` says of it, where that has been begun elsewhere.
     """
 
     dtype: np.dtype
@@ -84,6 +84,7 @@ class LazyTensor:
     release: Callable[[], None] = lambda: None
     parts: Callable[[int], Iterator[np.ndarray]] | None = None
     found: Callable[[], int | None] | None = None
+    cut: Callable[[int, int], "LazyTensor"] | None = None
 
     @property
     def ndim(self) -> int:
@@ -133,6 +134,18 @@ class LazyTensor:
                 first += block.size
 
         return LazyTensor(dtype, self.shape, lambda: change(self.read(), 0), self.release, parts)
+
+    def rows(self, begin: int, end: int) -> "LazyTensor":
+        """Those along the first axis, from `begin` to before `end`."""
+        if self.cut is not None:
+            return self.cut(begin, end)
+        shape = (end - begin, *self.shape[1:])
+        return LazyTensor(self.dtype, shape, lambda: self.read()[begin:end], self.release)
+
+    def taken(self, index: np.ndarray) -> "LazyTensor":
+        """Rows along the first axis by number."""
+        shape = (len(index), *self.shape[1:])
+        return LazyTensor(self.dtype, shape, lambda: self.read()[index], self.release)
 
     def transposed(self) -> "LazyTensor":
         """The matrix transposed, in row-major order, when read."""
@@ -311,7 +324,42 @@ def _between(
             yield raw(first, min(first + step, end)).view(dtype).reshape(-1, columns)
             release()
 
-    return LazyTensor(dtype, shape, read, release, parts)
+    def cut(first: int, last: int) -> LazyTensor:
+        size = (end - begin) // shape[0]
+        part = (last - first, *shape[1:])
+        return _between(begin + first * size, begin + last * size, dtype, part, raw, release)
+
+    return LazyTensor(
+        dtype, shape, read, release, parts, cut=cut if shape and end > begin else None
+    )
+
+
+def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """One below the other along the first axis; of one format, and one shape but for that axis."""
+    shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
+    return _one_by_one(tensors, shape, lambda: np.concatenate([t.read() for t in tensors]))
+
+
+def stacked(tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """Tensors of one format and shape as one, with an axis before theirs."""
+    shape = (len(tensors), *tensors[0].shape)
+    return _one_by_one(tensors, shape, lambda: np.stack([t.read() for t in tensors]))
+
+
+def _one_by_one(
+    tensors: Sequence[LazyTensor], shape: tuple[int, ...], read: Callable[[], np.ndarray]
+) -> LazyTensor:
+    """The tensor that several make, whose rows are theirs one after the other."""
+
+    def parts(rows: int) -> Iterator[np.ndarray]:
+        for tensor in tensors:
+            yield from tensor.blocks(rows)
+
+    def release() -> None:
+        for tensor in tensors:
+            tensor.release()
+
+    return LazyTensor(tensors[0].dtype, shape, read, release, parts)
 
 
 def _viewer(whole: mmap.mmap) -> Callable[[int, int], np.ndarray]:

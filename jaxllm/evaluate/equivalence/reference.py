@@ -88,7 +88,8 @@ class Transformers:
             kept_BS = position_BS[:, -layer.keys.shape[2] :]
             k.append(by_position(_heads_last(layer.keys), kept_BS))
             v.append(by_position(_heads_last(layer.values), kept_BS))
-        held_BP = held(kept_BS)
+        fewest = min(layer.keys.shape[2] for layer in cache.layers)  # what all layers hold
+        held_BP = held(position_BS[:, -fewest:])
         return Decoded(logits_BNV, logits_BNV.argmax(axis=2), tuple(k), tuple(v), held_BP)
 
     @property

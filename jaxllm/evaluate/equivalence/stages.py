@@ -19,6 +19,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
 from jaxllm.inputs import check_values
 from jaxllm.models import family
+from jaxllm.models.family import Family
 from jaxllm.models.layers import Trace
 from jaxllm.ops.entries import dense
 from jaxllm.steps import run
@@ -29,8 +30,10 @@ from jaxllm.whole import whole_array
 def stage_names(model_type: str, layers: int) -> list[str]:
     """Every stage's name, in the order of computation. Raises ConfigError for no such family."""
     f = family(model_type)
-    within = [f.attention_norm, "q", "k", "v", "heads", f.attention]
-    within += [f.mlp_norm, f"{f.mlp_down}.input", "mlp"]
+    within = [f.attention_norm] if f.attention_norm else []
+    within += ["q", "k", "v", "heads", f.attention]
+    within += [f.mlp_norm] if f.mlp_norm else []
+    within += [f"{f.mlp_down}.input", "mlp"]
     found = [f.embeddings]
     for path in (f"{f.layers}.{i}" for i in range(layers)):
         found += [*(f"{path}.{part}" for part in within), path]
@@ -62,7 +65,8 @@ def stages(
     segments = () if cache is None else cache.segments
     trace = _trace(model, params, segments, token_BT, position_BT)
     names = stage_names(model.config.model_type, len(trace.layers))
-    return dict(zip(names, _arrays(trace), strict=True))
+    family_row = family(model.config.model_type)
+    return dict(zip(names, _arrays(trace, family_row), strict=True))
 
 
 def check_tokens(
@@ -91,11 +95,13 @@ def _trace(
     return run(model, params, tuple(segments), token_BT, position_BT)[0]
 
 
-def _arrays(trace: Trace) -> Iterator[jax.Array]:
+def _arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
     """The trace's stages, in the order of `stage_names`."""
     yield trace.embeddings
     for layer in trace.layers:
         q, k, v, heads, x, _ = layer.attention
-        yield from (layer.attention_norm, q, dense(k), dense(v), heads, x)
-        yield from (layer.mlp_norm, layer.mlp_hidden, layer.mlp, layer.x)
+        yield from (layer.attention_norm,) if row.attention_norm else ()
+        yield from (q, dense(k), dense(v), heads, x)
+        yield from (layer.mlp_norm,) if row.mlp_norm else ()
+        yield from (layer.mlp_hidden, layer.mlp, layer.x)
     yield from (trace.norm, trace.logits)
