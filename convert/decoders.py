@@ -38,6 +38,7 @@ ATTENTION_BIAS = Field("attention_bias", "attention_bias", False)
 MLP_BIAS = Field("mlp_bias", "mlp_bias", False)
 SLIDING = Field("sliding_window", "sliding_window", None)
 LAYER_TYPES = Field("layer_types", "layer_types", None)
+DIVISORS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 
 
@@ -175,5 +176,7 @@ def read_rope(
         complaints.append(f"rope_type {kind!r} needs {', '.join(missing)}")
     if complaints:
         return None
-    lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-    return Rope(**{k: v for k, v in lists.items() if k in used})
+    for name in DIVISORS & set(settings):
+        if isinstance(settings[name], list):
+            settings[name] = tuple(settings[name])
+    return Rope(**{k: v for k, v in settings.items() if k in used})

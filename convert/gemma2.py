@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, No
 GEMMA2 = table(
     "Gemma2",
     *GEMMA,
+    Field("max_position_embeddings", "max_position_embeddings", 8192),
     Field("attn_logit_softcapping", "attn_logit_softcapping", None),
     Field("final_logit_softcapping", "final_logit_softcapping", None),
     allowed=ALLOWED,

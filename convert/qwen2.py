@@ -12,7 +12,8 @@ WINDOWS = (  # which are read into layer_types and sliding_window, and need not 
     Field("use_sliding_window", "use_sliding_window", False),
     Field("max_window_layers", "max_window_layers", 28),
 )
-QWEN2 = table("Qwen2", SLIDING, LAYER_TYPES, *WINDOWS)
+CONTEXT = Field("max_position_embeddings", "max_position_embeddings", 32768)
+QWEN2 = table("Qwen2", CONTEXT, SLIDING, LAYER_TYPES, *WINDOWS)
 
 READS = {"qwen2": QWEN2}
 

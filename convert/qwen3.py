@@ -6,11 +6,11 @@ from typing import Any
 from jaxllm.models.qwen3 import Qwen3Config
 
 from .decoders import ATTENTION_BIAS, LAYER_TYPES, SLIDING, read_decoder, table, write_decoder
-from .qwen2 import WINDOWS, windows, written_windows
+from .qwen2 import CONTEXT, WINDOWS, windows, written_windows
 from .tables import Architecture, Field
 
 HEAD_DIM = Field("head_dim", "head_dim", 128)
-QWEN3 = table("Qwen3", HEAD_DIM, ATTENTION_BIAS, SLIDING, LAYER_TYPES, *WINDOWS)
+QWEN3 = table("Qwen3", CONTEXT, HEAD_DIM, ATTENTION_BIAS, SLIDING, LAYER_TYPES, *WINDOWS)
 
 READS = {"qwen3": QWEN3}
 

@@ -116,8 +116,13 @@ class Rope:
     def complaints(self, head_dim: int) -> list[str]:
         """What is wrong with it for heads of that size."""
         width, found = self.width(head_dim), list[str]()
-        if width < 2 or width % 2:
-            found.append(f"rotary positions turn pairs of a head's numbers, not {width} of them")
+        if self.partial_rotary_factor is None and head_dim % 2:
+            found.append(f"head_dim must be even for rotary positions, got {head_dim}")
+        elif width < 2 or width % 2:
+            found.append(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {head_dim} turns"
+                f" {width} numbers, which are no pairs"
+            )
         if self.rope_type == "dynamic" and width == 2:
             found.append("dynamic rotary scaling needs a head_dim above 2")
         lists = {n: getattr(self, n) for n in ("short_factor", "long_factor", "divisors")}

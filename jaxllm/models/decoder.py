@@ -303,9 +303,14 @@ class Decoder(nn.Module):
 
 
 def family(
-    config: type[DecoderConfig], module: type[Decoder], aliases: tuple[str, ...] = ()
+    config: type[DecoderConfig],
+    module: type[Decoder],
+    aliases: tuple[str, ...] = (),
+    embeddings: str = "embed_tokens",
 ) -> Family:
-    """The row of a family of this kind."""
+    """The row of a family of this kind. embeddings: their stage's name, "embeddings" where they are
+    not what transformers' module `embed_tokens` puts out.
+    """
     block = module.block
     assert issubclass(block, Block)
     before, _, before_mlp, _ = block.norms
@@ -314,7 +319,7 @@ def family(
         module=module,
         tokens="embed_tokens",
         positions=None,
-        embeddings="embed_tokens",
+        embeddings=embeddings,
         layers="layers",
         attention_norm=before,
         attention="attention",

@@ -49,4 +49,4 @@ class Granite(Decoder):
     config: GraniteConfig
 
 
-FAMILY = family(GraniteConfig, Granite)
+FAMILY = family(GraniteConfig, Granite, embeddings="embeddings")

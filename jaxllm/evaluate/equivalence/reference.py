@@ -24,7 +24,7 @@ from jaxllm.weights.leaves.arrays import DTYPES
 TAPS = "jaxllm_taps"
 
 # Stages of ours that go by another name there.
-MODULES = {"attention": "self_attn", "embeddings": "drop"}
+MODULES = {"attention": "self_attn"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +149,9 @@ class Transformers:
                 path, _, last = name.rpartition(".")
                 if last in ("q", "k", "v", "heads", "logits"):
                     continue
-                if last == "input":
-                    linear = body.get_submodule(path)
-                    stack.callback(linear.register_forward_pre_hook(tap(name)).remove)
+                if last in ("input", "embeddings"):
+                    module = body.get_submodule(path if last == "input" else f"{layers}.0")
+                    stack.callback(module.register_forward_pre_hook(tap(name)).remove)
                     continue
                 module = body.get_submodule(".".join(filter(None, [path, MODULES.get(last, last)])))
                 stack.callback(module.register_forward_hook(tap(name)).remove)
