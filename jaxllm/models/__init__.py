@@ -21,10 +21,12 @@ from jaxllm.models import (
     gpt2,
     granite,
     llama,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from jaxllm.models.family import Family
@@ -46,6 +48,8 @@ FAMILIES: dict[str, Family] = {
         olmo2,
         smollm3,
         granite,
+        mixtral,
+        qwen3_moe,
     )
 }
 
