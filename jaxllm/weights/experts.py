@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
@@ -46,11 +47,20 @@ def _multiply(digits: int) -> Callable[..., Products]:
     def multiply(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
         return _on_each_platform(digits, x_AI, stacks, expert_A)
 
-    @multiply.defjvp
+    @partial(multiply.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
-        x_AI, stacks, expert_A = primals
-        smooth = partial(_smooth, expert_A)
-        return multiply(*primals), jax.jvp(smooth, (x_AI, stacks), tangents[:2])[1]
+        leaves, form = jax.tree.flatten(primals[:2])
+        slopes = jax.tree.leaves(tangents[:2])
+        # Experts that are not trained cost nothing here.
+        moving = [i for i, slope in enumerate(slopes) if not isinstance(slope, SymbolicZero)]
+
+        def smooth(*moved: jax.Array) -> Products:
+            some = dict(zip(moving, moved, strict=True))
+            x_AI, stacks = form.unflatten([some.get(i, x) for i, x in enumerate(leaves)])
+            return _smooth(x_AI, stacks, primals[2])
+
+        old, new = ([values[i] for i in moving] for values in (leaves, slopes))
+        return multiply(*primals), jax.jvp(smooth, old, new)[1]
 
     return jax.jit(multiply)
 
@@ -128,7 +138,7 @@ def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array, width: int) 
     return jnp.where(known_A[:, None], y_AO, 0.0)
 
 
-def _smooth(expert_A: jax.Array, x_AI: jax.Array, stacks: Stacks) -> Products:
+def _smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     """The same products, of whose derivatives none passes over all matrices for each row."""
     found = []
     for stack in stacks:

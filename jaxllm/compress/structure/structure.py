@@ -60,6 +60,8 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
     from 1 to as many as there are.
     """
     width = _WIDTHS[kind]
+    if not width.members(models.family(config.model_type)):
+        raise ConfigError(f"{kind} of {config.model_type} cannot be cut: its MLPs are experts")
     if not 1 <= count <= width.count(config):
         raise ConfigError(f"of {width.count(config)} {kind} 1 at least stay, got {count}")
     try:
