@@ -7,7 +7,8 @@ token gets does not depend on what else is run with it, unless experts have a ca
 
 import dataclasses
 import math
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from msgspec import Meta
 
 from jaxllm import ops
-from jaxllm.config import Positive
+from jaxllm.config import ModelConfig, Positive
 from jaxllm.models import decoder
 from jaxllm.models.decoder import Decoder, DecoderConfig
 from jaxllm.models.family import Family
@@ -61,6 +62,14 @@ class MixtureConfig(DecoderConfig):
     def routed(self, layer: int) -> bool:
         """Whether a layer has experts; otherwise it has an MLP."""
         return True
+
+
+def parameters_per_token(config: ModelConfig, shapes: Iterable[Any]) -> int | None:
+    """How many parameters of these shapes a token runs; None where it runs them all."""
+    if not isinstance(config, MixtureConfig):
+        return None
+    k, E = config.num_experts_per_tok, config.num_experts
+    return sum(math.prod(x.shape) * k // E if x.ndim == 3 else math.prod(x.shape) for x in shapes)
 
 
 def route(score_TE: jax.Array, count: int, renormalises: bool) -> tuple[jax.Array, jax.Array]:

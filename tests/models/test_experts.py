@@ -37,7 +37,8 @@ def logits(model: Any, params: Any, ids: np.ndarray) -> np.ndarray:
     return np.asarray(jaxllm.forward(model, params, None, ids).logits)
 
 
-def test_of_equal_scores_the_first_experts_are_taken_as_by_torch() -> None:
+def test_of_equal_scores_the_first_experts_are_taken() -> None:
+    """torch takes any of them, as it happens: on a CPU often the last."""
     scores = np.zeros((3, 8), np.float32)
     scores[1, [2, 5, 6]] = 1.0
     scores[2, 7] = -1.0
@@ -45,7 +46,6 @@ def test_of_equal_scores_the_first_experts_are_taken_as_by_torch() -> None:
     order = np.argsort(-scores, axis=1, kind="stable")[:, :3]
     np.testing.assert_array_equal(expert, order)
     of_torch = torch.topk(torch.tensor(scores).softmax(-1), 3, dim=-1)
-    np.testing.assert_array_equal(of_torch.indices, order)
     np.testing.assert_allclose(weight.sum(axis=1), 1, rtol=1e-6)
     # The softmax over all and then of the chosen is the softmax of the chosen.
     chosen = np.take_along_axis(scores, order, 1)
@@ -136,7 +136,7 @@ def test_configurations_are_read_in_either_spelling_and_impossible_ones_refused(
         read_config({**qwen, "num_experts": 7, "decoder_sparse_step": 0})
 
 
-@pytest.mark.parametrize("format", ["int4", "int8"])
+@pytest.mark.parametrize("format", ["int4", pytest.param("int8", marks=pytest.mark.full)])
 def test_quantized_stacks_are_saved_loaded_and_written_for_others(
     twin: Twin, tmp_path: Path, format: str
 ) -> None:
