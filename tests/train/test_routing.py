@@ -1,5 +1,6 @@
 """Training mixtures: the auxiliary loss as transformers has it, a capacity, adapters, upcycling."""
 
+import json
 from pathlib import Path
 from typing import Any
 
