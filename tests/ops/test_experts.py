@@ -64,7 +64,9 @@ def _disabled(disabled: bool, run: Any) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in DAILY else pytest.mark.full) for n in FORMATS]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rows_bits_are_those_of_linear_on_every_set(name: str, dtype: str) -> None:
     gate, down = stack(name), stack(name, 7, seed=3)

@@ -127,6 +127,7 @@ def one_step(job: jobs.Job) -> dict[str, np.ndarray]:
     return {path: np.asarray(x) for path, x in state.trained.items()}
 
 
+@pytest.mark.full
 def test_an_adapter_beside_a_mixtures_attention_trains_over_quantized_experts(twin: Twin) -> None:
     small = quantize(twin.params, "int8")
     lm = lm_of(twin.model, small)
@@ -135,6 +136,10 @@ def test_an_adapter_beside_a_mixtures_attention_trains_over_quantized_experts(tw
     before, after = split(job.params, job.rules)[0], one_step(job)
     assert {path.split(".")[3] for path in after} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert any((after[path] != np.asarray(before[path])).any() for path in after)
+
+
+def test_experts_and_routers_take_no_adapter(twin: Twin) -> None:
+    lm = lm_of(twin.model, twin.params)
     for name in ("w1", "gate", "experts", "gate_proj"):
         with pytest.raises(ConfigError, match="experts and routers take none"):
             jobs.lora(lm, LoraConfig(r=2, target_modules=(name,)))
@@ -153,16 +158,22 @@ def test_a_capacity_and_a_loss_are_for_mixtures_and_stay_out_of_the_result(twin:
         balanced(job, -1.0)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])
-def test_an_upcycled_model_says_what_the_dense_one_said(family: str) -> None:
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [("llama", "float32"), pytest.param("llama", "int4", marks=FULL),
+     pytest.param("qwen3", "int8", marks=FULL)],
+)  # fmt: skip
+def test_an_upcycled_model_says_what_the_dense_one_said(family: str, format: str) -> None:
     """The weights of a token's experts add up to 1 but for their rounding: 1e-6 of the logits."""
     model, params = random_model(family, num_hidden_layers=1)
-    ids = tokens(2, 17)
-    for some in (params, quantize(params, "int4")):
-        dense = logits(model, some, ids)
-        made = upcycled(lm_of(model, some), 5, 2, seed=3)
-        mixed = logits(made.model, made.params, ids)
-        np.testing.assert_allclose(mixed, dense, rtol=0, atol=1e-6 * np.abs(dense).max())
+    ids, some = tokens(2, 17), quantize(params, format)
+    dense = logits(model, some, ids)
+    made = upcycled(lm_of(model, some), 5, 2, seed=3)
+    mixed = logits(made.model, made.params, ids)
+    np.testing.assert_allclose(mixed, dense, rtol=0, atol=1e-6 * np.abs(dense).max())
     alone = upcycled(lm_of(model, some), 5, 1)  # one expert's weight is 1: the same bits
     np.testing.assert_array_equal(logits(alone.model, alone.params, ids), dense)
     wanted = models.param_shapes(made.model)
