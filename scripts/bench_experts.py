@@ -23,6 +23,7 @@ import numpy as np
 import jaxllm
 from jaxllm import models
 from jaxllm.config import ModelConfig, Rope
+from jaxllm.models.experts import share_read
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.mixtral import MixtralConfig
 from jaxllm.ops import native
@@ -88,9 +89,8 @@ def active(config: ModelConfig, params: Params) -> float:
     for path, leaf in flatten(params):
         if "embed_tokens" in path:
             continue
-        stack = isinstance(config, MixtralConfig) and ".experts." in path
-        share = config.num_experts_per_tok / config.num_experts if stack else 1.0  # type: ignore[attr-defined]
-        total += as_leaf(leaf).nbytes * share
+        stored = as_leaf(leaf)
+        total += stored.nbytes * share_read(config, stored.ndim)
     return total / 1e9
 
 

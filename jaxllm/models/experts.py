@@ -7,8 +7,7 @@ token gets does not depend on what else is run with it, unless experts have a ca
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import flax.linen as nn
 import jax
@@ -64,12 +63,13 @@ class MixtureConfig(DecoderConfig):
         return True
 
 
-def parameters_per_token(config: ModelConfig, shapes: Iterable[Any]) -> int | None:
-    """How many parameters of these shapes a token runs; None where it runs them all."""
-    if not isinstance(config, MixtureConfig):
-        return None
-    k, E = config.num_experts_per_tok, config.num_experts
-    return sum(math.prod(x.shape) * k // E if x.ndim == 3 else math.prod(x.shape) for x in shapes)
+def share_read(config: ModelConfig, ndim: int, tokens: int = 1) -> float:
+    """The most of a parameter of so many axes that a step of so many tokens reads: of a stack the
+    experts that they run, if all run others.
+    """
+    if not isinstance(config, MixtureConfig) or ndim < 3:
+        return 1.0
+    return min(1.0, tokens * config.num_experts_per_tok / config.num_experts)
 
 
 def route(score_TE: jax.Array, count: int, renormalises: bool) -> tuple[jax.Array, jax.Array]:

@@ -6,6 +6,7 @@ to 1, the mixture computes what the model did, whoever is chosen, up to the roun
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,10 +47,7 @@ def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
     params, key = dict(lm.params), jax.random.key(seed)
     for number in range(config.num_hidden_layers):
         name = f"{models.family(config.model_type).layers}.{number}"
-        stacks = map_leaves(
-            lambda path, leaf, at=name: _copies(f"{at}.mlp.{path}", leaf, experts),
-            params[name]["mlp"],
-        )
+        stacks = map_leaves(partial(_copies, experts, f"{name}.mlp."), params[name]["mlp"])
         own = jax.random.fold_in(key, number)
         gate = DEVIATION * jax.random.normal(own, (experts, config.hidden_size))
         gate = gate.astype(DTYPES[lm.model.precision.weights])
@@ -59,9 +57,10 @@ def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
     return dataclasses.replace(lm, config=config, model=model, params=params, recipe=())
 
 
-def _copies(path: str, leaf: Any, count: int) -> Any:
-    if as_leaf(leaf).composed or not can_stack(format_of(leaf)):
-        raise ConfigError(f"{path} is {format_of(leaf)}, which experts cannot be: dequantize first")
+def _copies(count: int, where: str, path: str, leaf: Any) -> Any:
+    name = format_of(leaf)
+    if as_leaf(leaf).composed or not can_stack(name):
+        raise ConfigError(f"{where}{path} is {name}, which experts cannot be: dequantize first")
     return jax.tree.map(lambda x: jnp.repeat(x[None], count, axis=0), leaf)
 
 

@@ -56,8 +56,8 @@ def _multiply(digits: int) -> Callable[..., Products]:
 
         def smooth(*moved: jax.Array) -> Products:
             some = dict(zip(moving, moved, strict=True))
-            x_AI, stacks = form.unflatten([some.get(i, x) for i, x in enumerate(leaves)])
-            return _smooth(x_AI, stacks, primals[2])
+            whole = [some.get(i, x) for i, x in enumerate(leaves)]
+            return _smooth(*jax.tree.unflatten(form, whole), primals[2])
 
         old, new = ([values[i] for i in moving] for values in (leaves, slopes))
         return multiply(*primals), jax.jvp(smooth, old, new)[1]
@@ -140,13 +140,12 @@ def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array, width: int) 
 
 def _smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     """The same products, of whose derivatives none passes over all matrices for each row."""
-    found = []
-    for stack in stacks:
-        if isinstance(stack, Leaf):
-            found += _plain(3, x_AI, (stack,), expert_A)
-        else:
-            found.append(_ragged(x_AI, stack, expert_A))
-    return tuple(found)
+    return tuple(
+        _plain(3, x_AI, (stack,), expert_A)[0]
+        if isinstance(stack, Leaf)
+        else _ragged(x_AI, stack, expert_A)
+        for stack in stacks
+    )
 
 
 def _ragged(x_AI: jax.Array, stack_EOI: jax.Array, expert_A: jax.Array) -> jax.Array:

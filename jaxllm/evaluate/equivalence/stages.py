@@ -112,6 +112,6 @@ def _arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
         yield from (q, dense(k), dense(v), heads, x)
         yield from (layer.mlp_norm,) if row.mlp_norm else ()
         yield from () if layer.router is None else (layer.router,)
-        yield from (layer.mlp_hidden,) if row.mlp_down else ()
+        yield from () if layer.mlp_hidden is None else (layer.mlp_hidden,)
         yield from (layer.mlp, layer.x)
     yield from (trace.norm, trace.logits)
