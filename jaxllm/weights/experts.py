@@ -133,8 +133,8 @@ def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array, width: int) 
         x_RI, expert = part
         return as_leaf(jax.tree.map(lambda piece: piece[expert], stack)).product(x_RI)
 
-    y_GRO = jax.lax.map(block, (x_GRI.reshape(count, width, -1), expert_G))
-    y_AO = y_GRO.reshape(count * width, -1).at[at_A].get(mode="clip")
+    y_GRO = jax.lax.map(block, (x_GRI.reshape(count, width, x_AI.shape[1]), expert_G))
+    y_AO = y_GRO.reshape(count * width, stack.shape[1]).at[at_A].get(mode="clip")
     return jnp.where(known_A[:, None], y_AO, 0.0)
 
 
@@ -156,7 +156,7 @@ def _ragged(x_AI: jax.Array, stack_EOI: jax.Array, expert_A: jax.Array) -> jax.A
     order_A = jnp.argsort(expert_A, stable=True)
     if x_AI.dtype != stack_EOI.dtype:
         x_AI, stack_EOI = x_AI.astype(jnp.float32), stack_EOI.astype(jnp.float32)
-    sorted_AO = jax.lax.ragged_dot(
-        x_AI[order_A], stack_EOI.swapaxes(1, 2), rows_E, preferred_element_type=jnp.float32
-    )
-    return jnp.where(known_A[:, None], sorted_AO[jnp.argsort(order_A)], 0.0)
+    # In x's own format, so that the gradient's products are too; the value is not taken from here.
+    sorted_AO = jax.lax.ragged_dot(x_AI[order_A], stack_EOI.swapaxes(1, 2), rows_E)
+    y_AO = sorted_AO[jnp.argsort(order_A)].astype(jnp.float32)
+    return jnp.where(known_A[:, None], y_AO, 0.0)

@@ -10,7 +10,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.experts import expert_linears
-from jaxllm.weights.formats import as_format, dense
+from jaxllm.weights.formats import as_format, as_leaf, dense
 from jaxllm.weights.linear import linear
 from jaxllm.weights.quantize import quantize
 
@@ -88,6 +88,26 @@ def test_a_rows_bits_are_those_of_linear_on_every_set(name: str, dtype: str) -> 
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["bfloat16", "int4-g64"])
+def test_many_rows_have_the_bits_of_linears_kernel_for_many(name: str) -> None:
+    """Each expert's rows as if they were multiplied with it alone: by a matrix unit, if any."""
+    weight, expert = (
+        stack(name),
+        np.sort(np.random.default_rng(1).integers(0, E, 90)).astype(np.int32),
+    )
+    x = jnp.asarray(numbers(90, D, seed=2)).astype(jnp.bfloat16)
+    if native.has_many():
+        assert native.path(as_leaf(weight).matrix().kind, "bfloat16").beyond == "many"
+    (y,) = expert_linears(x, [weight], expert)
+    many = native.has_many()
+    for number in range(E):
+        mine = expert == number
+        one = as_leaf(of(weight, number)).matrix()
+        (alone,) = native.linear(x[mine], [one], columns=D, many=many)
+        np.testing.assert_array_equal(np.asarray(y)[mine], np.asarray(alone))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_no_expert_is_copied_out_of_its_stack() -> None:
     """The program has the custom call, and nothing of the size of a matrix beside it."""
     weight, expert = stack("int4"), jnp.asarray([1, 4], jnp.int32)
@@ -114,6 +134,25 @@ def test_value_and_gradient_are_those_of_all_experts_with_a_mask() -> None:
     wide = jnp.asarray(small.dense())
     pair = (jax.jit(jax.grad(f))(x, w) for f, w in ((masked, wide), (ours, small)))
     np.testing.assert_allclose(*pair, rtol=2e-4, atol=1e-2)
+
+
+def test_half_precision_has_a_gradient_of_its_own_format() -> None:
+    weight, x = stack("bfloat16"), jnp.asarray(numbers(6, D, seed=2)).astype(jnp.bfloat16)
+    expert = np.array([1, 0, 4, -1, 1, 1], np.int32)
+
+    def ours(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.square(expert_linears(x, [weight], expert)[0]).sum()
+
+    def masked(x: jax.Array, weight: jax.Array) -> jax.Array:
+        chosen_AE = jax.nn.one_hot(expert, E)
+        return jnp.square(jnp.einsum("eoi,ai,ae->ao", weight, x, chosen_AE)).sum()
+
+    found = jax.jit(jax.grad(ours, (0, 1)))(x, weight)
+    wide = jax.grad(masked, (0, 1))(x.astype(jnp.float32), weight.astype(jnp.float32))
+    for mine, exact in zip(found, wide, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        off = np.abs(np.asarray(mine, np.float32) - np.asarray(exact)).max()
+        assert off < 0.02 * np.abs(np.asarray(exact)).max()
 
 
 def test_what_is_no_stack_of_matrices_is_refused() -> None:
