@@ -13,7 +13,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm import models
+from jaxllm import bench, models
+from jaxllm.api import LM
 from jaxllm.checkpoint import dequantized, open_native
 from jaxllm.convert.engine import open_hf, read_config, write_hf
 from jaxllm.errors import CheckpointError, ConfigError
@@ -169,6 +170,27 @@ def test_a_token_gets_the_same_whatever_runs_with_it_and_padding_runs_no_expert(
     np.testing.assert_allclose(together.logits[:1], alone.logits, rtol=1e-5, atol=1e-5)
     mlp = np.asarray(together.layers[0].mlp)
     np.testing.assert_array_equal(mlp.any(axis=2), at >= 0)
+
+
+def test_weights_that_are_not_renormalised_are_those_of_transformers(tmp_path: Path) -> None:
+    changes = {"norm_topk_prob": False, "mlp_only_layers": [], "sliding_window": 4}
+    save_random(tmp_path, "qwen3_moe", num_hidden_layers=1, use_sliding_window=True, **changes)
+    raw = load_twin(tmp_path)
+    ids = tokens(2, 11)
+    assert_close(logits(raw.model, raw.params, ids), raw.logits(ids))
+    same = models.build(replace(raw.config, norm_topk_prob=True))
+    assert np.abs(logits(same, raw.params, ids) - raw.logits(ids)).max() > 1e-2
+
+
+def test_a_token_reads_its_own_experts_alone(twin: Twin) -> None:
+    lm = LM(twin.config, twin.model, twin.params, None, {}, Path("mixture"))
+    sizes = {path: leaf.nbytes for path, leaf in flatten(twin.params) if "embed" not in path}
+    stacks = sum(size for path, size in sizes.items() if ".experts." in path)
+    assert stacks == 3 * 5 * 56 * 48 * 4
+    rest = sum(sizes.values()) - stacks
+    assert bench.weight_bytes(lm) == rest + stacks * 2 // 5
+    assert bench.weight_bytes(lm, 2) == rest + stacks * 4 // 5  # at most
+    assert bench.weight_bytes(lm, 3) == rest + stacks
 
 
 def test_a_capacity_takes_first_choices_first_and_drops_the_rest() -> None:
