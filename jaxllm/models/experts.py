@@ -178,6 +178,4 @@ class Block(decoder.Block):
 def family(config: type[MixtureConfig], module: type[Decoder]) -> Family:
     """The row of a family of this kind: linears that every token runs are those of attention."""
     row = decoder.family(config, module)
-    return dataclasses.replace(
-        row, mlp_down=None, router="mlp.gate", sites=row.sites[:2], channels=()
-    )
+    return dataclasses.replace(row, router="mlp.gate", sites=row.sites[:2], channels=())

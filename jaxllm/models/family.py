@@ -42,10 +42,10 @@ class Family:
     another name. tokens, positions: the paths of the tables of tokens and of learned positions
     (None: there is none). The rest is what stages are called: embeddings, norm, and within the
     layers, whose path is `layers`, the norms before attention and before the MLP (None: there is
-    none), attention, the MLP's last linear (None: experts have it), and the router of experts. In
-    a family of experts some layers may have none. block: the class of a layer. sites: its linears,
-    in the order in which it runs them; no experts. heads, channels: what goes together with a
-    key/value head and its query heads, or with a number of the MLP's hidden ones.
+    none), attention, the MLP's last linear, and what a layer of experts has in its place, their
+    router. block: the class of a layer. sites: its linears, in the order in which it runs them; no
+    experts. heads, channels: what goes together with a key/value head and its query heads, or with
+    a number of the MLP's hidden ones.
     """
 
     config: type[ModelConfig]
@@ -57,7 +57,7 @@ class Family:
     attention_norm: str | None
     attention: str
     mlp_norm: str | None
-    mlp_down: str | None
+    mlp_down: str
     norm: str
     block: type[nn.Module]
     sites: tuple[Site, ...]

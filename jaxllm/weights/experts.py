@@ -57,7 +57,8 @@ def _multiply(digits: int) -> Callable[..., Products]:
         def smooth(*moved: jax.Array) -> Products:
             some = dict(zip(moving, moved, strict=True))
             whole = [some.get(i, x) for i, x in enumerate(leaves)]
-            return _smooth(*jax.tree.unflatten(form, whole), primals[2])
+            x_AI, stacks = jax.tree.unflatten(form, whole)
+            return _smooth(x_AI, stacks, primals[2])
 
         old, new = ([values[i] for i in moving] for values in (leaves, slopes))
         return multiply(*primals), jax.jvp(smooth, old, new)[1]

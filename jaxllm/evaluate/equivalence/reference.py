@@ -108,7 +108,9 @@ class Transformers:
         return stage_names(
             self._family,
             self.model.config.num_hidden_layers,
-            lambda layer: f"{row.layers}.{layer}.{row.router}" in modules,
+            lambda layer: (
+                row.router is not None and f"{row.layers}.{layer}.{row.router}" in modules
+            ),
         )
 
     @property

@@ -41,9 +41,8 @@ def stage_names(
     within += [f.mlp_norm] if f.mlp_norm else []
     found = [f.embeddings]
     for i in range(layers):
-        path, last = f"{f.layers}.{i}", [f.router] if f.router and routed(i) else []
-        last += [f"{f.mlp_down}.input"] if f.mlp_down else []
-        found += [*(f"{path}.{part}" for part in (*within, *last, "mlp")), path]
+        path, last = f"{f.layers}.{i}", f.router if routed(i) else f"{f.mlp_down}.input"
+        found += [*(f"{path}.{part}" for part in (*within, last, "mlp")), path]
     return [*found, f.norm, "logits"]
 
 
@@ -111,7 +110,6 @@ def _arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
         yield from (layer.attention_norm,) if row.attention_norm else ()
         yield from (q, dense(k), dense(v), heads, x)
         yield from (layer.mlp_norm,) if row.mlp_norm else ()
-        yield from () if layer.router is None else (layer.router,)
-        yield from () if layer.mlp_hidden is None else (layer.mlp_hidden,)
+        yield from (x for x in (layer.router, layer.mlp_hidden) if x is not None)  # one of them
         yield from (layer.mlp, layer.x)
     yield from (trace.norm, trace.logits)
