@@ -1,10 +1,10 @@
 """Flax modules that name parameters and call `ops`; a file's name is its `model_type`.
 
-llama, gpt2, qwen2, qwen3, gemma2, gemma3_text, phi3, olmo2, smollm3, granite: the families, a row
-each in `FAMILIES`; family: what a row says. decoder: what most of them are; modules: what names
-parameters; layers: what is computed. A family's file has its configuration too, which says what its
-rotary settings and windows are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its
-table in `convert` says.
+llama, gpt2, qwen2, qwen3, gemma2, gemma3_text, phi3, olmo2, smollm3, granite, mixtral, qwen3_moe:
+the families, a row each in `FAMILIES`; family: what a row says. decoder: what most of them are;
+experts: those of which a token runs a part; modules: what names parameters; layers: what is
+computed. A family's file has its configuration too, which says what its rotary settings and windows
+are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says.
 """
 
 from functools import cache
@@ -23,10 +23,12 @@ from jaxllm.models import (
     gpt2,
     granite,
     llama,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from jaxllm.models.family import Family
@@ -48,6 +50,8 @@ FAMILIES: dict[str, Family] = {
         olmo2,
         smollm3,
         granite,
+        mixtral,
+        qwen3_moe,
     )
 }
 
