@@ -169,7 +169,7 @@ def _ours(
     known = {HEAD, *dict(flatten(param_shapes(build(config)))), *their_names(linears)}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        path = name.removeprefix(table.prefix)
+        path = HEAD if name == table.head else name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
         theirs = any(layout.knows(path) for layout in table.layouts)

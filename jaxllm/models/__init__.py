@@ -1,8 +1,10 @@
 """Flax modules that name parameters and call `ops`; a file's name is its `model_type`.
 
-llama, gpt2: the families, a row each in `FAMILIES`; family: what a row says; layers: what they
-share. A family's file has its configuration too, which says what its rotary settings and windows
-are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says.
+gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, olmo2, phi3, qwen2, qwen3, smollm3: the
+families, a row each in `FAMILIES`. decoder: what most of them are; family: what a row says; modules
+and layers: what they share. A family's file has its configuration too, which says what its rotary
+settings and windows are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table
+in `convert` says; docs/add_a_family.md goes through all of it.
 """
 
 from functools import cache
@@ -19,6 +21,7 @@ from jaxllm.models import (
     gemma2,
     gemma3_text,
     gpt2,
+    gpt_neox,
     granite,
     llama,
     olmo2,
@@ -46,6 +49,7 @@ FAMILIES: dict[str, Family] = {
         olmo2,
         smollm3,
         granite,
+        gpt_neox,
     )
 }
 

@@ -336,6 +336,8 @@ def _between(
 
 def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """One below the other along the first axis; of one format, and one shape but for that axis."""
+    if len(tensors) == 1:
+        return tensors[0]
     shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
     return _one_by_one(tensors, shape, lambda: np.concatenate([t.read() for t in tensors]))
 
@@ -359,7 +361,8 @@ def _one_by_one(
         for tensor in tensors:
             tensor.release()
 
-    return LazyTensor(tensors[0].dtype, shape, read, release, parts)
+    # What has one axis is one row, and its parts would be shorter ones.
+    return LazyTensor(tensors[0].dtype, shape, read, release, parts if len(shape) > 1 else None)
 
 
 def _viewer(whole: mmap.mmap) -> Callable[[int, int], np.ndarray]:
