@@ -3,7 +3,8 @@
 `python -m convert SRC DST` writes the native form, `--to-hf` a Hugging Face directory.
 
 engine: runs a table; tables: what one may say; layouts: of matrices that lie otherwise there;
-decoders: what the tables of most families share. The tables: gpt2, gpt_neox, llama, gemma2,
-gemma3_text, granite, olmo2, phi3, qwen2, qwen3, smollm3. What GPTQ and AWQ have quantized: scheme
-says how, codes takes their words apart, quantized makes leaves of them.
+decoders: what the tables of most families share; flaxfiles: weights of transformers 4's Flax
+classes. The tables: gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, olmo2, phi3, qwen2, qwen3,
+smollm3. What GPTQ and AWQ have quantized: scheme says how, codes takes their words apart, quantized
+makes leaves of them.
 """

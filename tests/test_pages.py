@@ -1,15 +1,20 @@
 """The pages in docs/ tell the truth: what they quote stands in the files, what they run runs."""
 
 import re
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from scripts.family_lines import count
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Run
+from tests.convert.flax_twin import as_flax
+from tests.twins import cut_demo
 
 FAMILY = "docs/add_a_family.md"
+FLAX = "docs/from_flax.md"
 
 
 class Snippet(NamedTuple):
@@ -55,7 +60,25 @@ def test_the_page_counts_lines_rightly() -> None:
         assert tuple(map(int, lines)) == count(name), f"python scripts/family_lines.py {name}"
 
 
-@pytest.mark.parametrize("page", [FAMILY])
+def test_who_comes_from_flax_can_run_the_page(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_flax(cut_demo("gpt2", tmp_path / "my-gpt2"))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for snippet in snippets(FLAX):
+        if snippet.language == "python":
+            exec(compile(snippet.text, FLAX, "exec"), names)
+            continue
+        for command in snippet.text.splitlines():
+            status, _, err = run(*shlex.split(command)[1:])
+            assert status == 0, err
+    assert "KVCache(" in capsys.readouterr().out
+    assert (tmp_path / "my-gpt2-jaxllm" / "config.json").exists()
+    assert (tmp_path / "my-gpt2-hf" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("page", [FAMILY, FLAX])
 def test_files_that_a_page_names_are_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for name in re.findall(r"`((?:jaxllm|convert|tests|docs|scripts)/[\w/]+\.\w+)`", text):

@@ -46,6 +46,7 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 FLOATS = frozenset(_DTYPES[name].name for name in ("F32", "BF16", "F16", "F64"))
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -172,6 +173,12 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
         release = _releaser(whole, begin, end)
         tensors[name] = _between(begin, end, dtype, shape, raw, release)
     return tensors
+
+
+def tensor_at(path: Path, begin: int, dtype: np.dtype, shape: tuple[int, ...]) -> LazyTensor:
+    """The tensor that begins at that byte of a file, row by row, in the machine's byte order."""
+    end = begin + math.prod(shape) * dtype.itemsize
+    return _between(begin, end, dtype, shape, _reader(path), lambda: None)
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
