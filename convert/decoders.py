@@ -48,10 +48,11 @@ def table(
     allowed: Mapping[str, tuple[Any, ...]] | None = None,
     ignored: frozenset[str] = frozenset(),
     but: tuple[str, ...] = (),
+    prefix: str = "model.",
     **more: Any,
 ) -> Architecture:
     """A family's table. architecture: the prefix of its classes. fields: beside the common ones,
-    or in their place. but: those that it has not.
+    or in their place. but: those that it has not. more: see `Architecture`.
     """
     own = {f.theirs for f in fields} | {f.ours for f in fields} | set(but)
     common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
@@ -60,8 +61,8 @@ def table(
         fields=(*common, *fields),
         allowed={**COMMON_ALLOWED, **(allowed or {})},
         ignored=COMMON_IGNORED | ROPE | {"attention_dropout"} | ignored,
-        skipped=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
-        prefix="model.",
+        skipped=(r"(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq",),
+        prefix=prefix,
         writes_prefix=True,
         **more,
     )
@@ -83,9 +84,9 @@ def read_decoder(
     fields, complaints = read_fields(table, data)
     fields["rope"] = read_rope(data, fields.get("max_position_embeddings"), complaints, theta=theta)
     refuse("config.json", complaints)
-    if fields["num_key_value_heads"] is None:
+    if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    if fields["head_dim"] is None:
+    if fields.get("head_dim") is None:
         fields["head_dim"] = share("hidden_size", fields, "num_attention_heads")
     finish(fields, complaints)
     refuse("config.json", complaints)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Protocol
 
 from jaxllm.config import ModelConfig
@@ -32,18 +33,20 @@ class Layout(Protocol):
 class Fused:
     """A linear of each layer that is several of ours, one below the other.
 
-    theirs, ours: modules' paths within a layer. rows: how many each of ours has.
+    theirs, ours: modules' paths within a layer. rows: how many each of ours has. runs: how often
+    they take turns, with an equal share of their rows each time (GPT-NeoX: once a head).
     """
 
     theirs: str
     ours: tuple[str, ...]
     rows: Callable[[ModelConfig], tuple[int, ...]]
+    runs: Callable[[ModelConfig], int] = lambda config: 1
 
     def knows(self, path: str) -> bool:
         return self._found(path) is not None
 
     def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        made, rows = Tensors(), self.rows(config)
+        made, rows, runs = Tensors(), self.rows(config), self.runs(config)
         for path, tensor in tensors.items():
             found = self._found(path)
             if found is None:
@@ -54,25 +57,34 @@ class Fused:
                     f"{path} has shape {tensor.shape}, config.json makes it {sum(rows)} rows"
                     f" ({' + '.join(map(str, rows))})"
                 )
-            begin = 0
-            for name, count in zip(self.ours, rows, strict=True):
-                made[f"{found[1]}{name}{found[2]}"] = tensor.rows(begin, begin + count)
-                begin += count
+            ends = list(accumulate(rows * runs, lambda end, count: end + count // runs, initial=0))
+            for i, name in enumerate(self.ours):
+                made[f"{found[1]}{name}{found[2]}"] = joined(
+                    [tensor.rows(*ends[j : j + 2]) for j in range(i, len(ends) - 1, len(rows))]
+                )
         return made
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        made, first = Tensors(), re.compile(_within(self.ours[0]))
+        made, first, runs = Tensors(), re.compile(_within(self.ours[0])), self.runs(config)
         for path, tensor in tensors.items():
             found = first.fullmatch(path)
             if found:
-                paths = [f"{found[1]}{name}{found[2]}" for name in self.ours]
-                made[f"{found[1]}{self.theirs}{found[2]}"] = joined([tensors[p] for p in paths])
+                parts = [tensors[f"{found[1]}{name}{found[2]}"] for name in self.ours]
+                made[f"{found[1]}{self.theirs}{found[2]}"] = joined(
+                    [part for run in range(runs) for part in _shares(parts, run, runs)]
+                )
             elif not any(re.fullmatch(_within(name), path) for name in self.ours):
                 made[path] = tensor
         return made
 
     def _found(self, path: str) -> re.Match[str] | None:
         return re.fullmatch(_within(self.theirs), path)
+
+
+def _shares(parts: list[LazyTensor], run: int, runs: int) -> list[LazyTensor]:
+    """Of each its rows in one of so many equal runs."""
+    sizes = [part.shape[0] // runs for part in parts]
+    return [part.rows(run * n, (run + 1) * n) for part, n in zip(parts, sizes, strict=True)]
 
 
 def _within(module: str) -> str:

@@ -35,7 +35,7 @@ class Architecture:
     here and in layouts (`layouts.py`): what is one matrix there and several here, or the other way
     round. transposed: regexes of the matrices that are `[in, out]` there (Conv1D). skipped: of what
     is a buffer, no weight. prefix: before every name but the head's; a checkpoint may lack it.
-    writes_prefix: whether it is written.
+    writes_prefix: whether it is written. head: the output matrix's name there; ours is read too.
     """
 
     architectures: tuple[str, ...]
@@ -47,6 +47,7 @@ class Architecture:
     skipped: tuple[str, ...] = ()
     prefix: str
     writes_prefix: bool
+    head: str = HEAD
 
     def oriented(self, path: str, tensor: LazyTensor) -> LazyTensor:
         """Their tensor as ours, or ours as theirs: a transpose is its own inverse."""
@@ -55,7 +56,9 @@ class Architecture:
 
     def written_name(self, path: str) -> str:
         """The name under which a parameter is written."""
-        return path if path == HEAD or not self.writes_prefix else f"{self.prefix}{path}"
+        if path == HEAD:
+            return self.head
+        return f"{self.prefix}{path}" if self.writes_prefix else path
 
 
 # Bookkeeping, training and generation settings that transformers writes into any config.json.

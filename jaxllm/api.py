@@ -432,8 +432,10 @@ def _download(repo: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(repo, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES])
-        )
+        wanted = ["*.safetensors", "*.json", *TOKENIZER_FILES]
+        found = Path(snapshot_download(repo, allow_patterns=wanted))
+        if not any(found.glob("*.safetensors")):
+            snapshot_download(repo, allow_patterns=["flax_model*.msgpack"])
+        return found
     except Exception as error:  # whatever the network brings, one line of it is what helps
         raise CheckpointError(f"hf:{repo} could not be downloaded: {error!s:.200}") from error

@@ -113,6 +113,13 @@ class Rope:
         """Whether the angles of all tokens change as the text grows."""
         return self.rope_type in ("dynamic", "longrope")
 
+    @property
+    def border(self) -> int | None:
+        """The longest text that is turned by other angles than longer ones; None: there is none."""
+        if self.rope_type != "longrope" or self.short_factor == self.long_factor:
+            return None
+        return self.original_max_position_embeddings
+
     def complaints(self, head_dim: int) -> list[str]:
         """What is wrong with it for heads of that size."""
         width, found = self.width(head_dim), list[str]()
@@ -191,6 +198,11 @@ class ModelConfig:
     def angles_follow_length(self) -> bool:
         """Whether the rotary angles of all tokens change as the text grows."""
         return any(rope.follows_length for rope in self.ropes)
+
+    @property
+    def border(self) -> int | None:
+        """The shortest `Rope.border` of its settings: no cached text can go on beyond it."""
+        return min((r.border for r in self.ropes if r.border is not None), default=None)
 
     def window(self, layer: int) -> int | None:
         """How many of the last positions a query of this layer sees, itself included."""

@@ -128,6 +128,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.5,
         },
     ),
+    "gpt_neox": (
+        "GPTNeoX",
+        {
+            **{k: v for k, v in SQUARE.items() if k not in ("num_key_value_heads", "rms_norm_eps")},
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "layer_norm_eps": 1e-3,
+            "rotary_pct": 0.75,
+            "rotary_emb_base": 500.0,
+        },
+    ),
 }
 
 

@@ -136,12 +136,14 @@ class Attention(nn.Module):
     """Rotary attention whose query heads share key heads in groups.
 
     qk_norm: what queries and keys are normalised over before they are turned, None: they are not.
+    out: what the output projection is called.
     """
 
     config: DecoderConfig
     precision: Precision
     layer: int
     qk_norm: str | None = None
+    out: str = "o_proj"
 
     @nn.compact
     def __call__(self, x: jax.Array, scope: Scope) -> Attended:
@@ -169,7 +171,7 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            Linear(D, bias, p, name="o_proj"),
+            Linear(D, bias, p, name=self.out),
             cache_dtype=p.cache,
             scale=c.attention_scale,
             window=c.window(self.layer),
@@ -255,7 +257,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The model: a table of tokens, blocks, a norm, and logits.
 
-    block: the class of its layers. remat: see `layers.run_block`.
+    block: the class of its layers. tokens: what the table is called. remat: see `layers.run_block`.
     """
 
     config: DecoderConfig
@@ -263,6 +265,7 @@ class Decoder(nn.Module):
     remat: bool = False
 
     block: ClassVar[type[nn.Module]] = Block
+    tokens: ClassVar[str] = "embed_tokens"
 
     @nn.compact
     def __call__(
@@ -291,7 +294,7 @@ class Decoder(nn.Module):
         no attention mass then. document_BT: see `Scope`.
         """
         c, p = self.config, self.precision
-        x, table = Embedding(c.vocab_size, c.hidden_size, name="embed_tokens")(token_BT)
+        x, table = Embedding(c.vocab_size, c.hidden_size, name=self.tokens)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         if c.embedding_scale != 1:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
@@ -302,11 +305,16 @@ class Decoder(nn.Module):
             block = self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
             layers.append(run_block(block, x, scope, self.remat))
             x = layers[-1].x
-        norm = RMSNorm(c.norm_eps, c.norm_plus, name="norm")(x)
+        norm = self.normed(x)
         logits = unembed(c, p, table, pick(norm, column_B))
         if c.logits_scale != 1:
             logits = logits * c.logits_scale
         return Trace(embeddings, tuple(layers), norm, ops.capped(logits, c.logits_cap))
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """What the last layer put out, as logits are made of it."""
+        y: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_plus, name="norm")(x)
+        return y
 
 
 def family(

@@ -46,6 +46,7 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 FLOATS = frozenset(_DTYPES[name].name for name in ("F32", "BF16", "F16", "F64"))
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -172,6 +173,12 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
         release = _releaser(whole, begin, end)
         tensors[name] = _between(begin, end, dtype, shape, raw, release)
     return tensors
+
+
+def tensor_at(path: Path, begin: int, dtype: np.dtype, shape: tuple[int, ...]) -> LazyTensor:
+    """The tensor that begins at that byte of a file, row by row, in the machine's byte order."""
+    end = begin + math.prod(shape) * dtype.itemsize
+    return _between(begin, end, dtype, shape, _reader(path), lambda: None)
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -336,6 +343,8 @@ def _between(
 
 def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """One below the other along the first axis; of one format, and one shape but for that axis."""
+    if len(tensors) == 1:
+        return tensors[0]
     shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
     return _one_by_one(tensors, shape, lambda: np.concatenate([t.read() for t in tensors]))
 
@@ -360,7 +369,8 @@ def _one_by_one(
         for tensor in tensors:
             tensor.release()
 
-    return LazyTensor(tensors[0].dtype, shape, read, release, parts)
+    # What has one axis is one row, and its parts would be shorter ones.
+    return LazyTensor(tensors[0].dtype, shape, read, release, parts if len(shape) > 1 else None)
 
 
 def _viewer(whole: mmap.mmap) -> Callable[[int, int], np.ndarray]:

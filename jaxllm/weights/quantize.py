@@ -20,7 +20,7 @@ POSITIONS: tuple[str, str | None] = (
 ROUTER: tuple[str, str | None] = (r".*mlp\.gate\.weight", None)
 # What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
 # other matrices take fewer, as in llama.cpp's mixtures; they are not pruned where these are.
-_TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
+_TOKENS_AND_HEAD = r"(embed_tokens|embed_in|wte|lm_head)\.weight"
 
 
 def rules_of(rules: Rules) -> list[tuple[str, str | None]]:

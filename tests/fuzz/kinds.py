@@ -34,6 +34,7 @@ from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import rules_of
+from tests.convert.flax_twin import as_flax
 from tests.fuzz.mutate import redigest_cache, redigest_export
 
 SIZES = {
@@ -106,6 +107,11 @@ def _make_shards(directory: Path) -> None:
         save_file({n: x for n, x in tensors.items() if places[n] == file}, directory / file)
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+
+
+def _make_flax(directory: Path) -> None:
+    _make_hf("gpt2")(directory)
+    as_flax(directory, shards=2)
 
 
 def _make_native(directory: Path) -> None:
@@ -292,6 +298,11 @@ KINDS: dict[str, Kind] = {
         _make_shards,
         open_hf,
         ("config.json", "model.safetensors.index.json", "shard-0.safetensors"),
+    ),
+    "flax": Kind(
+        _make_flax,
+        _use_checkpoint,
+        ("flax_model-00001-of-00002.msgpack", "flax_model.msgpack.index.json"),
     ),
     "native": Kind(_make_native, _use_checkpoint, (*HF, "config.json")),
     "tokenizer.json": Kind(_make_tokenizer, _use_tokenizer, TOKENIZER),

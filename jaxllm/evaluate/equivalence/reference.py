@@ -23,7 +23,7 @@ from jaxllm.weights.leaves.arrays import DTYPES
 
 TAPS = "jaxllm_taps"
 
-# Stages of ours that go by another name there.
+# Stages of ours that go by another name there, where there is none of the same.
 MODULES = {"attention": "self_attn"}
 
 
@@ -168,7 +168,8 @@ class Transformers:
                     module = body.get_submodule(path if last == "input" else f"{layers}.0")
                     stack.callback(module.register_forward_pre_hook(tap(name)).remove)
                     continue
-                module = body.get_submodule(".".join(filter(None, [path, MODULES.get(last, last)])))
+                module = body.get_submodule(path)
+                module = getattr(module, last, None) or module.get_submodule(MODULES[last])
                 stack.callback(module.register_forward_hook(tap(name)).remove)
             yield
 

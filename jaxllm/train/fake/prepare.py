@@ -12,7 +12,8 @@ from jaxllm.weights.leaves.static import Static, fits
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import Rules, format_at
 
-_TABLES = ("embed_tokens.weight", "wte.weight")  # whose product as a head keeps its inputs
+# Whose product as a head keeps its inputs.
+_TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
 
 
 def prepare(
