@@ -22,7 +22,7 @@ def upcycle(
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
-    """Write a mixture of experts that says what the model says: every expert is its MLP.
+    """Write a mixture of experts that computes what the model does: every expert is its MLP.
 
     Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE. Training takes the experts apart:
     jaxllm train full OUT TUNED --router-loss 0.001.

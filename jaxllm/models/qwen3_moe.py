@@ -47,6 +47,10 @@ class Qwen3MoeConfig(MixtureConfig):
     def form(self, layer: int) -> int:
         return self.mlp_layer_types.index(self.mlp_layer_types[layer])
 
+    def computes(self, layer: int) -> tuple[Any, ...]:
+        """Whether it has experts, in place of the first layer that is like it in this."""
+        return (self.routed(layer), *super().computes(layer)[1:])
+
     def window(self, layer: int) -> int | None:
         return self.sliding_window
 

@@ -222,9 +222,6 @@ def test_what_a_capacity_drops_goes_on_by_the_residual_alone() -> None:
     assert 20 <= dropped.sum() < 30
     stream = np.asarray(free.x - free.mlp)
     np.testing.assert_allclose(np.asarray(bound.x)[0, dropped], stream[0, dropped], atol=1e-5)
-    loose = models.build(replace(model.config, capacity_factor=5.0))
-    same = loose.apply({"params": params}, ids, at, length).layers[0]
-    np.testing.assert_allclose(same.mlp, free.mlp, atol=1e-6)
 
 
 def test_own_config_json_keeps_the_capacity() -> None:

@@ -197,20 +197,14 @@ def test_what_no_mixture_can_be_made_of_is_refused() -> None:
             upcycled(lm_of(model, params), experts, 2)
 
 
-def test_the_command_writes_a_mixture_that_is_trained(
+def test_the_command_writes_a_mixture_and_info_says_what_a_token_runs(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "DEMOS", shallow_demos)
-    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
-    text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
+    made = tmp_path / "made"
     status, _, err = run("upcycle", "demo:llama", made, "--experts", 3)
     assert (status, "a mixtral of 3 experts, 2 for each token" in err) == (0, True), err
     assert jaxllm.load(made).tokenizer is not None
-    arguments = ("train", "full", made, tuned, "--data", text, "--length", 32, "--batch", 2)
-    more = ("--steps", 1, "--router-loss", 0.01, "--router-loss-by-layer", "--held-out", 0)
-    status, _, err = run(*arguments, *more, "--capacity-factor", 2)
-    assert status == 0, err
-    assert jaxllm.load(tuned).config == jaxllm.load(made).config
     status, said, err = run("info", made, "--json")
     assert status == 0, err
     facts, dense = json.loads(said), json.loads(run("info", "demo:llama", "--json")[1])
@@ -220,3 +214,21 @@ def test_the_command_writes_a_mixture_that_is_trained(
     assert facts["parameters"] == dense["parameters"] + layers * (2 * mlp + routers)
     assert facts["parameters_per_token"] == dense["parameters"] + layers * (mlp + routers)
     assert facts["bytes"] == 4 * facts["parameters"] * (1 if facts["dtype"] == "float32" else 0.5)
+    assert "parameters_per_token" not in dense
+
+
+@pytest.mark.full
+def test_the_command_trains_a_mixture(
+    run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
+    text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
+    assert run("upcycle", "demo:llama", made, "--experts", 3)[0] == 0
+    arguments = ("train", "full", made, tuned, "--data", text, "--length", 32, "--batch", 2)
+    more = ("--steps", 1, "--router-loss", 0.01, "--router-loss-by-layer", "--held-out", 0)
+    status, _, err = run(*arguments, *more, "--capacity-factor", 2)
+    assert status == 0, err
+    assert jaxllm.load(tuned).config == jaxllm.load(made).config
+    status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:], *more)
+    assert (status, "this llama has none" in err) == (1, True), err
