@@ -96,6 +96,28 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", SQUARE),
     "smollm3": ("SmolLM3", {**SQUARE, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "mixtral": (
+        "Mixtral",
+        {
+            **SQUARE,
+            "num_hidden_layers": 2,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **SQUARE,
+            "num_hidden_layers": 2,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
     "granite": (
         "Granite",
         {

@@ -20,6 +20,7 @@ def info(
         from jaxllm.api import open_checkpoint
         from jaxllm.cache import init_cache
         from jaxllm.models import build, param_shapes
+        from jaxllm.models.experts import share_read
         from jaxllm.ops import native
         from jaxllm.text.tokenizer import has_tokenizer
 
@@ -27,6 +28,7 @@ def info(
     config = opened.config
     shapes = jax.tree.leaves(param_shapes(build(config)))
     count = sum(leaf.size for leaf in shapes)
+    active = sum(round(leaf.size * share_read(config, leaf.ndim)) for leaf in shapes)
     size = sum(t.nbytes for t in opened.tensors.values())
     token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
     facts = {
@@ -34,6 +36,7 @@ def info(
         "form": opened.form,
         **config.to_dict(),
         "parameters": count,
+        **({} if active == count else {"parameters_per_token": active}),
         "bytes": size,
         "dtype": opened.precision.weights,
         "quantized": opened.precision.quantize,

@@ -1,10 +1,11 @@
 """Flax modules that name parameters and call `ops`; a file's name is its `model_type`.
 
-gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, olmo2, phi3, qwen2, qwen3, smollm3: the
-families, a row each in `FAMILIES`. decoder: what most of them are; family: what a row says; modules
-and layers: what they share. A family's file has its configuration too, which says what its rotary
-settings and windows are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table
-in `convert` says; docs/add_a_family.md goes through all of it.
+gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe,
+smollm3: the families, a row each in `FAMILIES`; family: what a row says. decoder: what most of them
+are; experts: those of which a token runs a part; modules: what names parameters; layers: what is
+computed. A family's file has its configuration too, which says what its rotary settings and windows
+are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says;
+docs/add_a_family.md goes through all of it.
 """
 
 from functools import cache
@@ -24,10 +25,12 @@ from jaxllm.models import (
     gpt_neox,
     granite,
     llama,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from jaxllm.models.family import Family
@@ -49,6 +52,8 @@ FAMILIES: dict[str, Family] = {
         olmo2,
         smollm3,
         granite,
+        mixtral,
+        qwen3_moe,
         gpt_neox,
     )
 }

@@ -232,9 +232,16 @@ class Block(nn.Module):
         attended = Attention(c, p, self.layer, self.qk_norm, name="self_attn")(normed, scope)
         x = self._added(x, self._norm(after, attended.x))
         mlp_normed = self._norm(before_mlp, x)
-        hidden, y = MLP(c, p, name="mlp")(mlp_normed)
+        hidden, y, router = self._mlp(mlp_normed, scope)
         x = self._added(x, self._norm(after_mlp, y))
-        return Layer(normed, attended, mlp_normed, hidden, y, x)
+        return Layer(normed, attended, mlp_normed, hidden, y, x, router=router)
+
+    def _mlp(
+        self, x: jax.Array, scope: Scope
+    ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
+        """Its hidden numbers, its output and the router's scores; None for what it has not."""
+        hidden, y = MLP(self.config, self.precision, name="mlp")(x)
+        return hidden, y, None
 
     def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
         if name is None:

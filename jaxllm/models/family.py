@@ -42,9 +42,10 @@ class Family:
     another name. tokens, positions: the paths of the tables of tokens and of learned positions
     (None: there is none). The rest is what stages are called: embeddings, norm, and within the
     layers, whose path is `layers`, the norms before attention and before the MLP (None: there is
-    none), attention, and the MLP's last linear. block: the class of a layer. sites: its linears, in
-    the order in which it runs them. heads, channels: what goes together with a key/value head and
-    its query heads, or with a number of the MLP's hidden ones.
+    none), attention, the MLP's last linear, and what a layer of experts has in its place, their
+    router. block: the class of a layer. sites: its linears, in the order in which it runs them; no
+    experts. heads, channels: what goes together with a key/value head and its query heads, or with
+    a number of the MLP's hidden ones.
     """
 
     config: type[ModelConfig]
@@ -62,6 +63,7 @@ class Family:
     sites: tuple[Site, ...]
     heads: tuple[Member, ...]
     channels: tuple[Member, ...]
+    router: str | None = None
     aliases: tuple[str, ...] = ()
 
     @property

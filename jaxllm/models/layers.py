@@ -57,7 +57,8 @@ class Layer(NamedTuple):
     """What a block computes, in order, each `[B, T, D]`; x: its output, with both parts added.
 
     mlp_hidden: the input of the MLP's last linear, `[B, T, F]`: with `attention_norm`, `mlp_norm`
-    and `attention.heads` the inputs of all linears are here, as calibration needs them.
+    and `attention.heads` the inputs of all linears are here, as calibration needs them. A mixture
+    of experts has none: each of its experts sees tokens of its own.
     memory: what the layer keeps of the text so far, `[B, ...]` (`ModelConfig.memory`). router: in
     a mixture of experts, each token's score for each, float32 `[B, T, E]`.
     """
@@ -65,7 +66,7 @@ class Layer(NamedTuple):
     attention_norm: jax.Array
     attention: Attended
     mlp_norm: jax.Array
-    mlp_hidden: jax.Array
+    mlp_hidden: jax.Array | None
     mlp: jax.Array
     x: jax.Array
     memory: Any = None

@@ -352,7 +352,8 @@ def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
 def stacked(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """Tensors of one format and shape as one, with an axis before theirs."""
     shape = (len(tensors), *tensors[0].shape)
-    return _one_by_one(tensors, shape, lambda: np.stack([t.read() for t in tensors]))
+    whole = _one_by_one(tensors, shape, lambda: np.stack([t.read() for t in tensors]))
+    return dataclasses.replace(whole, cut=lambda begin, end: stacked(tensors[begin:end]))
 
 
 def _one_by_one(

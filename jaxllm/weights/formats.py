@@ -64,6 +64,14 @@ def parse(name: Any) -> Format:
     )
 
 
+STACKED = "arrays, int8, int4, int3, int2 or nf4"
+
+
+def can_stack(name: str) -> bool:
+    """Whether a stack of matrices can have this format: each of its pieces is one of pieces."""
+    return isinstance(parse(name), arrays.Float | integers.Integer | nf4.NormalFloat)
+
+
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:
     """The numbers of a weight as an array: of integers float32, of packed ones bfloat16."""
     return as_leaf(weight).dense(dtype)

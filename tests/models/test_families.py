@@ -54,6 +54,14 @@ def test_a_long_text_equals_transformers(twin: Twin) -> None:
     assert_close(found, twin.logits(ids))
 
 
+def test_longrope_changes_its_divisors_past_the_border(tmp_path: Path) -> None:
+    save_random(tmp_path, "phi3")
+    phi = load_twin(tmp_path)
+    for length in (40, 41):
+        ids = tokens(1, length)
+        assert_close(jaxllm.forward(phi.model, phi.params, None, ids).logits, phi.logits(ids))
+
+
 def test_a_prompt_in_chunks_and_cached_steps_are_the_whole_text(twin: Twin) -> None:
     ids = tokens(1, 30)
     whole = jaxllm.forward(twin.model, twin.params, None, ids).logits

@@ -60,6 +60,8 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
     from 1 to as many as there are.
     """
     width = _WIDTHS[kind]
+    if not width.members(models.family(config.model_type)):
+        raise ConfigError(f"{kind} of {config.model_type} cannot be cut: its MLPs are experts")
     if not 1 <= count <= width.count(config):
         raise ConfigError(f"of {width.count(config)} {kind} 1 at least stay, got {count}")
     try:
@@ -106,7 +108,8 @@ def cut_layers(config: ModelConfig, params: Params, kept: Sequence[int]) -> Smal
         raise ConfigError(f"some of the layers 0 to {count - 1} stay, got {list(kept)}")
     cut = config.with_layers(numbers)
     for place, number in enumerate(numbers):
-        if cut.computes(place) != config.computes(number):
+        forms = config.form(numbers[cut.form(place)]), config.form(number)
+        if forms[0] != forms[1] or cut.computes(place)[1:] != config.computes(number)[1:]:
             raise ConfigError(
                 f"layer {number} of this {config.model_type} would not be itself as layer {place}:"
                 " what it computes depends on its number"

@@ -63,6 +63,10 @@ class Transformers:
         with self._tapped(outputs):
             logits = self._run(*case.pieces[-1], case.position_BT, cache)
         outputs["logits"] = logits
+        router, shape = family(self._family).router, (*logits.shape[:2], -1)
+        for name in self._stage_names:
+            if router and name.endswith(f".{router}"):  # of all tokens in one row
+                outputs[name] = outputs[name].reshape(shape)
         return {name: _numpy(outputs[name]) for name in self._stage_names}
 
     def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
@@ -100,7 +104,18 @@ class Transformers:
 
     @property
     def _stage_names(self) -> list[str]:
-        return stage_names(self._family, self.model.config.num_hidden_layers)
+        row, modules = family(self._family), dict(self._body.named_modules())
+        return stage_names(
+            self._family,
+            self.model.config.num_hidden_layers,
+            lambda layer: (
+                row.router is not None and f"{row.layers}.{layer}.{row.router}" in modules
+            ),
+        )
+
+    @property
+    def _body(self) -> Any:
+        return self.model.get_submodule(self.model.base_model_prefix)
 
     def _cache(self) -> Any:
         return _import()[1].DynamicCache(config=self.model.config)
@@ -123,7 +138,7 @@ class Transformers:
     def _tapped(self, outputs: dict[str, Any]) -> Iterator[None]:
         """While this lasts, a pass of the model leaves its stages in `outputs`."""
         layers = family(self._family).layers
-        body = self.model.get_submodule(self.model.base_model_prefix)
+        body = self._body
 
         def tap(name: str) -> Callable[..., None]:
             def hook(*given: Any) -> None:  # the last is the output; before a pass, the inputs
