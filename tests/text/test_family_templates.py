@@ -181,6 +181,16 @@ LLAMA_3 = """\
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
+MIXTRAL = """\
+{{ bos_token }}
+{%- for m in messages %}
+    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Roles must take turns: user, assistant, ...') }}
+    {%- endif %}
+    {%- if m['role'] == 'user' %}{{- ' [INST] ' + m['content'] + ' [/INST]' }}
+    {%- elif m['role'] == 'assistant' %}{{- ' ' + m['content'] + eos_token }}
+    {%- else %}{{- raise_exception('Only user and assistant roles') }}{%- endif %}
+{%- endfor %}"""
 GPT_2 = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATES = {
     "llama": LLAMA_3,
@@ -194,6 +204,8 @@ TEMPLATES = {
     "smollm3": SMOLLM,
     "granite": GRANITE,
     "gpt_neox": NEOX,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": THINKING,
 }
 THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
 TALKS: dict[str, list[dict[str, Any]]] = {
