@@ -76,6 +76,15 @@ def write_config(config: LlamaConfig) -> tuple[dict[str, Any], Architecture]:
     """config.json's fields, in the spelling that every transformers reads, and the table."""
     settings = {k: v for k, v in dataclasses.asdict(config.rope).items() if v is not None}
     theta = settings.pop("rope_theta")
+    if config.rope.divisors is not None:  # what transformers calls so, with nothing but these
+        settings = {
+            "rope_type": "longrope",
+            "short_factor": list(config.rope.divisors),
+            "long_factor": list(config.rope.divisors),
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }
     scaling = None if config.rope.rope_type == "default" else settings
     model_type, table = ("llama", LLAMA) if config.sliding_window is None else ("mistral", MISTRAL)
     data = {
@@ -112,8 +121,8 @@ def _read_rope(data: Mapping[str, Any], context: Any, complaints: list[str]) -> 
     kind = settings.setdefault("rope_type", "default")
     if settings.pop("partial_rotary_factor", 1.0) != 1.0:
         complaints.append("partial_rotary_factor other than 1 is not supported")
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        known = ", ".join(ROPE_FIELDS)
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS or kind == "divisors":  # ours alone
+        known = ", ".join(name for name in ROPE_FIELDS if name != "divisors")
         complaints.append(f"rope_type {kind!r:.40} is not supported (known: {known})")
         return None
     required, optional = ROPE_FIELDS[kind]

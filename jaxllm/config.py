@@ -39,6 +39,7 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "divisors": (("divisors",), ()),
 }
 
 
@@ -46,7 +47,8 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class Rope:
     """Rotary position settings, in Hugging Face's `rope_parameters` spelling.
 
-    A field is None exactly where its `rope_type` does not use it (see `ROPE_FIELDS`).
+    A field is None exactly where its `rope_type` does not use it (see `ROPE_FIELDS`). divisors: of
+    each pair's frequency, `[H / 2]`, as GGUF's `rope_freqs` has them.
     """
 
     rope_type: str
@@ -61,6 +63,7 @@ class Rope:
     mscale: Positive | None = None
     mscale_all_dim: Positive | None = None
     truncate: bool | None = None
+    divisors: tuple[Positive, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_FIELDS:

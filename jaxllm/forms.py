@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from jaxllm.checkpoint import FORMAT, Checkpoint, open_native, read_model_json
 from jaxllm.convert.engine import FORM, open_hf
-from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.convert.gguf import opening as gguf
+from jaxllm.errors import CheckpointError, JaxllmError, TemplateError
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
 
@@ -65,6 +66,12 @@ FORMS = (
         lambda source: source.path.is_dir() and "format" not in source.header,
         lambda source: open_hf(*source),
         texts_of_directory,
+    ),
+    Form(
+        gguf.FORM,
+        lambda source: gguf.recognises(source.path),
+        lambda source: gguf.open_gguf(source.path),
+        lambda _: Texts(None, TemplateError("no template")),
     ),
 )
 

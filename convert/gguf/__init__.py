@@ -1,4 +1,6 @@
 """GGUF, the files of llama.cpp: read as checkpoints, and written.
 
-header: what a file says, within bounds. blocks: the types of tensors, a row each.
+header: what a file says, within bounds. blocks: the types of tensors, a row each. stored: a tensor
+as lazy tensors of ours. names: what tensors are called, by family; settings: an architecture a row,
+its keys as a configuration of ours; rotary: its rotary part. opening: all of it as a checkpoint.
 """

@@ -32,7 +32,7 @@ MAX_NAME = 1 << 10
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
 
-_SCALARS = {
+_SCALARS: dict[int, tuple[str, np.dtype]] = {
     0: ("<B", np.dtype("u1")),
     1: ("<b", np.dtype("i1")),
     2: ("<H", np.dtype("<u2")),
@@ -45,7 +45,7 @@ _SCALARS = {
     11: ("<q", np.dtype("<i8")),
     12: ("<d", np.dtype("<f8")),
 }
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 
 class Entry(NamedTuple):
@@ -124,15 +124,16 @@ def _placed(
         begin = start + entry.begin
         if entry.begin % alignment:
             raise reader.error(
-                f"{name!r:.80} is at offset {entry.begin:,}, no multiple of the alignment {alignment}"
+                f"{name!r:.80} is at offset {entry.begin:,}, no multiple of the alignment"
+                f" {alignment}"
             )
         if begin < end:
             raise reader.error(f"{name!r:.80} at offset {entry.begin:,} lies on {before!r:.80}")
         end, before = begin + entry.nbytes, name
         if end > reader.size:
             raise reader.error(
-                f"{name!r:.80}, {entry.block.name} {entry.shape}, ends at byte {end:,}, and the file at"
-                f" {reader.size:,}: cut off?"
+                f"{name!r:.80}, {entry.block.name} {entry.shape}, ends at byte {end:,}, and the"
+                f" file at {reader.size:,}: cut off?"
             )
         placed[name] = entry._replace(begin=begin)
     return placed
@@ -198,6 +199,8 @@ class _Reader:
         if kind not in _SCALARS:
             raise self.error(f"{key!r:.80} is of type {kind}, which is not known")
         value = self.number(kind, f"{key!r:.80}")
+        if kind == _FLOAT:
+            return float(str(np.float32(value)))  # 1e-05, as whoever wrote it meant it
         if kind != _BOOL:
             return value
         if value > 1:

@@ -47,6 +47,11 @@ class LlamaConfig(ModelConfig):
             complaints.append(f"head_dim must be even for rotary positions, got {self.head_dim}")
         elif not complaints and self.angles_follow_length and self.head_dim == 2:
             complaints.append("dynamic rotary scaling needs a head_dim above 2")
+        elif not complaints and len(self.rope.divisors or ()) not in (0, self.head_dim // 2):
+            complaints.append(
+                f"rope.divisors are {len(self.rope.divisors or ())}, a head of {self.head_dim} has"
+                f" {self.head_dim // 2} pairs"
+            )
         return complaints
 
     @property

@@ -59,7 +59,8 @@ def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float
 
     Returns (float32 `[head_dim // 2]`, float). `default`: theta^(-2i/H). `linear`: positions
     divided by the factor (Chen et al. 2023). `llama3`: long wavelengths divided by the factor,
-    short ones kept, a linear blend between (Meta's Llama 3.1 reference). `yarn`: the blend by
+    short ones kept, a linear blend between (Meta's Llama 3.1 reference). `divisors`: each divided
+    by its own. `yarn`: the blend by
     number of rotations, and the attention factor, of Peng et al. 2023 (sections 3.2, 3.4).
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
@@ -69,6 +70,8 @@ def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float
         inverse = inverse / _given(rope.factor)
     elif rope.rope_type == "llama3":
         inverse = _llama3(rope, inverse)
+    elif rope.rope_type == "divisors":
+        inverse = inverse / np.array(rope.divisors, np.float64)
     elif rope.rope_type == "yarn":
         inverse, magnitude = _yarn(rope, inverse, head_dim), _yarn_magnitude(rope)
     return inverse.astype(np.float32), magnitude
