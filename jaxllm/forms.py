@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jaxllm.checkpoint import FORMAT, Checkpoint, open_native, read_model_json
 from jaxllm.convert.engine import FORM, open_hf
 from jaxllm.convert.gguf import opening as gguf
-from jaxllm.errors import CheckpointError, JaxllmError, TemplateError
+from jaxllm.convert.gguf import vocabulary
+from jaxllm.errors import CheckpointError, JaxllmError
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
 
@@ -54,6 +55,18 @@ def texts_of_directory(directory: Path) -> Texts:
         return Texts(tokenizer, error)
 
 
+def texts_of_gguf(path: Path) -> Texts:
+    """What the first part of a GGUF file says of them."""
+    settings = gguf.read_parts(path)[0].settings
+    tree = vocabulary.read_tokenizer(settings, path)
+    tokenizer = None if tree is None else Tokenizer.from_tree(path, tree)
+    try:
+        roles = {} if tree is None else tree.roles
+        return Texts(tokenizer, vocabulary.read_template(settings, roles, path))
+    except JaxllmError as error:
+        return Texts(tokenizer, error)
+
+
 FORMS = (
     Form(
         FORMAT,
@@ -71,7 +84,7 @@ FORMS = (
         gguf.FORM,
         lambda source: gguf.recognises(source.path),
         lambda source: gguf.open_gguf(source.path),
-        lambda _: Texts(None, TemplateError("no template")),
+        texts_of_gguf,
     ),
 )
 
