@@ -19,16 +19,16 @@ Order = Callable[[ModelConfig], np.ndarray]  # of a module's rows: ours, for eac
 class Module(NamedTuple):
     """A module: its path here and its name there, `*` for a layer's number in both.
 
-    order: for each row there the number of that row here; None: as they are. stack: whether it is
-    a stack of matrices, one an expert. plus: what numbers have there more than here (norms of
-    1 + w).
+    order: for each row there the number of that row here; None: as they are. plus: what numbers
+    have there more than here (norms of 1 + w). single: written in F32 whatever others are written
+    in, as llama.cpp has it.
     """
 
     ours: str
     theirs: str
     order: Order | None = None
-    stack: bool = False
     plus: float = 0.0
+    single: bool = False
 
 
 class Named(NamedTuple):
@@ -69,7 +69,7 @@ LLAMA = (
 )
 GPT2 = (
     Module("wte", "token_embd"),
-    Module("wpe", "position_embd"),
+    Module("wpe", "position_embd", single=True),
     Module("ln_f", "output_norm"),
     Module("lm_head", "output"),
     Module("h.*.ln_1", "blk.*.attn_norm"),

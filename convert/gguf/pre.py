@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BEGIN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -33,8 +33,8 @@ class Pre(NamedTuple):
 
 
 _LLAMA3 = Pre((f"{_BEGIN}\\p{{N}}{{1,3}}{_END}",), whole_words=True, adds_bos=True)
-_DIGITS = Pre((r"\p{N}", _GPT2))
-_PLAIN = Pre((_GPT2,))
+_DIGITS = Pre((r"\p{N}", GPT2_REGEX))
+_PLAIN = Pre((GPT2_REGEX,))
 _QWEN2 = Pre((f"{_BEGIN}\\p{{N}}{_END}",), composed=True)
 
 PRE: Mapping[str, Pre] = {
@@ -56,7 +56,7 @@ PRE: Mapping[str, Pre] = {
     "dbrx": _LLAMA3._replace(whole_words=False, adds_bos=False),
     "tekken": Pre((_TEKKEN,), whole_words=True, adds_bos=True),
     # What llama.cpp takes where nothing is said, and what some files say.
-    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", GPT2_REGEX, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
 

@@ -23,7 +23,7 @@ from jaxllm.text.spm import added_token, tree_of_pieces
 from .pre import byte_level, find_pre, pre_tokenizer
 
 NONE = ("no_vocab", "none")  # files for whoever has the tokenizer elsewhere
-_IDS = {
+IDS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "unk": "unknown_token_id",
@@ -32,7 +32,7 @@ _IDS = {
     "cls": "cls_token_id",
     "mask": "mask_token_id",
 }
-assert set(_IDS) == set(ROLES)
+assert set(IDS) == set(ROLES)
 _DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {}}
 
 
@@ -68,15 +68,21 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
     return TokenizerTree(tree, named, says is True and "bos" in named)
 
 
+def template_in(settings: Mapping[str, Any]) -> str | None:
+    """The chat template's source."""
+    template = settings.get("tokenizer.chat_template")
+    return template if isinstance(template, str) else None
+
+
 def read_template(
     settings: Mapping[str, Any], roles: Mapping[str, str], path: Path
 ) -> ChatTemplate:
-    """The chat template, under "default" where there are several.
+    """The chat template; of a file with several, the one that has no name.
 
     Raises TemplateError where there is none, or it is malformed.
     """
-    template = settings.get("tokenizer.chat_template")
-    if not isinstance(template, str):
+    template = template_in(settings)
+    if template is None:
         raise TemplateError(f"{path} has no tokenizer.chat_template; pass a plain prompt instead")
     return ChatTemplate(template, special_tokens(roles))
 
@@ -131,7 +137,7 @@ def _pieces(ggml: _Keys, where: str) -> tuple[list[str], list[int]]:
 def _roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int]) -> dict[str, int]:
     """The ids of special tokens. Raises CheckpointError for one that is no token."""
     found = {}
-    for role, key in _IDS.items():
+    for role, key in IDS.items():
         index = ggml.get(key, defaults.get(role))
         if index is None:
             continue

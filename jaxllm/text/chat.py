@@ -106,6 +106,15 @@ class ChatTemplate:
         return Sandbox(Budget(max_output=self.max_output, max_seconds=self.max_seconds))
 
 
+def template_source(directory: Path) -> str | None:
+    """The chat template that a checkpoint's directory names "default"; None where there is none.
+
+    Raises:
+      TemplateError, CheckpointError: a file is malformed.
+    """
+    return _read_templates(directory).get("default")
+
+
 def _read_templates(directory: Path) -> dict[str, str]:
     templates: Any = None
     if is_there(path := directory / "tokenizer_config.json"):

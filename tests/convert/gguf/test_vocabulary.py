@@ -160,6 +160,7 @@ def trained(name: str) -> tokenizers.Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     library.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    library.decoder = tokenizers.decoders.ByteLevel()
     if name == "qwen2":
         library.normalizer = tokenizers.normalizers.NFC()
     trainer = trainers.BpeTrainer(
