@@ -97,7 +97,9 @@ def test_every_activation_has_a_function() -> None:
 @pytest.mark.parametrize("kind", ROPE_FIELDS)
 def test_rope_settings_are_complete_and_nothing_else(kind: str) -> None:
     required, _ = ROPE_FIELDS[kind]
-    values = {name: 4 + i for i, name in enumerate(required)}
+    values: dict[str, Any] = {name: 4 + i for i, name in enumerate(required)}
+    if kind == "divisors":
+        values["divisors"] = (1.0, 2.0)
     jaxllm.Rope(rope_type=kind, rope_theta=1e4, **values)
     for name in required:
         with pytest.raises(ConfigError, match=f"{name} is missing"):
