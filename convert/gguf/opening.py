@@ -142,8 +142,8 @@ def _precision(
     tensors: Mapping[str, LazyTensor], formats: Mapping[str, str], config: ModelConfig
 ) -> Precision:
     """As the file keeps its weights: most of them in one format, others by rules."""
-    precision = native_precision({p: t for p, t in tensors.items() if not _is_piece(p, formats)})
     paths = dict(flatten(param_shapes(build(config))))
+    precision = native_precision({path: tensors[path] for path in paths if path in tensors})
     others = {
         path: tensors[path].dtype.name
         for path in paths
@@ -153,10 +153,6 @@ def _precision(
     return dataclasses.replace(
         precision, quantize=rules(formats, paths) or None, overrides=overrides
     )
-
-
-def _is_piece(path: str, formats: Mapping[str, str]) -> bool:
-    return path.rpartition(".")[0] in formats
 
 
 def _divisors(header: Header, entry: Entry) -> np.ndarray:

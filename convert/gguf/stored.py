@@ -1,30 +1,108 @@
 """A tensor of a GGUF file as lazy tensors: its numbers, or the pieces of a leaf of the same ones.
 
-What is quantized with a float16 scale for each 32 columns, symmetric about 0, is a leaf of ours as
-it is: Q8_0 and Q5_0 in 8 bits, Q4_0 in 4, whose bytes are even the same. Q5_0 has codes of 5 bits,
-for which there is no kernel, so it takes 8. All others become float32, which is exact. Q4_1, Q5_1
-and the K types but Q6_K take a number of any size from what a code is times, where our zero points
-are whole steps; Q6_K has a scale for each 16 columns, and our groups are of 32 and more.
+Every quantized type is a leaf of ours that holds its numbers bit for bit, with kernels for all but
+Q6_K: Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, the latter in the same bytes;
+Q5_0 has codes of 5 bits, which take 8. Q4_1, Q5_1, Q4_K and Q5_K add a number to each group
+(`offset`). Q6_K has a scale for each 16 columns.
 """
 
 import dataclasses
 import mmap
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxllm.weights.files import ALIGNMENT, LazyTensor, aligned, mapped_at
 from jaxllm.weights.leaves.digits import CHUNK
-from jaxllm.weights.leaves.integers import Integer
-from jaxllm.weights.leaves.leaf import ROWS, up
+from jaxllm.weights.leaves.integers import FINE, Integer
+from jaxllm.weights.leaves.leaf import ROWS, Format, Shape, up
+from jaxllm.weights.leaves.offset import OffsetFormat
 
-from .blocks import SMALL, Block
+from .blocks import SMALL, SUPER, Block, fifth_bits, runs, scaled, six_bit_codes
 from .header import Entry
 
 _HALF = np.dtype(np.float16)
 _EIGHT, _FOUR = Integer(8, SMALL, scale="float16"), Integer(4, SMALL, scale="float16")
-LEAVES: Mapping[str, Integer] = {"Q8_0": _EIGHT, "Q5_0": _EIGHT, "Q4_0": _FOUR}
-_EMPTY = {"Q8_0": 0, "Q5_0": 0, "Q4_0": 0x88}  # the bytes of codes that stand for zero
+Part = Callable[[np.ndarray], np.ndarray]  # of blocks [n, nbytes], the numbers of a piece [n, k]
+
+
+class Kept(NamedTuple):
+    """The format of a leaf of the same numbers, and how each of its pieces is made of blocks.
+
+    empty: what the bytes of codes are for columns that are added, which stand for zero.
+    """
+
+    format: Format
+    parts: Mapping[str, Part]
+    empty: int = 0
+
+
+def _scale(begin: int) -> Part:
+    return lambda blocks: np.ascontiguousarray(blocks[:, begin : begin + 2]).view(_HALF)
+
+
+def _five_bits(begin: int, less: int) -> Part:
+    """Codes of 5 bits, less a number, as bytes: the fifth bits come first, four bytes of them."""
+
+    def part(blocks: np.ndarray) -> np.ndarray:
+        bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
+        low = blocks[:, begin + 4 :]
+        codes = np.concatenate([low & 15, low >> 4], axis=1) | bits << 4
+        return codes - np.uint8(less)  # modulo 256: an int8's bytes
+
+    return part
+
+
+def _halves(codes: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits `[n, 8, 32]` as bytes: columns i and i + 16 share one."""
+    return (codes[..., :16] | codes[..., 16:] << 4).reshape(len(codes), -1)
+
+
+def _none(count: int) -> Part:
+    return lambda blocks: np.zeros((len(blocks), count), np.uint8)
+
+
+def _six_scales(blocks: np.ndarray) -> np.ndarray:
+    whole = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return whole * np.ascontiguousarray(blocks[:, 208:]).view(_HALF).astype(np.float32)
+
+
+def _offset(integer: Integer, data: Part, scale: Part, offset: Part, count: int) -> Kept:
+    parts = {".offset": offset, ".weight.data": data, ".weight.scale": scale}
+    if integer.zero_point:
+        parts[".weight.zero"] = _none(count)
+    return Kept(OffsetFormat(integer), parts)
+
+
+_FOUR_UP = Integer(4, SMALL, zero_point=True)  # codes from 0: what is added says the rest
+LEAVES: Mapping[str, Kept] = {
+    "Q8_0": Kept(_EIGHT, {".data": lambda blocks: blocks[:, 2:], ".scale": _scale(0)}),
+    "Q4_0": Kept(_FOUR, {".data": lambda blocks: blocks[:, 2:], ".scale": _scale(0)}, 0x88),
+    "Q5_0": Kept(_EIGHT, {".data": _five_bits(2, 16), ".scale": _scale(0)}),
+    "Q4_1": _offset(
+        dataclasses.replace(_FOUR_UP, scale="float16"), lambda b: b[:, 4:], _scale(0), _scale(2), 1
+    ),
+    "Q5_1": _offset(_EIGHT, _five_bits(4, 0), _scale(0), _scale(2), 1),
+    "Q4_K": _offset(
+        _FOUR_UP,
+        lambda blocks: _halves(runs(blocks[:, 16:])),
+        lambda blocks: scaled(blocks)[0],
+        lambda blocks: -scaled(blocks)[1],
+        8,
+    ),
+    "Q5_K": _offset(
+        Integer(8, SMALL),
+        lambda blocks: (runs(blocks[:, 48:]) | fifth_bits(blocks[:, 16:48])).reshape(-1, SUPER),
+        lambda blocks: scaled(blocks)[0],
+        lambda blocks: -scaled(blocks)[1],
+        8,
+    ),
+    "Q6_K": Kept(
+        Integer(8, FINE),
+        {".data": lambda blocks: six_bit_codes(blocks) - np.uint8(32), ".scale": _six_scales},
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,48 +162,31 @@ class Stored:
         apart = parts if len(shape) > 1 else None
         return LazyTensor(dtype, shape, read, self._lying.release, apart)
 
-    def leaf(self) -> tuple[Integer, dict[str, LazyTensor]] | None:
+    def leaf(self) -> tuple[Format, dict[str, LazyTensor]] | None:
         """The format of a leaf that holds the same numbers, and its pieces; None: there is none."""
-        kind = LEAVES.get(self.block.name)
-        if kind is None or len(self.shape) < 2 or self.plus:
+        kept = LEAVES.get(self.block.name)
+        if kept is None or len(self.shape) < 2 or self.plus:
             return None
-        (data, held), (scale, _) = kind.expected(self.shape).values()
-        sizes = [tuple(n or 0 for n in size) for size in (data, scale)]
+        expected = kept.format.expected(self.shape)
+        return kept.format, {name: self._piece(kept, name, *expected[name]) for name in expected}
 
-        def codes() -> np.ndarray:
-            array = aligned(sizes[0], np.uint8)
-            self._fill(array, _EMPTY[self.block.name], self._codes)
-            return array.view(held)
+    def _piece(self, kept: Kept, name: str, shape: Shape, dtype: Any) -> LazyTensor:
+        size, held = tuple(n or 0 for n in shape), np.dtype(dtype)
 
-        def scales() -> np.ndarray:
-            array = aligned(sizes[1], _HALF)
-            self._fill(array, 0, lambda blocks: np.ascontiguousarray(blocks[..., :2]).view(_HALF))
+        def read() -> np.ndarray:
+            array = aligned(size, held)
+            rows, done = array.reshape(self._rows, -1), 0
+            if held.itemsize == 1:
+                rows = rows.view(np.uint8)
+            for raw in self._raw(ROWS):
+                blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
+                made = kept.parts[name](blocks).reshape(len(raw), -1)
+                rows[done : done + len(raw), : made.shape[1]] = made
+                rows[done : done + len(raw), made.shape[1] :] = kept.empty
+                done += len(raw)
             return array
 
-        release = self._lying.release
-        return kind, {
-            ".data": LazyTensor(np.dtype(held), sizes[0], codes, release),
-            ".scale": LazyTensor(_HALF, sizes[1], scales, release),
-        }
-
-    def _codes(self, blocks: np.ndarray) -> np.ndarray:
-        """The bytes of a leaf's codes, of blocks `[n, B, nbytes]`."""
-        if self.block.name != "Q5_0":
-            return blocks[..., 2:]
-        low, bits = blocks[..., 6:], np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
-        codes = np.concatenate([low & 15, low >> 4], axis=-1) | bits << 4
-        return codes - np.uint8(16)  # modulo 256: an int8's bytes
-
-    def _fill(
-        self, array: np.ndarray, empty: int, part: Callable[[np.ndarray], np.ndarray]
-    ) -> None:
-        """Rows of an array, from what `part` makes of blocks; what columns it has more is empty."""
-        flat, done = array.reshape(self._rows, -1), 0
-        for raw in self._raw(ROWS):
-            made = part(raw.reshape(len(raw), -1, self.block.nbytes)).reshape(len(raw), -1)
-            flat[done : done + len(raw), : made.shape[1]] = made
-            flat[done : done + len(raw), made.shape[1] :] = empty
-            done += len(raw)
+        return LazyTensor(held, size, read, self._lying.release)
 
     @property
     def _rows(self) -> int:

@@ -18,6 +18,7 @@ from jaxllm.files import is_there, writing
 from jaxllm.progress import bytes_bar
 from jaxllm.text.formats import TokenizerTree
 from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import ROWS
 
 from . import names
@@ -107,8 +108,8 @@ def write_file(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, np
 
 def _held(checkpoint: Checkpoint, found: Named, kind: str) -> Written | None:
     """A leaf whose integers and scales are the type's own, as they are."""
-    leaf = LEAVES.get(kind)
-    if leaf is None or checkpoint.formats.get(found.path) != leaf.name:
+    leaf = LEAVES[kind].format if kind in LEAVES else None
+    if not isinstance(leaf, Integer) or checkpoint.formats.get(found.path) != leaf.name:
         return None
     data, scale = (checkpoint.tensors[f"{found.path}.{piece}"] for piece in ("data", "scale"))
     order, lead = _order(found, checkpoint.config), data.shape[:-1]

@@ -16,6 +16,7 @@ float32-..., int8-...          2:4 and bitmap of other numbers; int8 with a scal
 
 What is made of other weights has theirs after a slash:
 ordered/int4-g64               columns in an order in which those of a group lie together
+offset/int4-g32-zp             a number for each group is added (GGUF's Q4_1, Q5_1, Q4_K, Q5_K)
 rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
 static/int8                    multiplied by inputs rounded on a grid found beforehand
 """
@@ -26,7 +27,17 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, factored, integers, nf4, ordered, packed, sparse, static
+from jaxllm.weights.leaves import (
+    arrays,
+    factored,
+    integers,
+    nf4,
+    offset,
+    ordered,
+    packed,
+    sparse,
+    static,
+)
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
@@ -44,6 +55,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
 COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
     factored.parse,
     ordered.parse,
+    offset.parse,
     static.parse,
 )
 

@@ -31,7 +31,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": SMALL,
     "gpt2": {"n_layer": 1, "n_embd": 256, "n_inner": 512, "n_head": 4, "n_positions": 64},
 }
-KEPT = {"Q8_0": "int8-g32-f16", "Q5_0": "int8-g32-f16", "Q4_0": "int4-g32-f16"}
+KEPT = {
+    "Q8_0": "int8-g32-f16", "Q5_0": "int8-g32-f16", "Q4_0": "int4-g32-f16", "Q6_K": "int8-g16",
+    "Q4_1": "offset/int4-g32-zp-f16", "Q5_1": "offset/int8-g32-f16",
+    "Q4_K": "offset/int4-g32-zp", "Q5_K": "offset/int8-g32",
+}  # fmt: skip
 IDS = tokens(2, 9)
 
 
@@ -91,7 +95,7 @@ def test_logits_are_those_of_the_dequantized_model(
 ) -> None:
     file = write(tmp_path / "a.gguf", directory(family), raw_of(kind))
     model = in_torch(directory(family), file)
-    # What is kept in float32 all is one program, whatever it was.
+    # What is kept in float32 is one program, whatever it was.
     lm = jaxllm.load(file, dtype=None if kind.name in KEPT else Precision())
     formats = {format_of(x) for _, x in flatten(lm.params) if x.ndim > 1}
     assert formats - {"float32"} == ({KEPT[kind.name]} if kind.name in KEPT else set())
