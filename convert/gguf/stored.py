@@ -1,9 +1,9 @@
 """A tensor of a GGUF file as lazy tensors: its numbers, or the pieces of a leaf of the same ones.
 
-Every quantized type is a leaf of ours that holds its numbers bit for bit, with kernels for all but
-Q6_K: Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, the latter in the same bytes;
-Q5_0 has codes of 5 bits, which take 8. Q4_1, Q5_1, Q4_K and Q5_K add a number to each group
-(`offset`). Q6_K has a scale for each 16 columns.
+Every quantized type is a leaf of ours that holds its numbers bit for bit, with kernels for its
+products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, the latter in the same
+bytes; Q5_0 has codes of 5 bits, which take 8. Q4_1, Q5_1, Q4_K and Q5_K add a number to each group
+(`offset`). Q6_K has a scale for each 16 columns (`fine`).
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxllm.weights.files import ALIGNMENT, LazyTensor, aligned, mapped_at
 from jaxllm.weights.leaves.digits import CHUNK
-from jaxllm.weights.leaves.integers import FINE, Integer
+from jaxllm.weights.leaves.fine import FineFormat
+from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import ROWS, Format, Shape, up
 from jaxllm.weights.leaves.offset import OffsetFormat
 
@@ -63,9 +64,14 @@ def _none(count: int) -> Part:
     return lambda blocks: np.zeros((len(blocks), count), np.uint8)
 
 
-def _six_scales(blocks: np.ndarray) -> np.ndarray:
-    whole = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return whole * np.ascontiguousarray(blocks[:, 208:]).view(_HALF).astype(np.float32)
+def _six_scales(first: int) -> Part:
+    """Every other one of Q6_K's 16 scales."""
+
+    def part(blocks: np.ndarray) -> np.ndarray:
+        whole = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)[:, first::2]
+        return whole * np.ascontiguousarray(blocks[:, 208:]).view(_HALF).astype(np.float32)
+
+    return part
 
 
 def _offset(integer: Integer, data: Part, scale: Part, offset: Part, count: int) -> Kept:
@@ -99,8 +105,12 @@ LEAVES: Mapping[str, Kept] = {
         8,
     ),
     "Q6_K": Kept(
-        Integer(8, FINE),
-        {".data": lambda blocks: six_bit_codes(blocks) - np.uint8(32), ".scale": _six_scales},
+        FineFormat(),
+        {
+            ".data": lambda blocks: six_bit_codes(blocks) - np.uint8(32),
+            ".first": _six_scales(0),
+            ".second": _six_scales(1),
+        },
     ),
 }
 

@@ -4,6 +4,7 @@ float32, bfloat16, float16     arrays
 bf16-packed                    bfloat16 in 12 bits, losslessly
 int8                           8 bits, a scale a row
 int8-g64                       8 bits, a scale for each 64 columns (32, 64 or 128)
+int8-g16                       8 bits, a scale for each 16 columns: GGUF's Q6_K alone
 int4-g64                       4 bits, the same; int4 alone means int4-g64
 int3-g64, int2-g64             3 and 2 bits, the same
 ...-zp                         with a zero point
@@ -30,6 +31,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves import (
     arrays,
     factored,
+    fine,
     integers,
     nf4,
     offset,
@@ -47,6 +49,7 @@ Weight = jax.Array | Leaf  # what stands in the parameters
 PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     packed.parse,
+    fine.parse,
     integers.parse,
     nf4.parse,
     sparse.parse,

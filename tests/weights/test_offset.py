@@ -1,8 +1,9 @@
-"""Affine groups: what they stand for, products with them, rows, stacks, and their files."""
+"""Affine groups, and groups of 16: their numbers, products, rows, stacks and files."""
 
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -106,11 +107,30 @@ def test_what_is_none_is_refused() -> None:
         parse("offset/int4-g32-zp").assemble("w", (ROWS, COLUMNS), given)
 
 
-def test_groups_of_16_are_of_8_bits_and_without_a_kernel() -> None:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((5, COLUMNS)).astype(np.float32)
-    leaf: Any = parse("int8-g16").make(jnp.asarray(x))
-    assert not leaf.has_kernels and leaf.scale.shape == (5, 8)
-    assert np.abs(np.asarray(dense(leaf)) - x).max() <= np.abs(x).max() / 254 * 1.0001
-    with pytest.raises(ConfigError, match="a group is of 32"):
-        parse("int4-g16")
+def test_groups_of_16() -> None:
+    rng, found = np.random.default_rng(0), {}
+    for piece, (shape, dtype) in parse("int8-g16").expected((2, ROWS, COLUMNS)).items():
+        size = tuple(n or 0 for n in shape)
+        drawn = rng.integers(-127, 128, size) if piece == ".data" else rng.standard_normal(size)
+        found[piece] = drawn.astype(dtype)
+    stack = parse("int8-g16").assemble("w", (2, ROWS, COLUMNS), found)
+    scale = np.stack([found[".first"], found[".second"]], axis=-1).reshape(2, ROWS, -1)
+    numbers = (found[".data"] * np.repeat(scale, 16, axis=-1))[..., :COLUMNS]
+    np.testing.assert_array_equal(dense(stack), numbers)
+    leaf: Any = jax.tree.map(lambda x: x[1], stack)
+    assert format_of(leaf) == "int8-g16" and leaf.shape == (ROWS, COLUMNS)
+    for rows in (1, 3):
+        x = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
+        exact = x.astype(np.float64) @ numbers[1].astype(np.float64).T
+        for product in (linear(jnp.asarray(x), leaf), leaf.product(jnp.asarray(x))):
+            assert np.abs(np.asarray(product) - exact).max() <= 1e-6 * np.abs(exact).max()
+    taken = embed(leaf, jnp.array([[3, ROWS]]))
+    np.testing.assert_array_equal(taken[0, 0], numbers[1, 3])
+    assert np.isnan(taken[0, 1]).all()
+    with pytest.raises(ConfigError, match="a GGUF file brings it"):
+        parse("int8-g16").make(jnp.zeros((2, 32)))
+    for piece, wrong in {".data": -128, ".first": np.nan, ".second": np.inf}.items():
+        bad = {name: array.copy() for name, array in found.items()}
+        bad[piece][0, 0, 0] = wrong
+        with pytest.raises(CheckpointError, match=f"w{piece} holds"):
+            parse("int8-g16").assemble("w", (2, ROWS, COLUMNS), bad)

@@ -28,7 +28,6 @@ from jaxllm.weights.leaves.leaf import (
 )
 
 GROUPS = (32, 64, 128)
-FINE = 16  # also a group, of 8 bits: GGUF's Q6_K has it; no kernel does
 FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16, in plain JAX
 
 
@@ -56,7 +55,7 @@ class QTensor(Leaf, struct.PyTreeNode):
 
     @property
     def has_kernels(self) -> bool:
-        return self.group != FINE and (self.bits < 8 or self.zero is None)
+        return self.bits < 8 or self.zero is None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,7 +115,7 @@ class QTensor(Leaf, struct.PyTreeNode):
 
     def fits_gpu(self, x_RI: jax.Array) -> bool:
         known = self.bits == 4 or (self.bits == 8 and self.zero is None)
-        return known and self.group != FINE and pallas.fits(x_RI, self.data)
+        return known and pallas.fits(x_RI, self.data)
 
     def gpu_product(self, x_RI: jax.Array) -> jax.Array:
         return pallas.multiply(
@@ -320,7 +319,7 @@ def parse(name: str) -> Integer | None:
         return None
     bits = int(found[1])
     group = int(found[2]) if found[2] else (None if bits == 8 else 64)
-    if group not in (*GROUPS, None) and (bits, group) != (8, FINE):
+    if group not in (*GROUPS, None):
         raise ConfigError(f"{name}: a group is of 32, 64 or 128 columns, got {group}")
     return Integer(bits, group, bool(found[3]), "float16" if found[4] else "float32")
 
