@@ -346,7 +346,7 @@ assert abs(INTEGERS["int8"] / spacing["bfloat16"][power == 0] - 1) < 0.01
 # %% [markdown]
 # ## The weights of a model
 #
-# Here are real weights: the down projections of all six layers of the demo model, one below the
+# Here are real weights: the down projections of all four layers of the demo model, one below the
 # other. Its checkpoint is in float16, so float16 loses nothing of it. jaxllm keeps a matrix as a
 # *leaf*; `as_format` makes one of any format, and `dense` gives back the numbers that it stands
 # for.

@@ -24,7 +24,7 @@
 # over all of it.
 #
 # It runs in less than a minute on a laptop's CPU. The model is a small one that the package brings
-# with it: six layers, trained on children's stories from a grammar.
+# with it: four layers, trained on children's stories from a grammar.
 
 # %%
 import dataclasses
@@ -251,7 +251,7 @@ def heatmap(values_LT, title, label):
 heatmap(bright_LT, 'What "girl" attends to', "share of attention")
 
 # %% [markdown]
-# In the upper layers one word stands out: "there". The grammar of these stories explains it: a
+# From the second layer on one word stands out: "there". The grammar of these stories explains it: a
 # girl who *there lived* is *named*, a girl who just *lived* is one *whose name was*. But attention
 # is where a model looks, which need not be what it uses. To know that, take the word away.
 #
@@ -425,9 +425,9 @@ with tempfile.TemporaryDirectory() as folder:
 # ## vmap and grad
 #
 # A cache is a pytree and every step a pure function, so JAX's transformations apply. First
-# `vmap`: turn the values of "there" down in several degrees, all in one call, and see where the
-# answer tips over. (The attention that it gets stays as it is, so 0 is not quite the same as
-# culled.)
+# `vmap`: turn the values of "there" down in several degrees, all in one call, and see the lead of
+# "named" melt. (The attention that it gets stays as it is, so 0 is not the same as culled, where
+# "whose" was ahead.)
 
 
 # %%

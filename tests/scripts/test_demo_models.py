@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
+from story_consistency import continued, openings, rate
 from story_grammar import stories
 
 import jaxllm
@@ -100,6 +101,12 @@ def test_a_greedy_story_ends_and_is_made_of_words(
 def vocabulary() -> set[str]:
     """The words of the grammar's stories."""
     return set(re.findall(r"[A-Za-z]+", " ".join(stories(3000, 99))))
+
+
+def test_names_and_pronouns_are_kept_through_stories(directory: Path) -> None:
+    """Greedily; its README has the rate over more stories."""
+    kept, judged = rate(continued(jaxllm.load(directory), openings(32), 32))
+    assert kept > 0.95, [each.slips for each in judged if each.slips]
 
 
 def test_the_last_position_is_as_well_trained_as_others(theirs: Loaded, directory: Path) -> None:
