@@ -81,14 +81,6 @@ GPT2 = (
 )
 
 
-def changed(
-    rows: Iterable[Module], *others: Module, without: Iterable[str] = ()
-) -> tuple[Module, ...]:
-    """A family's rows from another's: those of the same path here replaced, the rest added."""
-    table = {row.ours: row for row in rows if row.ours not in set(without)}
-    return tuple({**table, **{row.ours: row for row in others}}.values())
-
-
 def ours(modules: Iterable[Module], names: Iterable[str]) -> Iterator[Named | str]:
     """Their names as parameters of ours, or as they are where no row knows them."""
     known = {row.theirs: row for row in modules}

@@ -132,7 +132,7 @@ def read_config(
         value = data.get(theirs, default)
         if value is REQUIRED:
             complaints.append(f"{begins}{theirs} is missing")
-        fields[ours] = value
+        fields[ours] = None if ours == "sliding_window" and value == 0 else value  # 0: none
     if TOKENS not in entries or len(entries[TOKENS].shape) != 2:
         complaints.append(f"{TOKENS} is missing, or no matrix")
     known = {field.theirs for field in row.fields} | IGNORED | row.ignored

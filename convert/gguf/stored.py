@@ -182,6 +182,7 @@ class Stored:
 
     def _piece(self, kept: Kept, name: str, shape: Shape, dtype: Any) -> LazyTensor:
         size, held = tuple(n or 0 for n in shape), np.dtype(dtype)
+        empty = kept.empty if name.endswith(".data") else 0
 
         def read() -> np.ndarray:
             array = aligned(size, held)
@@ -192,7 +193,7 @@ class Stored:
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
                 made = kept.parts[name](blocks).reshape(len(raw), -1)
                 rows[done : done + len(raw), : made.shape[1]] = made
-                rows[done : done + len(raw), made.shape[1] :] = kept.empty
+                rows[done : done + len(raw), made.shape[1] :] = empty
                 done += len(raw)
             return array
 

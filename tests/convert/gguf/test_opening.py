@@ -107,6 +107,17 @@ def test_logits_are_those_of_the_dequantized_model(
     assert_close(ours(lm), logits(model))
 
 
+@pytest.mark.parametrize("kind", [k for k in TYPES if k.name in KEPT and "_K" not in k.name])
+def test_columns_that_are_added_stand_for_zero(
+    kind: gguf.GGMLQuantizationType, directory: Any, tmp_path: Path
+) -> None:
+    """Of rows of 96 columns, which leaves keep in chunks of 128."""
+    lm = jaxllm.load(write(tmp_path / "a.gguf", directory("mistral"), raw_of(kind)))
+    leaf: Any = lm.params["layers.0"]["mlp"]["down_proj"]["weight"]
+    scale = leaf.pieces()[".weight.scale" if "_1" in kind.name else ".scale"]
+    assert leaf.shape == (64, 96) and not np.asarray(scale)[:, 3:].any()
+
+
 def test_formats_of_16_bits_stay_so_and_norms_in_float32(directory: Any, tmp_path: Path) -> None:
     for name, dtype in {"F16": "float16", "BF16": "bfloat16"}.items():
         kind = gguf.GGMLQuantizationType[name]
