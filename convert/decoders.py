@@ -39,6 +39,7 @@ MLP_BIAS = Field("mlp_bias", "mlp_bias", False)
 SLIDING = Field("sliding_window", "sliding_window", None)
 LAYER_TYPES = Field("layer_types", "layer_types", None)
 DIVISORS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
+ORIGINAL = "original_max_position_embeddings"
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 
 
@@ -99,7 +100,7 @@ def write_decoder(config: DecoderConfig, table: Architecture, model_type: str) -
         "architectures": [table.architectures[0]],
         "model_type": model_type,
         **write_fields(table, config),
-        **written_rope(config.rope),
+        **written_rope(config.rope, config.max_position_embeddings),
     }
 
 
@@ -118,10 +119,14 @@ def resolve_layer_types(
     return finish
 
 
-def written_rope(rope: Rope) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, as the published files have them."""
+def written_rope(rope: Rope, context: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, as the published files have them. context: its length."""
     settings = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
     theta, share = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", None)
+    if rope.rope_type == "divisors":  # what transformers calls so, with nothing but these
+        divisors = list(settings.pop("divisors"))
+        settings = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
+        settings |= {"factor": 1.0, "attention_factor": 1.0, ORIGINAL: context}
     data = {"rope_theta": theta, "rope_scaling": None if rope.rope_type == "default" else settings}
     return data if share is None else {**data, "partial_rotary_factor": share}
 
@@ -159,14 +164,13 @@ def read_rope(
         kind = settings["rope_type"] = "longrope"
     if settings.get("partial_rotary_factor") == 1:
         del settings["partial_rotary_factor"]
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        known = ", ".join(ROPE_FIELDS)
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS or kind == "divisors":  # ours alone
+        known = ", ".join(name for name in ROPE_FIELDS if name != "divisors")
         complaints.append(f"rope_type {kind!r:.40} is not supported (known: {known})")
         return None
     required, optional = ROPE_FIELDS[kind]
-    original = "original_max_position_embeddings"
-    if original in required and (said := data.get(original, context)) is not None:
-        settings.setdefault(original, said)
+    if ORIGINAL in required and (said := data.get(ORIGINAL, context)) is not None:
+        settings.setdefault(ORIGINAL, said)
     # Files carry leftovers of other types, and transformers reads only its type's own.
     used = {"rope_type", "rope_theta", *required, *optional, *SHARED_FIELDS}
     unknown = sorted(set(settings) - {f.name for f in dataclasses.fields(Rope)})
@@ -180,4 +184,9 @@ def read_rope(
     for name in DIVISORS & set(settings):
         if isinstance(settings[name], list):
             settings[name] = tuple(settings[name])
-    return Rope(**{k: v for k, v in settings.items() if k in used})
+    kept = {k: v for k, v in settings.items() if k in used}
+    short, long = kept.get("short_factor"), kept.get("long_factor")
+    if kind == "longrope" and short == long and kept.get("attention_factor") == 1:
+        shared = {name: kept[name] for name in SHARED_FIELDS if name in kept}
+        return Rope(rope_type="divisors", rope_theta=kept["rope_theta"], divisors=short, **shared)
+    return Rope(**kept)

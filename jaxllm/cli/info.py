@@ -19,10 +19,10 @@ def info(
 
         from jaxllm.api import open_checkpoint
         from jaxllm.cache import init_cache
+        from jaxllm.forms import read_texts
         from jaxllm.models import build, param_shapes
         from jaxllm.models.experts import share_read
         from jaxllm.ops import native
-        from jaxllm.text.tokenizer import has_tokenizer
 
     opened = open_checkpoint(model)
     config = opened.config
@@ -43,7 +43,7 @@ def info(
         "formats": dict(sorted(Counter(opened.formats.values()).items())),
         "recipe": list(opened.recipe),
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
-        "tokenizer": has_tokenizer(opened.directory),
+        "tokenizer": read_texts(opened).tokenizer is not None,
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
         "instructions": native.INSTRUCTION_SETS.get(str(native.isa())),
     }

@@ -117,6 +117,15 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": said, **message, "reasoning_content": said}
 
 
+def template_source(directory: Path) -> str | None:
+    """The chat template that a checkpoint's directory names "default"; None where there is none.
+
+    Raises:
+      TemplateError, CheckpointError: a file is malformed.
+    """
+    return _read_templates(directory).get("default")
+
+
 def _read_templates(directory: Path) -> dict[str, str]:
     templates: Any = None
     if is_there(path := directory / "tokenizer_config.json"):

@@ -162,7 +162,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
     Raises CheckpointError for a file that is not well-formed safetensors.
     """
     header = read_header(path)
-    whole = _map(path) if mapped else None
+    whole = map_file(path) if mapped else None
     tensors = {}
     for name, entry in header.entries.items():
         if name.startswith(_FILLER):
@@ -179,6 +179,13 @@ def tensor_at(path: Path, begin: int, dtype: np.dtype, shape: tuple[int, ...]) -
     """The tensor that begins at that byte of a file, row by row, in the machine's byte order."""
     end = begin + math.prod(shape) * dtype.itemsize
     return _between(begin, end, dtype, shape, _reader(path), lambda: None)
+
+
+def mapped_at(whole: mmap.mmap, begin: int, dtype: Any, shape: tuple[int, ...]) -> LazyTensor:
+    """The tensor that lies at `begin` of a file that `map_file` mapped, which is not copied."""
+    dtype = np.dtype(dtype)
+    end = begin + math.prod(shape) * dtype.itemsize
+    return _between(begin, end, dtype, shape, _viewer(whole), _releaser(whole, begin, end))
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -299,7 +306,8 @@ def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[s
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
 
 
-def _map(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
+    """A file mapped into memory, to be read only. Raises CheckpointError where it cannot be."""
     with open_regular(path) as file:
         try:
             whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxllm
 from jaxllm import batchfile
-from jaxllm.adapters import LoraConfig, fresh, write_adapter
+from jaxllm.adapters import LoraConfig, fresh, write_adapter, write_gguf_adapter
 from jaxllm.adapters.load import with_directories
 from jaxllm.api import LM, open_checkpoint
 from jaxllm.cache import fork, load_cache, save_cache
@@ -20,6 +20,7 @@ from jaxllm.cli.options import precision_over, read_json_option
 from jaxllm.cli.quantize import read_rules
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.convert.gguf.writing import write_gguf
 from jaxllm.evaluate.equivalence.sides import Ours
 from jaxllm.evaluate.equivalence.vectors import make, read
 from jaxllm.evaluate.likelihood.data import Batch, loader, read_documents
@@ -29,6 +30,7 @@ from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.formats import TokenizerTree
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.paths import Params, flatten, map_leaves
@@ -292,7 +294,39 @@ def _use_adapter(directory: Path) -> None:
     with_directories(CONFIGS["llama"], params, {"x": directory})
 
 
+def _make_gguf(directory: Path) -> None:
+    demo = open_checkpoint("demo:llama").directory
+    rules = [["lm_head.weight", "int8-g32-f16"], [r"layers\.0\..*", "int4-g32-f16"]]
+    precision = Precision.from_dict({"quantize": rules})
+    params = map_leaves(lambda path, x: precision.cast(path, x), _random("llama")[1])
+    checkpoint = in_memory(_checkpoint("llama"), params, precision)
+    tokens = json.loads((demo / "tokenizer.json").read_text(encoding="utf-8"))
+    tree = TokenizerTree({**tokens, "added_tokens": []}, {}, adds_bos=False)
+    small = {name: i for name, i in tree.tree["model"]["vocab"].items() if i < 300}
+    merges = [m for m in tokens["model"]["merges"] if "".join(m).replace(" ", "") in small]
+    tree.tree["model"] = {**tokens["model"], "vocab": small, "merges": merges}
+    write_gguf(directory / "model.gguf", checkpoint, "Q8_0", tokenizer=tree, template=TEMPLATE)
+
+
+def _use_gguf(directory: Path) -> None:
+    lm: LM = jaxllm.load(directory / "model.gguf")
+    if lm.tokenizer is not None:
+        lm.tokenizer.decode(lm.tokenizer.encode(TEXT))
+
+
+def _make_gguf_adapter(directory: Path) -> None:
+    lora = LoraConfig(r=2, target_modules=("q_proj", "embed_tokens", "down_proj"))
+    made = fresh(CONFIGS["llama"], _random("llama")[1], lora, jax.random.key(0))
+    write_gguf_adapter(directory / "x.gguf", made, CONFIGS["llama"])
+
+
+def _use_gguf_adapter(directory: Path) -> None:
+    with_directories(CONFIGS["llama"], _random("llama")[1], {"x": directory / "x.gguf"})
+
+
 KINDS: dict[str, Kind] = {
+    "gguf": Kind(_make_gguf, _use_gguf, ("model.gguf",)),
+    "gguf adapter": Kind(_make_gguf_adapter, _use_gguf_adapter, ("x.gguf",)),
     "llama": Kind(_make_hf("llama"), _use_checkpoint, (*HF, "config.json")),
     "gpt2 in shards": Kind(
         _make_shards,
