@@ -248,7 +248,7 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
         lambda w: w.add_tensor("blk.0.ssm.weight", np.zeros(3, np.float32)), "ssm.weight is not",
     ),
     "divisors of another head": (
-        lambda w: w.add_tensor("rope_freqs.weight", np.full(3, 2, np.float32)), "divisors are 3",
+        lambda w: w.add_tensor("rope_freqs.weight", np.full(3, 2, np.float32)), "divisors has 3",
     ),
     "divisors that are not above 0": (
         lambda w: w.add_tensor("rope_freqs.weight", np.full(4, -1, np.float32)), "not above 0",
