@@ -63,6 +63,18 @@ def _has_holes(leaf: Any) -> bool:
     return any(isinstance(x, Hole) for x in found)
 
 
+def _after(x: jax.Array, weight: Any) -> Any:
+    """A leaf's weight, of which nothing can be expanded before x is there.
+
+    XLA's CPU compiler drops optimization barriers before it orders what is left, and then expands
+    all weights first; a zero that it cannot know to be one stays, and is added on the way.
+    """
+    if not isinstance(weight, Leaf):
+        return weight
+    zero = x[:1, :1].astype(jnp.float32).sum() * 0
+    return jax.tree.map(lambda piece: piece + zero.astype(piece.dtype), weight)
+
+
 def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
     """`linear` of the two, with the gradient of the dense product for x."""
 
@@ -74,8 +86,7 @@ def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
         return linear(x_RI, weight), weight
 
     def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
-        if isinstance(weight, Leaf):  # an array is only read; the barrier would copy it
-            slope_RO, weight = jax.lax.optimization_barrier((slope_RO, weight))
+        weight = _after(slope_RO, weight)
         half = x_RI.dtype == jnp.bfloat16
         kept = jnp.bfloat16 if half else jnp.float32
         slope_RI = jax.lax.dot_general(
