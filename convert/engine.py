@@ -6,7 +6,7 @@ complaints come in one error. Nothing outside the directory is opened and nothin
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,20 @@ from jaxllm.weights.files import LazyTensor, open_tensors
 from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 
+from . import flaxfiles
+from .flaxfiles import as_torch, open_flax
 from .quantized import rules, take_quantized, their_names
 from .scheme import KEY, Scheme, read_scheme
 from .tables import HEAD, Architecture
 
 
 class _Index(msgspec.Struct):
-    """model.safetensors.index.json. weight_map: the shard of every tensor."""
+    """model.safetensors.index.json, or Flax's. weight_map: the shard of every tensor."""
 
     weight_map: dict[str, str]
+
+
+_Opened = Callable[[Path], dict[str, LazyTensor]]  # what a file holds
 
 
 class _Kind(msgspec.Struct):
@@ -71,7 +76,8 @@ GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Open a Hugging Face checkpoint (Llama, Mistral or GPT-2; one safetensors file or shards).
+    """Open a Hugging Face checkpoint of a known family: one safetensors file or shards; or, where
+    there is none, what a Flax class of transformers 4 wrote (`flaxfiles`).
 
     What GPTQ or AWQ have quantized (`quantization_config`) becomes leaves of the same integers.
 
@@ -80,7 +86,7 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
     """
     data = read_model_json(directory) if data is None else data
     config, table = read_config(data)
-    tensors = _ours(_open_files(directory), config, table, str(directory))
+    tensors = _ours(_open_files(directory, data["model_type"]), config, table, str(directory))
     if config.tie_word_embeddings and HEAD in tensors:
         _drop_tied_head(tensors, f"{family(config.model_type).tokens}.weight", str(directory))
     precision, formats = native_precision(tensors), dict[str, str]()
@@ -141,9 +147,11 @@ def write_hf(
     if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
         raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
     data, table = TABLES[config.model_type].write_config(config)
+    theirs = dict(checkpoint.tensors)
+    for layout in table.layouts:
+        theirs = layout.write(theirs, config)
     tensors = {
-        table.written_name(path): table.oriented(path, tensor)
-        for path, tensor in checkpoint.tensors.items()
+        table.written_name(path): table.oriented(path, tensor) for path, tensor in theirs.items()
     }
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     dtype = native_precision(tensors).weights
@@ -167,13 +175,16 @@ def _ours(
     known = {HEAD, *dict(flatten(param_shapes(build(config)))), *their_names(linears)}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        path = name.removeprefix(table.prefix)
+        path = HEAD if name == table.head else name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
-        path = path if path in known else name
+        theirs = any(layout.knows(path) for layout in table.layouts)
+        path = path if path in known or theirs else name
         if path in found:
             raise CheckpointError(f"{where}: {path} is there twice, with and without a prefix")
         found[path] = table.oriented(path, tensor)
+    for layout in table.layouts:
+        found = layout.read(found, config)
     return found
 
 
@@ -213,25 +224,55 @@ def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> 
         )
 
 
-def _open_files(directory: Path) -> dict[str, LazyTensor]:
-    index, single = "model.safetensors.index.json", "model.safetensors"
-    if is_there(directory / single):
-        return open_tensors(inside(directory, single))
-    if is_there(directory / index):
-        where = str(directory / index)
-        shards: _Index = as_schema(read_json(inside(directory, index)), _Index, where)
-        return _open_shards(directory, shards.weight_map)
+def _open_files(directory: Path, model_type: str) -> dict[str, LazyTensor]:
+    """All tensors, under the names of a PyTorch checkpoint."""
+    single, index = "model.safetensors", "model.safetensors.index.json"
+    if (found := _open(directory, single, index, open_tensors)) is not None:
+        # What was saved by a Flax class has names of Flax here too, with a point between them.
+        if not any(name.endswith(".kernel") for name in found):
+            return found
+        return _of_flax(directory, {n.replace(".", "/"): t for n, t in found.items()}, model_type)
+    if (found := _open(directory, flaxfiles.NAME, flaxfiles.INDEX, open_flax)) is not None:
+        return _of_flax(directory, found, model_type)
     if pickles := sorted(p.name for p in directory.glob("*.bin")):
         raise CheckpointError(
             f"{directory}: {pickles[0]} is a pickle, which can run code when it is read, and is"
             " never opened here. Convert it with transformers:"
             " AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
         )
-    raise CheckpointError(f"{directory}: no model.safetensors and no model.safetensors.index.json")
+    raise CheckpointError(
+        f"{directory}: no model.safetensors, no model.safetensors.index.json and no"
+        f" {flaxfiles.NAME}"
+    )
 
 
-def _open_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, LazyTensor]:
-    files = {f: open_tensors(inside(directory, f)) for f in sorted(set(weight_map.values()))}
+def _open(
+    directory: Path, single: str, index: str, opened: _Opened
+) -> dict[str, LazyTensor] | None:
+    """What one file holds, or the shards that an index names; None where there is neither."""
+    if is_there(directory / single):
+        return opened(inside(directory, single))
+    if not is_there(directory / index):
+        return None
+    shards: _Index = as_schema(read_json(inside(directory, index)), _Index, str(directory / index))
+    return _open_shards(directory, shards.weight_map, opened)
+
+
+def _of_flax(
+    directory: Path, tensors: Mapping[str, LazyTensor], model_type: str
+) -> dict[str, LazyTensor]:
+    if model_type not in flaxfiles.READS:
+        raise CheckpointError(
+            f"{directory}: the weights are of a Flax class, and {model_type} had none in"
+            f" transformers (known: {', '.join(flaxfiles.READS)})"
+        )
+    return as_torch(tensors)
+
+
+def _open_shards(
+    directory: Path, weight_map: Mapping[str, str], opened: _Opened
+) -> dict[str, LazyTensor]:
+    files = {f: opened(inside(directory, f)) for f in sorted(set(weight_map.values()))}
     complaints = []
     tensors: dict[str, LazyTensor] = {}
     for file, held in files.items():

@@ -9,6 +9,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.weights.files import LazyTensor
 
+from .layouts import Layout
+
 REQUIRED = object()  # in place of a default: the checkpoint must say it
 HEAD = "lm_head.weight"
 
@@ -30,9 +32,10 @@ class Architecture:
     fields: the configuration table. allowed: fields that may only have one of these values,
     because others would change the mathematics. ignored: fields without effect on inference.
     Tensors have the names of our parameters after a prefix, and their shapes, but for what is said
-    here. transposed: regexes of the matrices that are `[in, out]` there (Conv1D). skipped: of what
+    here and in layouts (`layouts.py`): what is one matrix there and several here, or the other way
+    round. transposed: regexes of the matrices that are `[in, out]` there (Conv1D). skipped: of what
     is a buffer, no weight. prefix: before every name but the head's; a checkpoint may lack it.
-    writes_prefix: whether it is written.
+    writes_prefix: whether it is written. head: the output matrix's name there; ours is read too.
     """
 
     architectures: tuple[str, ...]
@@ -40,9 +43,11 @@ class Architecture:
     allowed: Mapping[str, tuple[Any, ...]]
     ignored: frozenset[str]
     transposed: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
     skipped: tuple[str, ...] = ()
     prefix: str
     writes_prefix: bool
+    head: str = HEAD
 
     def oriented(self, path: str, tensor: LazyTensor) -> LazyTensor:
         """Their tensor as ours, or ours as theirs: a transpose is its own inverse."""
@@ -51,7 +56,9 @@ class Architecture:
 
     def written_name(self, path: str) -> str:
         """The name under which a parameter is written."""
-        return path if path == HEAD or not self.writes_prefix else f"{self.prefix}{path}"
+        if path == HEAD:
+            return self.head
+        return f"{self.prefix}{path}" if self.writes_prefix else path
 
 
 # Bookkeeping, training and generation settings that transformers writes into any config.json.
@@ -161,5 +168,8 @@ def refuse(what: str, complaints: list[str]) -> None:
 
 
 def write_fields(table: Architecture, config: ModelConfig) -> dict[str, Any]:
-    """The table's fields in the checkpoint's spelling."""
-    return {field.theirs: getattr(config, field.ours) for field in table.fields}
+    """The table's fields in the checkpoint's spelling; not those that became others as they were
+    read.
+    """
+    fields = (field for field in table.fields if hasattr(config, field.ours))
+    return {field.theirs: getattr(config, field.ours) for field in fields}

@@ -38,13 +38,13 @@ from jaxllm.errors import (
     TokenError,
 )
 from jaxllm.files import is_there
-from jaxllm.forms import open_path, read_texts
+from jaxllm.forms import open_path, read_texts, texts_files
 from jaxllm.options import GenerateOptions, Kind, check_options, described, row_options
 from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
 from jaxllm.settings import UNSUPPORTED, Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
-from jaxllm.text.formats import TOKENIZER_FILES, tokenizer_files
+from jaxllm.text.formats import TOKENIZER_FILES
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
@@ -300,12 +300,13 @@ class LM:
         opened = checkpoint.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe
         )
-        checkpoint.save(
-            Path(directory),
-            checkpoint.in_memory(opened, self.params, precision),
-            files=tokenizer_files(self.path),
-            show_progress=show_progress,
-        )
+        with texts_files(self.path) as files:
+            checkpoint.save(
+                Path(directory),
+                checkpoint.in_memory(opened, self.params, precision),
+                files=files,
+                show_progress=show_progress,
+            )
 
     def __repr__(self) -> str:
         total = sum(as_leaf(leaf).size for _, leaf in flatten(self.params))
@@ -341,17 +342,19 @@ def load(
     place: Place | None = None,
     show_progress: bool | None = None,
 ) -> LM:
-    """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2) or jaxllm's own form.
+    """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
+    own form.
 
-    path: a directory; "demo:llama" or "demo:gpt2" for the checkpoints that jaxllm brings; or
-    "hf:owner/name", the only spelling for which anything is downloaded. dtype: "float32",
-    "bfloat16", "float16" for weights, activations and cache alike, or a `Precision`; by default as
-    the checkpoint keeps its weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or
-    ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading.
-    adapters: PEFT's directories (LoRA, DoRA) beside the weights, by the names that `generate` is to
-    know them by, or a list of them, which go by their own; the first is taken where none is named.
-    place: told an array's path and the array, says its device or its sharding, None for the
-    default. show_progress: by default where stderr is a terminal.
+    path: a directory, or a GGUF file (of one in parts, any of them); "demo:llama" or "demo:gpt2"
+    for the checkpoints that jaxllm brings; or "hf:owner/name", the only spelling for which anything
+    is downloaded. dtype: "float32", "bfloat16", "float16" for weights, activations and cache alike,
+    or a `Precision`; by default as the checkpoint keeps its weights. quantize: a format ("int8",
+    "int4", "bf16-packed", ...) or ordered rules, as `jaxllm.quantize` takes them, applied tensor by
+    tensor while loading. adapters: PEFT's directories (LoRA, DoRA) or GGUF's files beside the
+    weights, by the names that `generate` is to know them by, or a list of them, which go by their
+    own; the first is taken where none is named. place: told an array's path and the array, says its
+    device or its sharding, None for the default. show_progress: by default where stderr is a
+    terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
@@ -420,7 +423,7 @@ def resolve(path: str | Path) -> Path:
     if is_there(found := Path(path)):
         return found
     hint = f" To download from the hub, write hf:{text}" if re.fullmatch(_REPO, text) else ""
-    raise CheckpointError(f"{text:.200} is not a directory.{hint}")
+    raise CheckpointError(f"{text:.200} is not a directory, nor a file.{hint}")
 
 
 _REPO = r"[\w.-]+/[\w.-]+"
@@ -432,8 +435,10 @@ def _download(repo: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(repo, allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES])
-        )
+        wanted = ["*.safetensors", "*.json", *TOKENIZER_FILES]
+        found = Path(snapshot_download(repo, allow_patterns=wanted))
+        if not any(found.glob("*.safetensors")):
+            snapshot_download(repo, allow_patterns=["flax_model*.msgpack"])
+        return found
     except Exception as error:  # whatever the network brings, one line of it is what helps
         raise CheckpointError(f"hf:{repo} could not be downloaded: {error!s:.200}") from error

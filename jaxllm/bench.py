@@ -23,9 +23,11 @@ from jaxllm.api import LM
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.models import family
+from jaxllm.models.experts import share_read
 from jaxllm.ops import native
 from jaxllm.steps import prefill, run_and_commit
-from jaxllm.weights.paths import Params
+from jaxllm.weights.leaves.arrays import as_leaf
+from jaxllm.weights.paths import Params, flatten
 
 PROBE_BYTES = 256 << 20  # far more than any cache of a processor
 
@@ -115,8 +117,8 @@ def bench(
     Raises CapacityError where a test exceeds the model's context.
     """
     probe = jnp.arange(PROBE_BYTES // 4, dtype=jnp.uint32).block_until_ready()
-    size = weight_bytes(lm)
     for test in tests:
+        size = weight_bytes(lm, test.batch)
         run = prepared(lm, test, chunk)
         first = timed(run)
         seconds, bus = [], []
@@ -180,12 +182,15 @@ def bandwidth(probe: jax.Array) -> float:
     return max(probe.nbytes / timed(lambda: read(probe).block_until_ready()) / 1e9 for _ in "123")
 
 
-def weight_bytes(lm: LM) -> int:
-    """Bytes of weights that a decoded token reads: all but a table of which it takes one row."""
+def weight_bytes(lm: LM, batch: int = 1) -> int:
+    """Bytes of weights that a step of decoding reads: all but a table of which a token takes one
+    row, and of experts as many as tokens can run.
+    """
     row = family(lm.config.model_type)
     tables = {row.positions} if lm.config.tie_word_embeddings else set(row.tables)
     rest = {name: node for name, node in lm.params.items() if name not in tables}
-    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(rest))
+    leaves = (as_leaf(leaf) for _, leaf in flatten(rest))
+    return sum(round(leaf.nbytes * share_read(lm.config, leaf.ndim, batch)) for leaf in leaves)
 
 
 def peak_bytes() -> int:

@@ -248,17 +248,27 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
             return np.asarray(dense(_assembled(checkpoint, path, shape)))
 
         def parts(rows: int) -> Iterator[np.ndarray]:
-            leaf = as_leaf(_assembled(checkpoint, path, shape))
-            for begin in range(0, shape[0], rows):
-                yield np.asarray(leaf.take(jnp.arange(begin, min(begin + rows, shape[0]))))
+            whole = _assembled(checkpoint, path, shape)
+            stack = range(shape[0]) if len(shape) == 3 else (...,)
+            for leaf in (as_leaf(jax.tree.map(lambda x, i=i: x[i], whole)) for i in stack):
+                for begin in range(0, shape[-2], rows):
+                    yield np.asarray(leaf.take(jnp.arange(begin, min(begin + rows, shape[-2]))))
             release()
+
+        def cut(begin: int, end: int) -> LazyTensor:
+            def read() -> np.ndarray:
+                whole = _assembled(checkpoint, path, shape)
+                return np.asarray(dense(jax.tree.map(lambda x: x[begin:end], whole)))
+
+            some = (end - begin, *shape[1:])
+            return LazyTensor(np.dtype(DTYPES[dtype]), some, read, release)
 
         def release() -> None:
             for key in parse(checkpoint.formats[path]).expected(shape):
                 checkpoint.tensors[f"{path}{key}"].release()
 
-        apart = parts if len(shape) == 2 else None
-        return LazyTensor(np.dtype(DTYPES[dtype]), shape, read, release, apart)
+        stack = cut if len(shape) == 3 else None
+        return LazyTensor(np.dtype(DTYPES[dtype]), shape, read, release, parts, cut=stack)
 
     tensors = {
         path: as_array(path) if path in checkpoint.formats else checkpoint.tensors[path]

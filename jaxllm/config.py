@@ -7,7 +7,8 @@ valid static argument of `jax.jit`.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from msgspec import Meta
 
@@ -25,6 +26,7 @@ Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
 Heads = Annotated[int, Meta(ge=1, le=1 << 12)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 26)]
 Positive = Annotated[float, Meta(ge=1e-12, le=1e12)]
+Divisors = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=1 << 12)]
 
 # rope_type -> (fields it must have, fields it may have), beside rope_theta.
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -39,7 +41,13 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
+    ),
+    "divisors": (("divisors",), ()),
 }
+SHARED_FIELDS = ("partial_rotary_factor",)  # that every type may have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,9 @@ class Rope:
     """Rotary position settings, in Hugging Face's `rope_parameters` spelling.
 
     A field is None exactly where its `rope_type` does not use it (see `ROPE_FIELDS`).
+    partial_rotary_factor: the share of each head, its first numbers, that is turned. divisors: of
+    each pair's frequency; `longrope` has two lists of them, for texts up to
+    `original_max_position_embeddings` and for longer ones.
     """
 
     rope_type: str
@@ -61,6 +72,10 @@ class Rope:
     mscale: Positive | None = None
     mscale_all_dim: Positive | None = None
     truncate: bool | None = None
+    partial_rotary_factor: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    short_factor: Divisors | None = None
+    long_factor: Divisors | None = None
+    divisors: Divisors | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_FIELDS:
@@ -76,15 +91,54 @@ class Rope:
         }
         complaints = [f"{n} is missing" for n in required if n not in given]
         complaints += [
-            f"{n} is not used by this type" for n in sorted(given - {*required, *optional})
+            f"{n} is not used by this type"
+            for n in sorted(given - {*required, *optional, *SHARED_FIELDS})
         ]
         complaints += complaints_of(self)
         if self.rope_type == "yarn" and self.rope_theta == 1:
             complaints.append("rope_theta must not be 1: no pair would turn slower than another")
         if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
             complaints.append("low_freq_factor and high_freq_factor must differ")
+        if len({len(x) for x in (self.short_factor, self.long_factor) if x is not None}) > 1:
+            complaints.append("short_factor and long_factor must have as many numbers")
         if complaints:
             raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
+
+    def width(self, head_dim: int) -> int:
+        """How many numbers of a head are turned, the first ones; two to a pair."""
+        return int(head_dim * (self.partial_rotary_factor or 1.0))
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the angles of all tokens change as the text grows."""
+        return self.rope_type in ("dynamic", "longrope")
+
+    @property
+    def border(self) -> int | None:
+        """The longest text that is turned by other angles than longer ones; None: there is none."""
+        if self.rope_type != "longrope" or self.short_factor == self.long_factor:
+            return None
+        return self.original_max_position_embeddings
+
+    def complaints(self, head_dim: int) -> list[str]:
+        """What is wrong with it for heads of that size."""
+        width, found = self.width(head_dim), list[str]()
+        if self.partial_rotary_factor is None and head_dim % 2:
+            found.append(f"head_dim must be even for rotary positions, got {head_dim}")
+        elif width < 2 or width % 2:
+            found.append(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {head_dim} turns"
+                f" {width} numbers, which are no pairs"
+            )
+        if self.rope_type == "dynamic" and width == 2:
+            found.append("dynamic rotary scaling needs a head_dim above 2")
+        lists = {n: getattr(self, n) for n in ("short_factor", "long_factor", "divisors")}
+        found += [
+            f"{name} has {len(given)} numbers, the {width} turned ones of a head {width // 2} pairs"
+            for name, given in lists.items()
+            if given is not None and len(given) != width // 2
+        ]
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,15 +184,25 @@ class ModelConfig:
         """The first position that the model cannot represent at all."""
         return 1 << 24  # rotary angles: float32 counts no further
 
-    @property
-    def rotary(self) -> Rope | None:
-        """How keys are turned by their positions; None where they are not."""
+    def rotary(self, layer: int) -> Rope | None:
+        """How a layer's keys are turned by their positions; None where they are not."""
         return None
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary settings that its layers have, each once."""
+        found = (self.rotary(i) for i in range(self.num_hidden_layers))
+        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+
+    @property
     def angles_follow_length(self) -> bool:
-        """Whether the rotary angles of all tokens change as the text grows (dynamic scaling)."""
-        return self.rotary is not None and self.rotary.rope_type == "dynamic"
+        """Whether the rotary angles of all tokens change as the text grows."""
+        return any(rope.follows_length for rope in self.ropes)
+
+    @property
+    def border(self) -> int | None:
+        """The shortest `Rope.border` of its settings: no cached text can go on beyond it."""
+        return min((r.border for r in self.ropes if r.border is not None), default=None)
 
     def window(self, layer: int) -> int | None:
         """How many of the last positions a query of this layer sees, itself included."""
@@ -146,8 +210,20 @@ class ModelConfig:
 
     def like(self, layer: int) -> int:
         """The first layer that computes as this one does, with other parameters."""
-        windows = [self.window(i) for i in range(layer + 1)]
-        return windows.index(windows[-1])
+        kinds = [self.computes(i) for i in range(layer + 1)]
+        return kinds.index(kinds[-1])
+
+    def computes(self, layer: int) -> tuple[Any, ...]:
+        """What may differ between layers: equal for those that compute alike."""
+        return (self.form(layer), self.window(layer), self.rotary(layer))
+
+    def with_layers(self, numbers: Sequence[int]) -> Self:
+        """The configuration of a model that has these layers of this one's, in this order."""
+        return dataclasses.replace(self, num_hidden_layers=len(numbers))
+
+    def form(self, layer: int) -> int:
+        """The first layer whose parameters have the names and shapes of this one's."""
+        return 0
 
     def memory(self, layer: int) -> Any:
         """The form of what this layer keeps beside keys and values, of one size however long the

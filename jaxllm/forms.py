@@ -3,15 +3,21 @@
 A further form is a file that opens it as a `Checkpoint`, and a row here.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.checkpoint import FORMAT, Checkpoint, open_native, read_model_json
 from jaxllm.convert.engine import FORM, open_hf
+from jaxllm.convert.gguf import opening as gguf
+from jaxllm.convert.gguf import vocabulary
 from jaxllm.errors import CheckpointError, JaxllmError
 from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.formats import tokenizer_files
 from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
+from jaxllm.text.written import write_tokenizer
 
 
 class Source(NamedTuple):
@@ -53,6 +59,18 @@ def texts_of_directory(directory: Path) -> Texts:
         return Texts(tokenizer, error)
 
 
+def texts_of_gguf(path: Path) -> Texts:
+    """What the first part of a GGUF file says of them."""
+    settings = gguf.read_parts(path)[0].settings
+    tree = vocabulary.read_tokenizer(settings, path)
+    tokenizer = None if tree is None else Tokenizer.from_tree(path, tree)
+    try:
+        roles = {} if tree is None else tree.roles
+        return Texts(tokenizer, vocabulary.read_template(settings, roles, path))
+    except JaxllmError as error:
+        return Texts(tokenizer, error)
+
+
 FORMS = (
     Form(
         FORMAT,
@@ -65,6 +83,12 @@ FORMS = (
         lambda source: source.path.is_dir() and "format" not in source.header,
         lambda source: open_hf(*source),
         texts_of_directory,
+    ),
+    Form(
+        gguf.FORM,
+        lambda source: gguf.recognises(source.path),
+        lambda source: gguf.open_gguf(source.path),
+        texts_of_gguf,
     ),
 )
 
@@ -90,3 +114,19 @@ def read_texts(opened: Checkpoint) -> Texts:
     """The tokenizer and the chat template that go with a checkpoint, as its form keeps them."""
     form = next(form for form in FORMS if form.name == opened.form)
     return form.texts(opened.directory)
+
+
+@contextlib.contextmanager
+def texts_files(path: Path) -> Iterator[list[Path]]:
+    """The files of the tokenizer that goes with the checkpoint at a path, as Hugging Face names
+    them, while the block runs: those of a GGUF file are made for it.
+
+    Raises CheckpointError for a tokenizer that is malformed.
+    """
+    if not gguf.recognises(path):
+        yield tokenizer_files(path)
+        return
+    settings = gguf.read_parts(path)[0].settings
+    tree, template = vocabulary.read_tokenizer(settings, path), vocabulary.template_in(settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        yield [] if tree is None else write_tokenizer(tree, template, Path(scratch))

@@ -8,6 +8,7 @@ from typing import Any
 from jaxllm.cache.kv import KVCache, cache_nbytes
 from jaxllm.config import ModelConfig
 from jaxllm.decode.loops.overflow import Overflow
+from jaxllm.decode.loops.text import check_border
 from jaxllm.decode.sampling.options import PROCESSORS, SHAPING, make_sampler
 from jaxllm.decode.sampling.sampler import GREEDY, Sampler
 from jaxllm.errors import CapacityError, SamplingError
@@ -131,12 +132,15 @@ def _budget(
         room = config.context_length - len(prompt)
         if n is None:
             n = DEFAULT_NEW_TOKENS if overflow else min(DEFAULT_NEW_TOKENS, room)
+            if config.border is not None and len(prompt) <= config.border:
+                n = min(n, config.border - len(prompt) + 1)  # the last token is never run
         if overflow is None and room < max(n, 1):
             raise CapacityError(
                 f"a prompt of {len(prompt)} tokens and {max(n, 1)} new ones exceed the model's"
                 f" context of {config.context_length}. Shorten the prompt or max_new_tokens, or"
                 " let the text overflow (overflow='slide'; --overflow slide)"
             )
+        check_border(len(prompt), len(prompt) + n - 1, config)
         new.append(n)
     return new if isinstance(asked, list) else min(new)
 

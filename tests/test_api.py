@@ -320,6 +320,27 @@ def test_nothing_is_downloaded_unless_it_is_spelled_out(monkeypatch: pytest.Monk
     assert asked == ["owner/name"]
 
 
+def test_flax_files_are_downloaded_where_there_are_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def hub(repo: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        jaxllm.load("hf:owner/name")
+    assert asked[1:] == [["flax_model*.msgpack"]]
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        jaxllm.load("hf:owner/name")
+    assert len(asked) == 3
+
+
 def test_every_public_name_is_there() -> None:
     """And the same one where a type checker looks: in the imports that are never run."""
     (typed,) = (node for node in ast.parse(Path(jaxllm.__file__).read_text()).body

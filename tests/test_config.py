@@ -10,6 +10,7 @@ import pytest
 import jaxllm
 from jaxllm import models
 from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS
+from jaxllm.convert.decoders import DIVISORS
 from jaxllm.errors import ConfigError
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.weights.paths import flatten
@@ -97,7 +98,9 @@ def test_every_activation_has_a_function() -> None:
 @pytest.mark.parametrize("kind", ROPE_FIELDS)
 def test_rope_settings_are_complete_and_nothing_else(kind: str) -> None:
     required, _ = ROPE_FIELDS[kind]
-    values = {name: 4 + i for i, name in enumerate(required)}
+    values: dict[str, Any] = {
+        name: (4.0 + i,) if name in DIVISORS else 4 + i for i, name in enumerate(required)
+    }
     jaxllm.Rope(rope_type=kind, rope_theta=1e4, **values)
     for name in required:
         with pytest.raises(ConfigError, match=f"{name} is missing"):

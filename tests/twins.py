@@ -64,6 +64,82 @@ GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+SQUARE = {**{k: v for k, v in LLAMA.items() if k != "head_dim"}, "hidden_size": 48}
+GEMMA = {**LLAMA, "query_pre_attn_scalar": 9, "sliding_window": 5, "pad_token_id": 0}
+# model_type -> (the prefix of its classes in transformers, a tiny configuration).
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "mistral": ("Mistral", LLAMA),
+    "gpt2": ("GPT2", GPT2),
+    "qwen2": (
+        "Qwen2",
+        {**SQUARE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3", LLAMA),
+    "gemma2": ("Gemma2", GEMMA),
+    "gemma3_text": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3}),
+    "phi3": (
+        "Phi3",
+        {
+            **SQUARE,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 40,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1],
+                "long_factor": [2.0, 3.5],
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 40,
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", SQUARE),
+    "smollm3": ("SmolLM3", {**SQUARE, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "mixtral": (
+        "Mixtral",
+        {
+            **SQUARE,
+            "num_hidden_layers": 2,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **SQUARE,
+            "num_hidden_layers": 2,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **SQUARE,
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "gpt_neox": (
+        "GPTNeoX",
+        {
+            **{k: v for k, v in SQUARE.items() if k not in ("num_key_value_heads", "rms_norm_eps")},
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "layer_norm_eps": 1e-3,
+            "rotary_pct": 0.75,
+            "rotary_emb_base": 500.0,
+        },
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +159,23 @@ class Twin:
         return out.logits.float().numpy()
 
 
+def theirs(family: str, **changes: Any) -> Any:
+    """transformers' configuration of a tiny model."""
+    kind, base = KINDS[family]
+    text = "Text" if family == "gemma3_text" else ""
+    return getattr(transformers, f"{kind}{text}Config")(**{**base, **changes})
+
+
 def save_random(
     directory: Path, family: str, seed: int = 0, spread: float = 0.3, **changes: Any
 ) -> None:
     """Write a Hugging Face directory whose every tensor is random, norms and biases too."""
-    kind = {"llama": "Llama", "gpt2": "GPT2", "mistral": "Mistral"}[family]
-    base = GPT2 if family == "gpt2" else LLAMA
-    config = getattr(transformers, f"{kind}Config")(**{**base, **changes})
+    config = theirs(family, **changes)
     torch.manual_seed(seed)
-    name = "GPT2LMHeadModel" if family == "gpt2" else f"{kind}ForCausalLM"
-    model = getattr(transformers, name)(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            norm = "norm" in path or ".ln_" in path
+            norm = ("norm" in path or ".ln_" in path) and not family.startswith("gemma")
             parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
     model.save_pretrained(directory)
 
@@ -156,11 +236,10 @@ def random_model(
     **changes: Any,
 ) -> tuple[Any, Params]:
     """A tiny model of ours with every tensor random, without a trip through files."""
-    name = {"llama": "Llama", "gpt2": "GPT2", "mistral": "Mistral"}[family]
-    base = GPT2 if family == "gpt2" else LLAMA
+    _, base = KINDS[family]
     settings = {"num_hidden_layers": 2, "n_layer": 2, **changes}
-    known = {**base, **{k: v for k, v in settings.items() if k in base or k in changes}}
-    config, _ = read_config(getattr(transformers, f"{name}Config")(**known).to_dict())
+    known = {k: v for k, v in settings.items() if k in base or k in changes}
+    config, _ = read_config(theirs(family, **known).to_dict())
     model = models.build(config, precision)
     rng = np.random.default_rng(seed)
 

@@ -2,9 +2,9 @@
 
 config: what an adapter is asked to be. targets: which modules it is beside, by PEFT's rules or by
 ours. attach: parameters with one adapter, to be trained, and the adapter out of them again.
-settings: PEFT's adapter_config.json, every field read or refused. files: PEFT's directories.
-several: parameters with adapters of which each row of a batch takes one. load: those of
-directories. merge: into the weights.
+settings: PEFT's adapter_config.json, every field read or refused. files: PEFT's directories; gguf:
+GGUF's files. several: parameters with adapters of which each row of a batch takes one. load: those
+of directories and files. merge: into the weights.
 
 An `Adapter` is a value beside the parameters. What it does in a product, its leaf says
 (`weights.leaves.adapted`); the base's leaves stay the objects that they are.
@@ -13,6 +13,7 @@ An `Adapter` is a value beside the parameters. What it does in a product, its le
 from jaxllm.adapters.attach import Adapter, attach, attached, fresh, taken
 from jaxllm.adapters.config import LoraConfig
 from jaxllm.adapters.files import read_adapter, write_adapter
+from jaxllm.adapters.gguf import read_gguf_adapter, write_gguf_adapter
 from jaxllm.adapters.merge import merged
 from jaxllm.adapters.several import BASE, number_of, with_adapters
 from jaxllm.weights.leaves.adapted import Adapted, choose
@@ -29,7 +30,9 @@ __all__ = [
     "merged",
     "number_of",
     "read_adapter",
+    "read_gguf_adapter",
     "taken",
     "with_adapters",
     "write_adapter",
+    "write_gguf_adapter",
 ]

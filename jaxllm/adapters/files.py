@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxllm.adapters import gguf
 from jaxllm.adapters.attach import Adapter, Matrices
 from jaxllm.adapters.settings import read_config, written_config
 from jaxllm.adapters.targets import Low, plan, shortest, targets_of
@@ -50,13 +51,15 @@ class _Piece(NamedTuple):
 def read_adapter(
     directory: str | Path, config: ModelConfig, params: Params | None = None
 ) -> Adapter:
-    """The adapter in PEFT's directory, for a model of this configuration.
+    """The adapter in PEFT's directory, or in a GGUF file, for a model of this configuration.
 
     params: of the base. PEFT writes a table of tokens beside its adapter; it must then be the same.
     Raises CheckpointError with all that is wrong: fields that are not supported, an adapter of
     another model, of other shapes, or with numbers that are not finite.
     """
     directory = Path(directory)
+    if gguf.recognises(directory):
+        return gguf.read_gguf_adapter(directory, config)
     if not is_there(directory / CONFIG):
         raise CheckpointError(f"{directory} has no {CONFIG}: not a directory that PEFT wrote")
     lora = read_config(read_json(inside(directory, CONFIG)), str(directory / CONFIG))

@@ -1,4 +1,4 @@
-"""Directories of adapters, by name, beside a model's weights."""
+"""Adapters from PEFT's directories and GGUF's files, by name, beside a model's weights."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def _named(adapters: Adapters) -> dict[str, Path]:
     given = [adapters] if isinstance(adapters, str | Path) else adapters
     found: dict[str, Path] = {}
     for directory in map(Path, given):
-        name = directory.resolve().name
+        name = directory.resolve().name.removesuffix(".gguf")
         if name in found:
             raise ConfigError(
                 f"two adapters are called {name!r:.60}: {found[name]} and {directory}; give them"

@@ -49,7 +49,8 @@ def targets_of(config: ModelConfig) -> dict[str, Target]:
     found = {}
     for path, leaf in flatten(models.param_shapes(models.build(config))):
         module = path.removesuffix(".weight")
-        if len(leaf.shape) == 2 and module != path:
+        routes = row.router is not None and module.endswith(f".{row.router}")
+        if len(leaf.shape) == 2 and module != path and not routes:  # PEFT has none for a router
             name = module if module == HEAD else f"{table.prefix}{module}"
             site: Site = "rows" if module in row.tables else "product"
             found[module] = Target(path, name, site, leaf.shape)
@@ -66,9 +67,10 @@ def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
     targets = targets_of(config)
     chosen = {module for module, target in targets.items() if _is_chosen(lora, module, target)}
     if unmatched := _unmatched(lora, targets.values()):
+        experts = models.family(config.model_type).router is not None
         raise ConfigError(
             f"target_modules: {', '.join(map(repr, unmatched))} is in none of this model's modules;"
-            f" there are {_known(targets)}"
+            f" there are {_known(targets)}{' (experts and routers take none)' if experts else ''}"
         )
     if not chosen:
         raise ConfigError(

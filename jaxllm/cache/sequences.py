@@ -25,7 +25,7 @@ from jaxllm.cache.kv import (
     check_usable,
     init_cache,
 )
-from jaxllm.cache.surgery import gather_slots, movable_rope, turn_keys
+from jaxllm.cache.surgery import gather_slots, movable_ropes, turn_keys
 from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
@@ -235,7 +235,7 @@ def _renumbered(
     stop: int | None,
     move: Callable[[np.ndarray], np.ndarray],
 ) -> KVCache:
-    rope, limit = movable_rope(state.config), state.config.position_limit
+    ropes, limit = movable_ropes(state.config), state.config.position_limit
     now = positions_of(state)
     _check(state, row)
     lent = np.flatnonzero(_inside(now.shared_BN[row], start, stop) & (now.holders_N > 1))
@@ -254,7 +254,7 @@ def _renumbered(
     def turned(segment: Segment, by_BS: np.ndarray) -> Segment:
         if not by_BS.any():
             return segment
-        k = turn_keys(segment.k, jax.device_put(by_BS), rope, state.config.head_dim)
+        k = turn_keys(segment.k, jax.device_put(by_BS), ropes, state.config.head_dim)
         return segment.replace(k=k)
 
     state = state.replace(

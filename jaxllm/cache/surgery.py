@@ -244,7 +244,7 @@ def _moved(
             most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
             by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
         if not _concrete(by_BS) or bool((by_BS != 0).any()):
-            k = turn_keys(segment.k, by_BS, movable_rope(cache.config), cache.config.head_dim)
+            k = turn_keys(segment.k, by_BS, movable_ropes(cache.config), cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
     moved = _with_segments(cache, segments, next_position_B=next_B)
@@ -254,9 +254,11 @@ def _moved(
 
 @partial(jax.jit, static_argnums=(2, 3))
 def turn_keys(
-    keys: tuple[Entries, ...], by_BS: jax.Array, rope: Rope, head_dim: int
+    keys: tuple[Entries, ...], by_BS: jax.Array, ropes: tuple[Rope | None, ...], head_dim: int
 ) -> tuple[Entries, ...]:
-    def one(k: Entries) -> Entries:
+    def one(k: Entries, rope: Rope | None) -> Entries:
+        if rope is None:
+            return k
         new = cast(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
 
         def where_moved(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -265,18 +267,19 @@ def turn_keys(
         turned: Entries = jax.tree.map(where_moved, new, k)
         return turned
 
-    return tuple(one(k) for k in keys)
+    return tuple(map(one, keys, ropes))
 
 
-def movable_rope(config: ModelConfig) -> Rope:
-    if config.rotary is None:
+def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
+    """What each layer's keys are turned by. Raises ConfigError where they cannot be moved."""
+    if not config.ropes:
         raise ConfigError(
             f"{config.model_type} learns a vector for every position, which is mixed into its keys:"
             " they cannot be moved. Run the tokens again where they are to stand"
         )
     if config.angles_follow_length:
-        raise ConfigError("dynamic rotary scaling turns keys by the text's length: not movable")
-    return config.rotary
+        raise ConfigError("rotary settings that follow the text's length: keys are not movable")
+    return tuple(config.rotary(i) for i in range(config.num_hidden_layers))
 
 
 def _check_moved(before: KVCache, after: KVCache) -> None:

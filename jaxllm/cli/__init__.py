@@ -1,7 +1,8 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
-generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, export; info,
-bench; verify, vectors, perplexity, sensitivity; train (a command for each kind of training).
+generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, upcycle,
+export; info, bench; verify, vectors, perplexity, sensitivity; train (a command for each kind of
+training).
 Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
 training (flags of every training), console (what is said, and errors), compiled (programs kept for
 the next process).
@@ -28,6 +29,7 @@ from jaxllm.cli import (
     quantize,
     sensitivity,
     train,
+    upcycle,
     vectors,
     verify,
 )
@@ -50,6 +52,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "quantize": (quantize.quantize, quantize.EXAMPLE),
     "merge": (merge.merge, merge.EXAMPLE),
     "compress": (compress.compress, compress.EXAMPLES),
+    "upcycle": (upcycle.upcycle, upcycle.EXAMPLE),
 }
 
 app = typer.Typer(

@@ -18,14 +18,21 @@ Examples:
   jaxllm convert tinyllama-bf16 tinyllama-hf --to-hf
 
   jaxllm convert ~/models/TinyLlama-1.1B tinyllama-mixed --precision formats.json
+
+  jaxllm convert tinyllama-q4_k_m.gguf tinyllama-hf --to-hf --dtype bfloat16
+
+  jaxllm convert ~/models/TinyLlama-1.1B tinyllama-q8_0.gguf --to-gguf Q8_0
 """
 
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A Hugging Face directory, or one of ours.")
+        str,
+        typer.Argument(metavar="SRC", help="A Hugging Face directory, a GGUF file, or ours."),
     ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="DST", help="The directory, or the GGUF file, to write.")
+    ],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -37,24 +44,41 @@ def convert(
     to_hf: Annotated[
         bool, typer.Option("--to-hf", help="Write a Hugging Face directory for transformers.")
     ] = False,
+    to_gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--to-gguf",
+            metavar="TYPE",
+            help="Write a GGUF file for llama.cpp: F32, F16, BF16, Q8_0 or Q4_0.",
+        ),
+    ] = None,
 ) -> None:
-    """Convert a checkpoint to jaxllm's own form (loads by memory map), or back with --to-hf.
+    """Convert a checkpoint to jaxllm's own form (loads by memory map), or back with --to-hf or
+    --to-gguf.
 
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
-    (bf16-packed to bfloat16) unless --dtype says otherwise.
+    (bf16-packed to bfloat16) unless --dtype says otherwise. In GGUF's, matrices are of the type
+    that is named, vectors of F32.
     """
-    if to_hf and precision is not None:
-        raise ConfigError(
-            "--to-hf: Hugging Face's form has no place for --precision; leave one out"
-        )
+    forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
+    if to_hf and to_gguf is not None:
+        raise ConfigError("--to-hf and --to-gguf are two forms; leave one out")
+    for form, asked in forms.items():
+        if asked and precision is not None:
+            raise ConfigError(f"{form}: that form has no place for --precision; leave one out")
+    if to_gguf is not None and dtype is not None:
+        raise ConfigError("--to-gguf names the type of all weights; leave --dtype out")
     with waiting("starting"):  # JAX is imported
         from jaxllm.api import open_checkpoint
         from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
         from jaxllm.convert.engine import write_hf
-        from jaxllm.text.formats import tokenizer_files
+        from jaxllm.forms import texts_files
         from jaxllm.weights.formats import DTYPES
 
     table = None if precision is None else read_json_option("--precision", precision)
+    if to_gguf is not None:
+        _write_gguf(source, target, to_gguf)
+        return
     claim(target)  # before the work, not after it
     opened = open_checkpoint(source)
     if opened.formats and (to_hf or dtype is not None):
@@ -64,8 +88,8 @@ def convert(
     if table is not None:
         chosen = precision_over(opened.precision, table, f"--precision {precision}")
         opened = in_memory(opened, load_params(opened, chosen), chosen)
-    files = tokenizer_files(opened.directory)
-    (write_hf if to_hf else save)(target, opened, files=files)
+    with texts_files(opened.directory) as files:
+        (write_hf if to_hf else save)(target, opened, files=files)
     size = sum(tensor.nbytes for tensor in opened.tensors.values())
     formats = sorted({t.dtype.name for t in opened.tensors.values()} & {*DTYPES})
     named = sorted(set(opened.formats.values())) or formats
@@ -73,6 +97,29 @@ def convert(
         f"{target}: {opened.config.model_type}, {len(opened.tensors)} tensors,"
         f" {size / 1e6:.1f} MB, {' and '.join(named)}"
         + (", with its tokenizer" if files else ", no tokenizer found")
+    )
+
+
+def _write_gguf(source: str, target: Path, kind: str) -> None:
+    """The checkpoint as a GGUF file, tokenizer and chat template too."""
+    from jaxllm.api import open_checkpoint
+    from jaxllm.convert.gguf.writing import check_absent, write_gguf
+    from jaxllm.forms import texts_files
+    from jaxllm.text.chat import template_source
+    from jaxllm.text.formats import find_form, read_tree
+
+    check_absent(target)
+    opened = open_checkpoint(source)
+    with texts_files(opened.directory) as files:
+        folder = files[0].parent if files else None
+        spoken = folder is not None and find_form(folder) is not None
+        tokenizer = read_tree(folder) if folder is not None and spoken else None
+        template = template_source(folder) if folder is not None and spoken else None
+        write_gguf(target, opened, kind.upper(), tokenizer=tokenizer, template=template)
+    note(
+        f"{target}: {opened.config.model_type}, {target.stat().st_size / 1e6:.1f} MB,"
+        f" {kind.upper()}"
+        + (", with its tokenizer" if tokenizer is not None else ", no tokenizer found")
     )
 
 

@@ -19,14 +19,16 @@ def info(
 
         from jaxllm.api import open_checkpoint
         from jaxllm.cache import init_cache
+        from jaxllm.forms import read_texts
         from jaxllm.models import build, param_shapes
+        from jaxllm.models.experts import share_read
         from jaxllm.ops import native
-        from jaxllm.text.tokenizer import has_tokenizer
 
     opened = open_checkpoint(model)
     config = opened.config
     shapes = jax.tree.leaves(param_shapes(build(config)))
     count = sum(leaf.size for leaf in shapes)
+    active = sum(round(leaf.size * share_read(config, leaf.ndim)) for leaf in shapes)
     size = sum(t.nbytes for t in opened.tensors.values())
     token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
     facts = {
@@ -34,13 +36,14 @@ def info(
         "form": opened.form,
         **config.to_dict(),
         "parameters": count,
+        **({} if active == count else {"parameters_per_token": active}),
         "bytes": size,
         "dtype": opened.precision.weights,
         "quantized": opened.precision.quantize,
         "formats": dict(sorted(Counter(opened.formats.values()).items())),
         "recipe": list(opened.recipe),
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
-        "tokenizer": has_tokenizer(opened.directory),
+        "tokenizer": read_texts(opened).tokenizer is not None,
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
         "instructions": native.INSTRUCTION_SETS.get(str(native.isa())),
     }

@@ -94,8 +94,8 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="[NAME=]DIR",
-        help="An adapter in PEFT's form beside the model (LoRA, DoRA); may be given more than once:"
-        " the first is taken where none is named (-o adapter=NAME).",
+        help="An adapter beside the model: PEFT's directory (LoRA, DoRA), or a GGUF file. May be"
+        " given more than once: the first is taken where none is named (-o adapter=NAME).",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -156,7 +156,7 @@ def _adapters(given: list[str]) -> dict[str, Path] | list[Path]:
     named: dict[str, Path] = {}
     for name, equals, directory in pairs:
         path = Path(directory if equals else name)
-        name = name if equals else path.resolve().name
+        name = name if equals else path.resolve().name.removesuffix(".gguf")
         if name in named:
             raise ConfigError(f"--adapter: two adapters are called {name!r:.60}; name one NAME=DIR")
         named[name] = path

@@ -21,6 +21,23 @@ EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --r
 EXAMPLE_PROMPT = (
     "Example: jaxllm train prompt demo:llama a.cache --data story.txt --begin 'Once upon'"
 )
+RouterLoss = Annotated[
+    float,
+    typer.Option(
+        help="Of mixtures of experts: add the auxiliary loss of transformers, times this."
+    ),
+]
+ByLayer = Annotated[
+    bool, typer.Option("--router-loss-by-layer", help="The mean of each layer's own instead.")
+]
+Capacity = Annotated[
+    float | None,
+    typer.Option(
+        "--capacity-factor",
+        help="While training an expert takes no more tokens than this times an even share; by"
+        " default all.",
+    ),
+]
 EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
 
 
@@ -36,6 +53,9 @@ def full(
     keep_zeros: Annotated[
         bool, typer.Option("--keep-zeros", help="What is zero (pruned) stays zero.")
     ] = False,
+    router_loss: RouterLoss = 0.0,
+    by_layer: ByLayer = False,
+    capacity: Capacity = None,
 ) -> None:
     """Train all weights of a model, or some, on texts. The result is a model of its own.
 
@@ -44,6 +64,7 @@ def full(
     """
     with waiting("starting"):
         from jaxllm.train import jobs
+        from jaxllm.train.routing import balanced
         from jaxllm.train.trained import ALL
 
         check(target, options)
@@ -52,7 +73,8 @@ def full(
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
         kept = jobs.zeros_of(lm, rules) if keep_zeros else None
-        return jobs.full(lm, options.dtype, rules=rules, constraint=kept)
+        job = jobs.full(lm, options.dtype, rules=rules, constraint=kept)
+        return balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
 
     trained(lm, made, target, options, 1e-4, f"full fine-tuning of {model}")
 
@@ -90,6 +112,9 @@ def lora(
             help="A text that every example goes on after; it is run once, not each step."
         ),
     ] = None,
+    router_loss: RouterLoss = 0.0,
+    by_layer: ByLayer = False,
+    capacity: Capacity = None,
 ) -> None:
     """Train a LoRA adapter beside a model's weights. The result is a directory as PEFT has it.
 
@@ -99,6 +124,7 @@ def lora(
         from jaxllm.adapters import LoraConfig, read_adapter
         from jaxllm.files import read_text
         from jaxllm.train import jobs, prompts
+        from jaxllm.train.routing import balanced
 
         check(target, options, "adapter_config.json")
     config = LoraConfig(
@@ -116,7 +142,8 @@ def lora(
     def made(data: "Data", held_out: "Data | None") -> "Job":
         asked = start.config if start else config
         job = jobs.lora(lm, asked, seed=options.seed, start=start)
-        return prompts.after(job, before) if before else job
+        job = prompts.after(job, before) if before else job
+        return balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
 
     trained(lm, made, target, options, 1e-3, f"an adapter of {model}", room=len(before))
 

@@ -83,8 +83,8 @@ class Step(NamedTuple):
 
     method: "" for the one way of a verb. run: makes a subject of a subject, given the line's
     argument and options. argument: None where there is none. calibrated: whether it wants
-    calibration. check: told the shapes of the open model, the argument and the options, raises
-    ConfigError for what cannot be done to it.
+    calibration. experts: whether it takes stacks of matrices. check: told the shapes of the open
+    model, the argument and the options, raises ConfigError for what cannot be done to it.
     """
 
     verb: str
@@ -94,6 +94,7 @@ class Step(NamedTuple):
     argument: Argument | None = None
     options: type[Options] = Options
     calibrated: bool = True
+    experts: bool = False
     check: Callable[[Shapes, str, Any], None] | None = None
 
     @property
@@ -184,7 +185,14 @@ def check_recipe(recipe: Recipe, config: ModelConfig, *, calibrated: bool) -> No
 def check_line(line: Line, shapes: Shapes) -> None:
     """Raise ConfigError for a line that cannot be done to parameters of such shapes."""
     if isinstance(line.options, On):
-        matched(shapes, line.options.on, str(line))
+        found = matched(shapes, line.options.on, str(line))
+        stacks = [path for path in found if len(shapes[path]) > 2]
+        if stacks and not line.step.experts:
+            raise ConfigError(
+                f"{str(line)!r}: {stacks[0]} is of experts, each of which sees tokens of its own:"
+                r" this step is for what all tokens run, on=.*self_attn.*, and 'quantize: rtn'"
+                " rounds experts"
+            )
     if line.step.check is not None:
         try:
             line.step.check(shapes, line.argument, line.options)

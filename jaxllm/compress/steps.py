@@ -15,6 +15,7 @@ STEPS: tuple[Step, ...] = (
         QUANTIZED,
         formats.Everywhere,
         calibrated=False,
+        experts=True,
     ),
     Step(
         "quantize",
@@ -142,5 +143,6 @@ STEPS: tuple[Step, ...] = (
         FORMAT,
         On,
         calibrated=False,
+        experts=True,
     ),
 )

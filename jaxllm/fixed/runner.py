@@ -224,7 +224,7 @@ def _positions(past: Past, mask_BL: np.ndarray) -> np.ndarray:
 
 def _angles(config: ModelConfig, position_BT: np.ndarray, length_B: np.ndarray) -> Any:
     return _ROPE(
-        config.rotary,
+        config.ropes[0],
         position_BT,
         length_B,
         head_dim=config.head_dim,

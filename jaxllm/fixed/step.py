@@ -59,10 +59,9 @@ def fixed_step(model: nn.Module, form: Form) -> Callable[[Params, Arrays], dict[
 
 def check_form(model: nn.Module, form: Form) -> None:
     """Raise ConfigError for a form that the model does not have."""
-    if form.rotary and model.config.rotary is None:
-        raise ConfigError(
-            f"{model.config.model_type} has no rotary positions: leave out rotary (cos and sin)"
-        )
+    if form.rotary and len(model.config.ropes) != 1:
+        found = "rotary positions of several kinds" if model.config.ropes else "no rotary positions"
+        raise ConfigError(f"{model.config.model_type} has {found}: leave out rotary (cos and sin)")
     windows = {model.config.window(i) for i in range(model.config.num_hidden_layers)}
     if form.mask != "positions" and len(windows) > 1:
         raise ConfigError("layers of different windows cannot share one mask: leave mask out")
@@ -80,7 +79,7 @@ def input_shapes(
 
     `input_ids` int32 `[B, T]`, 0 for padding, or `inputs_embeds` `[B, T, D]`. `position_ids` int32
     `[B, T]`, -1 for padding, unless both angles and mask are given. `cos`, `sin` float32
-    `[B, 1, T, H/2]`. `length` int32 `[B]`, of the whole text, for dynamic rotary scaling alone.
+    `[B, 1, T, F]`. `length` int32 `[B]`, of the whole text, for rotary settings that follow it.
     `past_position_ids` int32 `[B, S]`, -1 where empty, or `attention_mask` `[B, 1, T, S + T]`, bool
     or float32: the past's slots, then the new tokens. `slots` int32 `[B, T]`: the slot of the past
     that each new token is written to, S for nowhere. `past_key_values.N.key` and `.value`
@@ -100,7 +99,9 @@ def input_shapes(
     if form.mask == "positions" or not form.rotary:
         inputs["position_ids"] = array(jnp.int32, B, T)
     if form.rotary:
-        inputs["cos"] = inputs["sin"] = array(jnp.float32, B, 1, T, c.head_dim // 2)
+        inputs["cos"] = inputs["sin"] = array(
+            jnp.float32, B, 1, T, c.ropes[0].width(c.head_dim) // 2
+        )
     elif c.angles_follow_length:
         inputs["length"] = array(jnp.int32, B)
     if form.mask == "positions":
@@ -129,7 +130,7 @@ def run_step(model: nn.Module, form: Form, params: Params, inputs: Arrays) -> di
     if form.embeddings:
         optional["embeddings_BTD"] = inputs["inputs_embeds"]
     if form.rotary:
-        optional["angles"] = (inputs["cos"][:, 0], inputs["sin"][:, 0])
+        optional["angles"] = ((inputs["cos"][:, 0], inputs["sin"][:, 0]),)
     if form.mask != "positions":
         optional["mask_BTS"] = inputs["attention_mask"][:, 0]
     past = Segment(

@@ -1,11 +1,13 @@
 """Flax modules that name parameters and call `ops`; a file's name is its `model_type`.
 
-llama, gpt2: the families, a row each in `FAMILIES`; family: what a row says; layers: what they
-share. A family's file has its configuration too, which says what its rotary settings and windows
-are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says.
+gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe,
+smollm3: the families, a row each in `FAMILIES`; family: what a row says. decoder: what most of them
+are; experts: those of which a token runs a part; modules: what names parameters; layers: what is
+computed. A family's file has its configuration too, which says what its rotary settings and windows
+are (`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says;
+docs/add_a_family.md goes through all of it.
 """
 
-import dataclasses
 from functools import cache
 from typing import Any
 
@@ -16,14 +18,45 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema
-from jaxllm.models import gpt2, llama
+from jaxllm.models import (
+    gemma2,
+    gemma3_text,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from jaxllm.models.family import Family
 from jaxllm.models.layers import Layer, Scope, angles_of
 from jaxllm.programs import recalled
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
-FAMILIES: dict[str, Family] = {row.config.model_type: row for row in (llama.FAMILY, gpt2.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.config.model_type: module.FAMILY
+    for module in (
+        llama,
+        gpt2,
+        qwen2,
+        qwen3,
+        gemma2,
+        gemma3_text,
+        phi3,
+        olmo2,
+        smollm3,
+        granite,
+        mixtral,
+        qwen3_moe,
+        gpt_neox,
+    )
+}
 
 
 def family(model_type: str) -> Family:
@@ -85,10 +118,23 @@ def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig
 def param_shapes(model: nn.Module) -> Params:
     """The form that `params` must have: a `jax.ShapeDtypeStruct` for every parameter.
 
-    Layers are of one form, so one is traced, however many a configuration claims.
+    One layer of each form is traced, however many a configuration claims.
     """
-    layers: int = model.config.num_hidden_layers
-    one = model.clone(config=dataclasses.replace(model.config, num_hidden_layers=1))
+    c: ModelConfig = model.config
+    forms = [c.form(i) for i in range(c.num_hidden_layers)]
+    found = {form: _shapes_of(model.clone(config=c.with_layers([form]))) for form in set(forms)}
+    repeated: Params = {}
+    for name, form in found[forms[0]].items():
+        block, _, number = name.partition(".")
+        if not number:
+            repeated[name] = form
+            continue
+        repeated |= {f"{block}.{i}": found[form][name] for i, form in enumerate(forms)}
+    return repeated
+
+
+def _shapes_of(one: nn.Module) -> Params:
+    """The same of a model of one layer."""
 
     def forms() -> Params:
         """Shapes and names of formats: what is kept between processes is plain."""
@@ -99,9 +145,4 @@ def param_shapes(model: nn.Module) -> Params:
         return map_leaves(lambda _, leaf: (leaf.shape, leaf.dtype.name), traced)
 
     plain = recalled(one, forms)
-    shapes = map_leaves(lambda _, form: jax.ShapeDtypeStruct(*form), plain)
-    repeated: Params = {}
-    for name, form in shapes.items():
-        block, _, number = name.partition(".")
-        repeated |= {f"{block}.{i}": form for i in range(layers)} if number else {name: form}
-    return repeated
+    return map_leaves(lambda _, form: jax.ShapeDtypeStruct(*form), plain)

@@ -39,12 +39,13 @@ class Family:
     """What is to be known of the models of one `model_type`.
 
     config, module: their classes. aliases: model_types of Hugging Face's that are this one under
-    another name. tokens, positions: the paths of the tables of tokens and of
-    learned positions (None: there is none). The rest is what stages are called: embeddings, norm,
-    and within the layers, whose path is `layers`, the norms, attention, and the MLP's last linear.
-    block: the class of a layer. sites: its linears, in the order in which it runs them. heads,
-    channels: what goes together with a key/value head and its query heads, or with a number of the
-    MLP's hidden ones.
+    another name. tokens, positions: the paths of the tables of tokens and of learned positions
+    (None: there is none). The rest is what stages are called: embeddings, norm, and within the
+    layers, whose path is `layers`, the norms before attention and before the MLP (None: there is
+    none), attention, the MLP's last linear, and what a layer of experts has in its place, their
+    router. block: the class of a layer. sites: its linears, in the order in which it runs them; no
+    experts. heads, channels: what goes together with a key/value head and its query heads, or with
+    a number of the MLP's hidden ones.
     """
 
     config: type[ModelConfig]
@@ -53,15 +54,16 @@ class Family:
     positions: str | None
     embeddings: str
     layers: str
-    attention_norm: str
+    attention_norm: str | None
     attention: str
-    mlp_norm: str
+    mlp_norm: str | None
     mlp_down: str
     norm: str
     block: type[nn.Module]
     sites: tuple[Site, ...]
     heads: tuple[Member, ...]
     channels: tuple[Member, ...]
+    router: str | None = None
     aliases: tuple[str, ...] = ()
 
     @property

@@ -5,7 +5,7 @@ loading.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -15,20 +15,8 @@ from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.models.family import Family, Member, Site
-from jaxllm.models.layers import (
-    Attended,
-    Embedding,
-    Layer,
-    LayerNorm,
-    Linear,
-    Mass,
-    Scope,
-    Trace,
-    attend,
-    pick,
-    run_block,
-    unembed,
-)
+from jaxllm.models.layers import Attended, Layer, Mass, Scope, Trace, attend, run_block
+from jaxllm.models.modules import Embedding, LayerNorm, Linear, pick, unembed
 from jaxllm.weights.precision import Precision
 
 
@@ -46,8 +34,8 @@ class GPT2Config(ModelConfig):
         """Positions are rows of a table."""
         return self.max_position_embeddings
 
-    def like(self, layer: int) -> int:
-        return layer if self.scale_attn_by_inverse_layer_idx else 0
+    def computes(self, layer: int) -> tuple[Any, ...]:
+        return (layer if self.scale_attn_by_inverse_layer_idx else 0,)
 
     def _complaints(self) -> list[str]:
         complaints = super()._complaints()

@@ -1,9 +1,4 @@
-"""The modules that architectures share. Flax names parameters here and does nothing else.
-
-A module takes leaves as they are (array, quantized tensor, adapter): what a leaf is, `weights`
-knows. It finds its number format by its own path in `Precision`. Another kind of attention plugs in
-beside `attend`.
-"""
+"""What layers compute, and what they are told: `attend` is the socket of attention's kinds."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -16,12 +11,9 @@ from flax import struct
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.errors import CheckpointError
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
-from jaxllm.weights.linear import embed, linear, linears
-from jaxllm.weights.precision import Precision
 
-Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, H/2]
+Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, F]
 Mass = bool | Literal["heads"]  # none, summed over queries and heads, or each one's weights
 
 
@@ -32,15 +24,15 @@ class Scope(NamedTuple):
     mask_BTS: what each query sees of all slots and then the new tokens, as `attend_masked` takes
     it, in place of what positions and windows say. document_BT: int32, which document each new
     token is of: it sees new tokens of its own alone, and all of the cache. mass: what to say of the
-    weights; nothing under a mask or with documents. angles: what queries and keys are turned by;
-    None where they are not.
+    weights; nothing under a mask or with documents. angles: what queries and keys are turned by,
+    for each of `ModelConfig.ropes`.
     """
 
     position_BT: jax.Array
     segments: tuple[Segment, ...] = ()
     mask_BTS: jax.Array | None = None
     mass: Mass = False
-    angles: Angles | None = None
+    angles: tuple[Angles, ...] = ()
     document_BT: jax.Array | None = None
 
 
@@ -65,17 +57,20 @@ class Layer(NamedTuple):
     """What a block computes, in order, each `[B, T, D]`; x: its output, with both parts added.
 
     mlp_hidden: the input of the MLP's last linear, `[B, T, F]`: with `attention_norm`, `mlp_norm`
-    and `attention.heads` the inputs of all linears are here, as calibration needs them.
-    memory: what the layer keeps of the text so far, `[B, ...]` (`ModelConfig.memory`).
+    and `attention.heads` the inputs of all linears are here, as calibration needs them. A mixture
+    of experts has none: each of its experts sees tokens of its own.
+    memory: what the layer keeps of the text so far, `[B, ...]` (`ModelConfig.memory`). router: in
+    a mixture of experts, each token's score for each, float32 `[B, T, E]`.
     """
 
     attention_norm: jax.Array
     attention: Attended
     mlp_norm: jax.Array
-    mlp_hidden: jax.Array
+    mlp_hidden: jax.Array | None
     mlp: jax.Array
     x: jax.Array
     memory: Any = None
+    router: jax.Array | None = None
 
 
 class Trace(struct.PyTreeNode):
@@ -129,12 +124,14 @@ def attend(
     cache_dtype: str,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> Attended:
     """Softmax attention of one layer over what the cache holds of it, and the new tokens.
 
     q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
     heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
-    window: how many of the last positions a query sees, itself included; None for all.
+    window: how many of the last positions a query sees, itself included; None for all. cap: see
+    `ops.attend`.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
@@ -146,12 +143,12 @@ def attend(
     if scope.document_BT is not None:
         mask_BTS = within_documents(scope.position_BT, parts, scope.document_BT, window=window)
     if mask_BTS is not None:
-        out, mass = attend_masked(q, parts, mask_BTS, scale=scale), None
+        out, mass = attend_masked(q, parts, mask_BTS, scale=scale, cap=cap), None
     else:
         at, summed = scope.position_BT, scope.mass is True
-        out, mass = ops.attend(q, at, parts, scale=scale, window=window, mass=summed)
+        out, mass = ops.attend(q, at, parts, scale=scale, window=window, cap=cap, mass=summed)
         if scope.mass == "heads":
-            mass = attention_weights(q, at, parts, scale=scale, window=window)
+            mass = attention_weights(q, at, parts, scale=scale, window=window, cap=cap)
     x = project_out(out.reshape(*out.shape[:2], -1))
     return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
 
@@ -168,101 +165,17 @@ def run_block(block: nn.Module, x: jax.Array, scope: Scope, remat: bool) -> Laye
     return layer
 
 
-def angles_of(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles | None:
-    """What tokens at these positions, of texts of these lengths, are turned by."""
-    if config.rotary is None:
-        return None
-    return ops.rope_angles(
-        config.rotary,
-        position_BT,
-        length_B,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
+def angles_of(
+    config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
+) -> tuple[Angles, ...]:
+    """What tokens at these positions, of texts of these lengths, are turned by: see `Scope`."""
+    return tuple(
+        ops.rope_angles(
+            rope,
+            position_BT,
+            length_B,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        for rope in config.ropes
     )
-
-
-def leaf(module: nn.Module, name: str, *shape: int) -> Any:
-    """The parameter `name` of `module`; its shape is declared for `param_shapes`."""
-    if module.is_initializing():
-        return module.param(name, nn.initializers.zeros, shape, jnp.float32)
-    value: Any = module.get_variable("params", name)
-    if value is None:
-        raise CheckpointError(f"params lack {'.'.join((*module.path, name))}")
-    return value
-
-
-class Linear(nn.Module):
-    """`x @ weight.T + bias` in the module's own number format, returned in x's (or `out`)."""
-
-    features: int
-    bias: bool
-    precision: Precision
-    out: str | None = None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return project(x, self)[0]
-
-    @nn.compact
-    def term(self, features: int) -> tuple[Any, jax.Array | None]:
-        """The weight `[O, I]` and the bias, for so many features of x."""
-        weight = leaf(self, "weight", self.features, features)
-        return weight, leaf(self, "bias", self.features) if self.bias else None
-
-
-def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
-    """Each of several `Linear`s of x, in one call of the kernels where their formats agree."""
-    precision, names = modules[0].precision, [".".join(module.path) for module in modules]
-    dtypes = [precision.activations_at(name) for name in names]
-    if len(set(dtypes)) > 1:
-        return [y for module in modules for y in project(x, module)]
-    terms = [module.term(x.shape[-1]) for module in modules]
-    products = linears(x.astype(dtypes[0]), terms, int8_inputs=precision.int8_inputs)
-    results = []
-    for name, module, y in zip(names, modules, products, strict=True):
-        y = y.astype(precision.output_at(name) or module.out or dtypes[0])
-        results.append(y.astype(module.out or x.dtype))
-    return results
-
-
-class Embedding(nn.Module):
-    """A table of vectors, which a tied model also uses as its output matrix."""
-
-    rows: int
-    features: int
-
-    @nn.compact
-    def __call__(self, index_BT: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the rows `[B, T, D]` and the table itself."""
-        weight = leaf(self, "weight", self.rows, self.features)
-        return embed(weight, index_BT), weight
-
-
-class RMSNorm(nn.Module):
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return ops.rms_norm(x, leaf(self, "weight", x.shape[-1]), eps=self.eps)
-
-
-class LayerNorm(nn.Module):
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        weight, bias = leaf(self, "weight", x.shape[-1]), leaf(self, "bias", x.shape[-1])
-        return ops.layer_norm(x, weight, bias, eps=self.eps)
-
-
-def pick(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
-    """One column of each row, `[B, 1, D]`; all of them where `column_B` is None."""
-    if column_B is None:
-        return x_BTD
-    return jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
-
-
-def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array) -> jax.Array:
-    """Float32 logits, from the embedding's own table where the two are tied, else by `lm_head`."""
-    if config.tie_word_embeddings:
-        return linear(x, table)
-    return Linear(config.vocab_size, False, precision, out="float32", name="lm_head")(x)

@@ -6,7 +6,7 @@ many. native/: kernels in C++; pallas: one for GPUs.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS
-from jaxllm.ops.attention import Part, attend, visible
+from jaxllm.ops.attention import Part, attend, capped, visible
 from jaxllm.ops.entries import Entries, Int8Entries, cast, dense
 from jaxllm.ops.norms import layer_norm, rms_norm
 from jaxllm.ops.rope import inverse_frequencies, rope_angles, rotate, turn
@@ -17,6 +17,7 @@ __all__ = [
     "Int8Entries",
     "Part",
     "attend",
+    "capped",
     "cast",
     "dense",
     "inverse_frequencies",

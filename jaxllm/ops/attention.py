@@ -38,6 +38,7 @@ class Queries(NamedTuple):
     position_BT: jax.Array
     scale: float
     window: int | None
+    cap: float | None = None
 
 
 class _Softmax(NamedTuple):
@@ -55,6 +56,7 @@ def attend(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
     mass: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Softmax attention of new tokens over all parts: `[B, T, N, H]` in q's dtype, and the mass.
@@ -64,13 +66,14 @@ def attend(
     gives zeros, never NaN. N is a multiple of the parts' K heads (grouped-query attention,
     Ainslie et al. 2023).
 
+    cap: scores are bent to stay within it, `cap * tanh(score / cap)` (Gemma 2, section 2).
     mass: also return what each slot of all parts received, float32 `[B, S]`: its softmax weights,
     summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
     """
     alike = all(k.dtype == v.dtype for k, v, _ in parts)  # or the kernel does not take them
-    if not mass and alike and native.enabled():
+    if not mass and alike and cap is None and native.enabled():
         return _traced_once(q_BTNH, position_BT, tuple(parts), scale, window), None
-    return _fold(q_BTNH, position_BT, parts, scale, window, mass)
+    return _fold(q_BTNH, position_BT, parts, scale, window, cap, mass)
 
 
 def _fold(
@@ -79,12 +82,13 @@ def _fold(
     parts: Sequence[Part],
     scale: float,
     window: int | None,
+    cap: float | None,
     mass: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attention in plain JAX: for every platform, and the meaning of the native kernel."""
     B, T, N, H = q_BTNH.shape
     K = parts[0].k_BSKH.shape[2]
-    queries = Queries(q_BTNH.reshape(B, T, K, N // K, H), position_BT, scale, window)
+    queries = Queries(q_BTNH.reshape(B, T, K, N // K, H), position_BT, scale, window, cap)
     state = _Softmax(
         jnp.full((B, K, N // K, T), -jnp.inf, jnp.float32),
         jnp.zeros((B, K, N // K, T), jnp.float32),
@@ -113,7 +117,7 @@ def _in_place(
     """On a CPU by the native kernel, which reads the parts where they lie."""
 
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, scale, window, False)[0]
+        return _fold(q_BTNH, position_BT, parts, scale, window, None, False)[0]
 
     @jax.custom_batching.custom_vmap
     def kernel(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
@@ -142,7 +146,7 @@ def _in_place(
 @_in_place.defjvp
 def _(scale: float, window: int | None, primals: Any, tangents: Any) -> Any:
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, scale, window, False)[0]
+        return _fold(q_BTNH, position_BT, parts, scale, window, None, False)[0]
 
     return _in_place(*primals, scale, window), jax.jvp(fold, primals, tangents)[1]
 
@@ -156,6 +160,11 @@ def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int |
     q, k = q_position_BT[:, :, None], k_position_BS[:, None, :]
     seen = (k >= 0) & (k <= q)
     return seen if window is None else seen & (q - k < window)
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Scores bent to stay within `cap`; None: as they are."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 # What is done with a block of slots: `(state, queries, block, seen) -> (state, [B, S] or None)`.
@@ -247,7 +256,8 @@ def _scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
         product = _product("BTKGH,SKH->BKGTS", q, k[0])
     else:
         product = _product("BTKGH,BSKH->BKGTS", q, k)
-    return jnp.where(seen_BTS[:, None, None, :, :], queries.scale * product, -jnp.inf)
+    score = capped(queries.scale * product, queries.cap)
+    return jnp.where(seen_BTS[:, None, None, :, :], score, -jnp.inf)
 
 
 def _weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> jax.Array:

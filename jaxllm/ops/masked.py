@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops.attention import Part, visible
+from jaxllm.ops.attention import Part, capped, visible
 from jaxllm.ops.entries import dense, side_by_side
 
 
@@ -19,6 +19,7 @@ def attention_weights(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> jax.Array:
     """The softmax weights of `ops.attend`, float32 `[B, N, T, S]` over the slots of all parts.
 
@@ -27,7 +28,7 @@ def attention_weights(
     """
     B, T, N, _ = q_BTNH.shape
     k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
-    score_BKGTS = _scores(q_BTNH, k_BSKH, scale)
+    score_BKGTS = capped(_scores(q_BTNH, k_BSKH, scale), cap)
     position_BS = side_by_side([p.position_BS for p in parts], B)
     seen_BKGTS = visible(position_BT, position_BS, window=window)[:, None, None]
     score_BKGTS = jnp.where(seen_BKGTS, score_BKGTS, -jnp.inf)
@@ -58,7 +59,12 @@ def within_documents(
 
 
 def attend_masked(
-    q_BTNH: jax.Array, parts: Sequence[Part], mask_BTS: jax.Array, *, scale: float
+    q_BTNH: jax.Array,
+    parts: Sequence[Part],
+    mask_BTS: jax.Array,
+    *,
+    scale: float,
+    cap: float | None = None,
 ) -> jax.Array:
     """Softmax attention over the slots of all parts, in order: `[B, T, N, H]` in q's dtype.
 
@@ -69,7 +75,7 @@ def attend_masked(
     """
     B, T, N, H = q_BTNH.shape
     k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
-    score_BKGTS = _scores(q_BTNH, k_BSKH, scale)
+    score_BKGTS = capped(_scores(q_BTNH, k_BSKH, scale), cap)
     v_BSKH = side_by_side([dense(p.v_BSKH).astype(jnp.float32) for p in parts], B)
     mask_BKGTS = mask_BTS[:, None, None]
     if mask_BTS.dtype == jnp.bool_:

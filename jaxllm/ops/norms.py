@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 
 
-def rms_norm(x: jax.Array, weight_D: jax.Array, *, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * weight`, in x's dtype (Zhang & Sennrich 2019, eq. 4)."""
+def rms_norm(x: jax.Array, weight_D: jax.Array, *, eps: float, plus: float = 0.0) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * weight`, in x's dtype (Zhang & Sennrich 2019, eq. 4).
+
+    plus: what is added to the weights, in float32 (Gemma's are kept less 1).
+    """
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * _along_last(weight_D, x)).astype(x.dtype)
+    weight = _along_last(weight_D, x)
+    return (wide * scale * (weight + plus if plus else weight)).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: float) -> jax.Array:

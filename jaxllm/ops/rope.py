@@ -20,14 +20,21 @@ def rope_angles(
     head_dim: int,
     max_position_embeddings: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cosines and sines that `rotate` takes, each float32 `[B, T, head_dim // 2]`.
+    """The cosines and sines that `rotate` takes, each float32 `[B, T, F]`, F = width // 2.
 
     position_BT: int32; empty slots (-1) get some finite angle. length_B: the length of the whole
-    text that these tokens belong to; only `dynamic` scaling depends on it.
+    text that these tokens belong to; `dynamic` scaling and `longrope` alone depend on it.
     """
+    width, magnitude = rope.width(head_dim), 1.0
     if rope.rope_type == "dynamic":
-        inverse_BF = _dynamic_frequencies(rope, length_B, head_dim, max_position_embeddings)
-        magnitude = 1.0
+        inverse_BF = _dynamic_frequencies(rope, length_B, width, max_position_embeddings)
+    elif rope.rope_type == "longrope":
+        short_F, long_F = (
+            _divided(rope, divisors, width) for divisors in (rope.short_factor, rope.long_factor)
+        )
+        border = _given(rope.original_max_position_embeddings)
+        inverse_BF = jnp.where(length_B[:, None] > border, long_F[None], short_F[None])
+        magnitude = _longrope_magnitude(rope, max_position_embeddings)
     else:
         inverse_F, magnitude = inverse_frequencies(rope, head_dim=head_dim)
         inverse_BF = jnp.asarray(inverse_F)[None]
@@ -36,18 +43,22 @@ def rope_angles(
 
 
 def rotate(x_BTNH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Array:
-    """Turn each pair `(x[i], x[i + H/2])` by its angle; float32 inside, x's dtype out."""
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    """Turn each pair `(x[i], x[i + F])` by its angle, i < F; what is beyond 2 F stays.
+
+    float32 inside, x's dtype out.
+    """
+    F = cos_BTF.shape[-1]
+    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), (F, 2 * F), axis=-1)
     cos, sin = cos_BTF[:, :, None, :], sin_BTF[:, :, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTNH.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 
 
 def turn(x_BSKH: jax.Array, by_BS: jax.Array, rope: Rope, *, head_dim: int) -> jax.Array:
     """Rotated keys at positions p as they would be at p + by; float32.
 
     Rotations by one plane's angles add up, so this is `rotate` by the difference alone (its
-    magnitude is already in the keys). Not for `dynamic` scaling, whose angles depend on the text.
+    magnitude is already in the keys). Not for settings that follow the text's length.
     """
     inverse_F, _ = inverse_frequencies(rope, head_dim=head_dim)
     angle_BSF = by_BS.astype(jnp.float32)[:, :, None] * jnp.asarray(inverse_F)[None, None]
@@ -57,21 +68,44 @@ def turn(x_BSKH: jax.Array, by_BS: jax.Array, rope: Rope, *, head_dim: int) -> j
 def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float]:
     """Radians per position of each rotary pair, and the factor on cosines and sines.
 
-    Returns (float32 `[head_dim // 2]`, float). `default`: theta^(-2i/H). `linear`: positions
-    divided by the factor (Chen et al. 2023). `llama3`: long wavelengths divided by the factor,
-    short ones kept, a linear blend between (Meta's Llama 3.1 reference). `yarn`: the blend by
-    number of rotations, and the attention factor, of Peng et al. 2023 (sections 3.2, 3.4).
+    Returns (float32 `[F]`, float), F half the width that is turned, W. `default`: theta^(-2i/W).
+    `linear`: positions divided by the factor (Chen et al. 2023). `llama3`: long wavelengths divided
+    by the factor, short ones kept, a linear blend between (Meta's Llama 3.1 reference). `yarn`: the
+    blend by number of rotations, and the attention factor, of Peng et al. 2023 (sections 3.2, 3.4).
+    `divisors`: each pair's own.
     """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    inverse = rope.rope_theta**-exponent
-    magnitude = 1.0
+    width, magnitude = rope.width(head_dim), 1.0
+    if rope.rope_type == "divisors":
+        return _divided(rope, rope.divisors, width), magnitude
+    inverse = _frequencies(rope, width)
     if rope.rope_type == "linear":
         inverse = inverse / _given(rope.factor)
     elif rope.rope_type == "llama3":
         inverse = _llama3(rope, inverse)
     elif rope.rope_type == "yarn":
-        inverse, magnitude = _yarn(rope, inverse, head_dim), _yarn_magnitude(rope)
+        inverse, magnitude = _yarn(rope, inverse, width), _yarn_magnitude(rope)
     return inverse.astype(np.float32), magnitude
+
+
+def _frequencies(rope: Rope, width: int) -> np.ndarray:
+    """theta^(-2i/W), float64 `[W // 2]`."""
+    found: np.ndarray = rope.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    return found
+
+
+def _divided(rope: Rope, divisors: tuple[float, ...] | None, width: int) -> np.ndarray:
+    """Likewise, each divided by its own divisor; float32."""
+    assert divisors is not None
+    return (_frequencies(rope, width) / np.asarray(divisors)).astype(np.float32)
+
+
+def _longrope_magnitude(rope: Rope, max_position_embeddings: int) -> float:
+    """sqrt(1 + ln(f) / ln(L)), f the context over its original length L (Ding et al. 2024)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    original = _given(rope.original_max_position_embeddings)
+    factor = rope.factor or max_position_embeddings / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _llama3(rope: Rope, inverse: np.ndarray) -> np.ndarray:

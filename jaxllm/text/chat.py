@@ -78,9 +78,11 @@ class ChatTemplate:
         """Return the text of a conversation, ending where the model is to answer.
 
         A message has a `role` and a `content` (a string or a list of parts; it may be missing
-        beside `tool_calls`). `variables` (`tools`, `documents`, ...) are plain data like JSON, and
-        may replace the special tokens. The output already begins with whatever the template begins
-        with: encode it with `parse_special=True` and without `bos=True`.
+        beside `tool_calls`). Its `reasoning_content` may be called `thinking` or `reasoning`, as in
+        transformers: templates find it under the first two names. `variables` (`tools`,
+        `documents`, ...) are plain data like JSON, and may replace the special tokens. The output
+        already begins with whatever the template begins with: encode it with `parse_special=True`
+        and without `bos=True`.
 
         Raises:
           TemplateError: no such messages, data that is not plain, the template refused or failed,
@@ -96,6 +98,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         plain = {name: _plain(value, name) for name, value in given.items()}
+        plain["messages"] = [_with_reasoning(message) for message in plain["messages"]]
         with _one_line_errors("the chat template failed"):
             return self._sandbox().run(self.source, plain)
 
@@ -104,6 +107,23 @@ class ChatTemplate:
         from jaxllm.text.sandbox import Sandbox
 
         return Sandbox(Budget(max_output=self.max_output, max_seconds=self.max_seconds))
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    names = ("reasoning_content", "thinking", "reasoning")
+    said = next((message[name] for name in names if message.get(name) is not None), None)
+    if said is None:
+        return message
+    return {"thinking": said, **message, "reasoning_content": said}
+
+
+def template_source(directory: Path) -> str | None:
+    """The chat template that a checkpoint's directory names "default"; None where there is none.
+
+    Raises:
+      TemplateError, CheckpointError: a file is malformed.
+    """
+    return _read_templates(directory).get("default")
 
 
 def _read_templates(directory: Path) -> dict[str, str]:

@@ -68,6 +68,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             optimized=False,
             finalize=_printed,
             extensions=[LoopControlExtension, GenerationTag],
+            loader=jinja2.FunctionLoader(_no_other),
         )
         self.budget = budget
         self.globals = {
@@ -239,6 +240,10 @@ def _printed(context: Context, value: Any) -> str:
     """Return what `{{ value }}` prints; jinja2 would print constants while compiling, unmetered."""
     environment: Any = context.environment
     return str(environment.budget.weigh(environment.budget.text(value)))
+
+
+def _no_other(name: str) -> str:
+    raise TemplateError(f"a template cannot include, import or extend another ({name!r:.80})")
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

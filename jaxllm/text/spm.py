@@ -6,6 +6,7 @@ A merge for every way to split a piece, ordered by the piece's score, does the s
 unknown and byte pieces are no one's concatenation, so text never becomes one of them.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BPE = 2
 # Every place to cut a piece at is looked at: published models have 2**21 of them.
 _MAX_PIECE, _MAX_TOTAL = 1 << 10, 1 << 23
-_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
-_KINDS = ("", "NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE")
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # kinds of pieces
 
 
 def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -36,51 +36,75 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     except DecodeError as error:
         raise CheckpointError(f"{path} is not a SentencePiece model") from error
     pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
-    longest = max((len(piece) for piece, _, _ in pieces), default=0)
-    total = sum(len(piece) for piece, _, _ in pieces)
-    if longest > _MAX_PIECE or total > _MAX_TOTAL:
-        raise CheckpointError(
-            f"{path}: its pieces have {total:,} characters, the longest {longest:,}; at most"
-            f" {_MAX_TOTAL:,} and {_MAX_PIECE:,} are read"
-        )
+    check_lengths([piece for piece, _, _ in pieces], str(path))
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     _check_supported(path, pieces, trainer, normalizer)
 
-    normalizers = _normalizers(normalizer)
+    tree = tree_of_pieces(
+        pieces,
+        unknown=trainer.unk_id,
+        byte_fallback=trainer.byte_fallback,
+        dummy_prefix=normalizer.add_dummy_prefix,
+        strips=normalizer.remove_extra_whitespaces,
+    )
+    ids = {"bos": trainer.bos_id, "eos": trainer.eos_id, "pad": trainer.pad_id}
+    roles = {role: pieces[index][0] for role, index in ids.items() if 0 <= index < len(pieces)}
+    return tree, {**roles, "unk": pieces[trainer.unk_id][0]}
+
+
+def tree_of_pieces(
+    pieces: Sequence[tuple[str, float, int]],
+    *,
+    unknown: int,
+    byte_fallback: bool,
+    dummy_prefix: bool,
+    strips: bool,
+) -> dict[str, Any]:
+    """The `tokenizer.json` tree of pieces with scores and kinds, in the order of their ids.
+
+    unknown: the id of the piece for what no other can write. dummy_prefix: whether a space is put
+    before a text. strips: whether spaces that stand at an end or beside another are dropped.
+    """
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if normalizer.add_dummy_prefix:
+    if dummy_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = pieces[trainer.unk_id][0]
-    tree = {
+    return {
         "version": "1.0",
         "added_tokens": [
-            added_token(index, piece, special=kind != _USER_DEFINED)
+            added_token(index, piece, special=kind != USER_DEFINED)
             for index, (piece, _, kind) in enumerate(pieces)
-            if kind in (_CONTROL, _USER_DEFINED) or index == trainer.unk_id
+            if kind in (CONTROL, USER_DEFINED) or index == unknown
         ],
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(dummy_prefix, strips)},
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": unknown,
+            "unk_token": pieces[unknown][0],
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": True,
-            "byte_fallback": trainer.byte_fallback,
+            "byte_fallback": byte_fallback,
             "vocab": {piece: index for index, (piece, _, _) in enumerate(pieces)},
-            "merges": derive_merges({p: score for p, score, kind in pieces if kind == _NORMAL}),
+            "merges": derive_merges({p: score for p, score, kind in pieces if kind == NORMAL}),
         },
     }
-    ids = {"bos": trainer.bos_id, "eos": trainer.eos_id, "pad": trainer.pad_id}
-    roles = {role: pieces[index][0] for role, index in ids.items() if 0 <= index < len(pieces)}
-    return tree, {**roles, "unk": unknown}
+
+
+def check_lengths(pieces: Sequence[str], where: str) -> None:
+    """Raise CheckpointError for pieces of more characters than published models have."""
+    longest, total = max(map(len, pieces), default=0), sum(map(len, pieces))
+    if longest > _MAX_PIECE or total > _MAX_TOTAL:
+        raise CheckpointError(
+            f"{where}: its pieces have {total:,} characters, the longest {longest:,}; at most"
+            f" {_MAX_TOTAL:,} and {_MAX_PIECE:,} are read"
+        )
 
 
 def derive_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
@@ -107,13 +131,13 @@ def added_token(index: int, content: str, *, special: bool) -> dict[str, Any]:
     return {"id": index, "content": content, **flags, "normalized": not special, "special": special}
 
 
-def _normalizers(spec: Any) -> list[dict[str, Any]]:
+def _normalizers(dummy_prefix: bool, strips: bool) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    if spec.remove_extra_whitespaces:
+    if strips:
         edges = {"Regex": rf"\A +|[ {SPACE}]+\z"}
         steps.append({"type": "Replace", "pattern": edges, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if spec.add_dummy_prefix:
+    if dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
     return [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
 
@@ -122,7 +146,7 @@ def _check_supported(
     path: Path, pieces: list[tuple[str, float, int]], trainer: Any, normalizer: Any
 ) -> None:
     names, kinds = {piece for piece, _, _ in pieces}, {kind for _, _, kind in pieces}
-    byte_names = {piece for piece, _, kind in pieces if kind == _BYTE}
+    byte_names = {piece for piece, _, kind in pieces if kind == BYTE}
     complaints = [
         complaint
         for complaint, is_wrong in (
@@ -130,14 +154,14 @@ def _check_supported(
             ("it has no pieces", not pieces),
             ("two of its pieces are equal", len(names) != len(pieces)),
             ("its unknown piece is out of range", not 0 <= trainer.unk_id < len(pieces)),
-            ("it has UNUSED pieces", _KINDS.index("UNUSED") in kinds),
+            ("it has UNUSED pieces", UNUSED in kinds),
             # The charsmap of `tokenizers` treats decomposed characters unlike SentencePiece's.
             ("it normalizes characters", bool(normalizer.precompiled_charsmap)),
             ("it writes spaces as suffixes", trainer.treat_whitespace_as_suffix),
             ("it does not escape spaces", not normalizer.escape_whitespaces),
             (
                 "it has user-defined pieces and a dummy prefix",
-                _USER_DEFINED in kinds and normalizer.add_dummy_prefix,
+                USER_DEFINED in kinds and normalizer.add_dummy_prefix,
             ),
             (
                 "it falls back to bytes but lacks some of the 256 byte pieces",

@@ -71,10 +71,15 @@ class Tokenizer:
           CheckpointError: none of these is there, or a file is malformed or contradicts another.
         """
         directory = Path(path)
-        return cls._from_tree(directory, read_tree(directory))
+        return cls.from_tree(directory, read_tree(directory))
 
     @classmethod
-    def _from_tree(cls, directory: Path, source: TokenizerTree) -> Self:
+    def from_tree(cls, directory: Path, source: TokenizerTree) -> Self:
+        """Return the tokenizer of a tree. directory: whence it is, for its name and for messages.
+
+        Raises:
+          CheckpointError: the tree is malformed.
+        """
         tree = source.tree | {"post_processor": None}
         special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
         hidden = {name: f"<{secrets.token_hex(16)}>" for name in special}

@@ -135,7 +135,7 @@ def prune_gradually(
 
 
 def _matrices(trained: Trained, rules: Rules) -> Iterator[tuple[str, jax.Array]]:
-    return ((p, x) for p, x in trained.items() if x.ndim == 2 and first_match(rules, p))
+    return ((p, x) for p, x in trained.items() if x.ndim >= 2 and first_match(rules, p))
 
 
 def _where_zero(before: jax.Array, after: jax.Array) -> jax.Array:

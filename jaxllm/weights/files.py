@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -46,6 +46,7 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 FLOATS = frozenset(_DTYPES[name].name for name in ("F32", "BF16", "F16", "F64"))
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -74,8 +75,8 @@ class LazyTensor:
     """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`.
 
     release: says that what was read has been copied, so that its memory may go. parts: `blocks` of
-    a tensor of which less than the whole can be read. found: waits for what `first_non_finite` says
-    of it, where that has been begun elsewhere.
+    a tensor of which less than the whole can be read; cut: `rows` of one. found: waits for what
+    `first_non_finite` says of it, where that has been begun elsewhere.
     """
 
     dtype: np.dtype
@@ -84,6 +85,7 @@ class LazyTensor:
     release: Callable[[], None] = lambda: None
     parts: Callable[[int], Iterator[np.ndarray]] | None = None
     found: Callable[[], int | None] | None = None
+    cut: Callable[[int, int], "LazyTensor"] | None = None
 
     @property
     def ndim(self) -> int:
@@ -134,6 +136,18 @@ class LazyTensor:
 
         return LazyTensor(dtype, self.shape, lambda: change(self.read(), 0), self.release, parts)
 
+    def rows(self, begin: int, end: int) -> "LazyTensor":
+        """Those along the first axis, from `begin` to before `end`."""
+        if self.cut is not None:
+            return self.cut(begin, end)
+        shape = (end - begin, *self.shape[1:])
+        return LazyTensor(self.dtype, shape, lambda: self.read()[begin:end], self.release)
+
+    def taken(self, index: np.ndarray) -> "LazyTensor":
+        """Rows along the first axis by number."""
+        shape = (len(index), *self.shape[1:])
+        return LazyTensor(self.dtype, shape, lambda: self.read()[index], self.release)
+
     def transposed(self) -> "LazyTensor":
         """The matrix transposed, in row-major order, when read."""
         return LazyTensor(self.dtype, self.shape[::-1], lambda: np.ascontiguousarray(self.read().T))
@@ -148,7 +162,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
     Raises CheckpointError for a file that is not well-formed safetensors.
     """
     header = read_header(path)
-    whole = _map(path) if mapped else None
+    whole = map_file(path) if mapped else None
     tensors = {}
     for name, entry in header.entries.items():
         if name.startswith(_FILLER):
@@ -159,6 +173,19 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
         release = _releaser(whole, begin, end)
         tensors[name] = _between(begin, end, dtype, shape, raw, release)
     return tensors
+
+
+def tensor_at(path: Path, begin: int, dtype: np.dtype, shape: tuple[int, ...]) -> LazyTensor:
+    """The tensor that begins at that byte of a file, row by row, in the machine's byte order."""
+    end = begin + math.prod(shape) * dtype.itemsize
+    return _between(begin, end, dtype, shape, _reader(path), lambda: None)
+
+
+def mapped_at(whole: mmap.mmap, begin: int, dtype: Any, shape: tuple[int, ...]) -> LazyTensor:
+    """The tensor that lies at `begin` of a file that `map_file` mapped, which is not copied."""
+    dtype = np.dtype(dtype)
+    end = begin + math.prod(shape) * dtype.itemsize
+    return _between(begin, end, dtype, shape, _viewer(whole), _releaser(whole, begin, end))
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -279,7 +306,8 @@ def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[s
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
 
 
-def _map(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
+    """A file mapped into memory, to be read only. Raises CheckpointError where it cannot be."""
     with open_regular(path) as file:
         try:
             whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -311,7 +339,46 @@ def _between(
             yield raw(first, min(first + step, end)).view(dtype).reshape(-1, columns)
             release()
 
-    return LazyTensor(dtype, shape, read, release, parts)
+    def cut(first: int, last: int) -> LazyTensor:
+        size = (end - begin) // shape[0]
+        part = (last - first, *shape[1:])
+        return _between(begin + first * size, begin + last * size, dtype, part, raw, release)
+
+    return LazyTensor(
+        dtype, shape, read, release, parts, cut=cut if shape and end > begin else None
+    )
+
+
+def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """One below the other along the first axis; of one format, and one shape but for that axis."""
+    if len(tensors) == 1:
+        return tensors[0]
+    shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
+    return _one_by_one(tensors, shape, lambda: np.concatenate([t.read() for t in tensors]))
+
+
+def stacked(tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """Tensors of one format and shape as one, with an axis before theirs."""
+    shape = (len(tensors), *tensors[0].shape)
+    whole = _one_by_one(tensors, shape, lambda: np.stack([t.read() for t in tensors]))
+    return dataclasses.replace(whole, cut=lambda begin, end: stacked(tensors[begin:end]))
+
+
+def _one_by_one(
+    tensors: Sequence[LazyTensor], shape: tuple[int, ...], read: Callable[[], np.ndarray]
+) -> LazyTensor:
+    """The tensor that several make, whose rows are theirs one after the other."""
+
+    def parts(rows: int) -> Iterator[np.ndarray]:
+        for tensor in tensors:
+            yield from tensor.blocks(rows)
+
+    def release() -> None:
+        for tensor in tensors:
+            tensor.release()
+
+    # What has one axis is one row, and its parts would be shorter ones.
+    return LazyTensor(tensors[0].dtype, shape, read, release, parts if len(shape) > 1 else None)
 
 
 def _viewer(whole: mmap.mmap) -> Callable[[int, int], np.ndarray]:

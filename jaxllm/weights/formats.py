@@ -4,6 +4,7 @@ float32, bfloat16, float16     arrays
 bf16-packed                    bfloat16 in 12 bits, losslessly
 int8                           8 bits, a scale a row
 int8-g64                       8 bits, a scale for each 64 columns (32, 64 or 128)
+int8-g16                       8 bits, a scale for each 16 columns: GGUF's Q6_K alone
 int4-g64                       4 bits, the same; int4 alone means int4-g64
 int3-g64, int2-g64             3 and 2 bits, the same
 ...-zp                         with a zero point
@@ -16,6 +17,7 @@ float32-..., int8-...          2:4 and bitmap of other numbers; int8 with a scal
 
 What is made of other weights has theirs after a slash:
 ordered/int4-g64               columns in an order in which those of a group lie together
+offset/int4-g32-zp             a number for each group is added (GGUF's Q4_1, Q5_1, Q4_K, Q5_K)
 rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
 static/int8                    multiplied by inputs rounded on a grid found beforehand
 """
@@ -26,7 +28,18 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import arrays, factored, integers, nf4, ordered, packed, sparse, static
+from jaxllm.weights.leaves import (
+    arrays,
+    factored,
+    fine,
+    integers,
+    nf4,
+    offset,
+    ordered,
+    packed,
+    sparse,
+    static,
+)
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
@@ -36,6 +49,7 @@ Weight = jax.Array | Leaf  # what stands in the parameters
 PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     packed.parse,
+    fine.parse,
     integers.parse,
     nf4.parse,
     sparse.parse,
@@ -44,6 +58,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
 COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
     factored.parse,
     ordered.parse,
+    offset.parse,
     static.parse,
 )
 
@@ -62,6 +77,14 @@ def parse(name: Any) -> Format:
         " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), nf4, nf4-f32,"
         f" bfloat16-2:4, bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
     )
+
+
+STACKED = "arrays, int8, int4, int3, int2 or nf4"
+
+
+def can_stack(name: str) -> bool:
+    """Whether a stack of matrices can have this format: each of its pieces is one of pieces."""
+    return isinstance(parse(name), arrays.Float | integers.Integer | nf4.NormalFloat)
 
 
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:

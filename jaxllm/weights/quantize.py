@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema, compile_pattern
-from jaxllm.weights.formats import Weight, as_format, dense, parse
+from jaxllm.weights.formats import STACKED, Weight, as_format, can_stack, dense, parse
 from jaxllm.weights.leaves import sparse
 from jaxllm.weights.paths import Params, first_match, map_leaves
 
@@ -16,9 +16,11 @@ POSITIONS: tuple[str, str | None] = (
     r"wpe\.weight",
     None,
 )  # a table of positions is small, and added to everything
+# A router is small, and what it gets wrong goes to another expert.
+ROUTER: tuple[str, str | None] = (r".*mlp\.gate\.weight", None)
 # What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
 # other matrices take fewer, as in llama.cpp's mixtures; they are not pruned where these are.
-_TOKENS_AND_HEAD = r"(embed_tokens|wte|lm_head)\.weight"
+_TOKENS_AND_HEAD = r"(embed_tokens|embed_in|wte|lm_head)\.weight"
 
 
 def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
@@ -28,7 +30,7 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
     """
     if isinstance(rules, str):
         parse(rules)
-        rows = [POSITIONS]
+        rows = [POSITIONS, ROUTER]
         if rules.startswith(("int4", "int3", "int2", "nf4")):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         if sparse.parse(rules) is not None:
@@ -43,9 +45,15 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
 
 
 def format_at(rules: Rules, path: str, ndim: int) -> str | None:
-    """The format that `rules` gives the leaf at `path`; None to leave it, as every vector is."""
-    name = first_match([(r, (f,)) for r, f in rules_of(rules)], path)
-    return name[0] if name is not None and ndim >= 2 else None
+    """The format that `rules` gives the leaf at `path`; None to leave it, as every vector is.
+
+    Raises ConfigError for a stack of matrices (experts) that would have one of a matrix alone.
+    """
+    found = first_match([(r, (f,)) for r, f in rules_of(rules)], path)
+    name = None if found is None or ndim < 2 else found[0]
+    if name is not None and ndim > 2 and not can_stack(name):
+        raise ConfigError(f"{path}: experts cannot be {name}: give them {STACKED} by a rule")
+    return name
 
 
 def quantize(params: Params, rules: Rules) -> Params:
@@ -55,7 +63,8 @@ def quantize(params: Params, rules: Rules) -> Params:
     `[(r"lm_head", None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
     `weights.formats`; or the name of one format for all matrices ("int8", "int4", "bf16-packed"),
     where 4 bits or fewer leave the tokens' table and the head at 8, "int8-2:4" and its like leave
-    them as int8 and its like, and nothing changes the positions' table. Norms and biases stay.
+    them as int8 and its like, and nothing changes the positions' table or a router of experts.
+    Norms and biases stay.
 
     Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """

@@ -244,7 +244,7 @@ def test_an_untied_head_must_be_there_and_a_tied_one_must_agree(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("fields", "theirs"),
-    [(llama.FIELDS, transformers.LlamaConfig), (gpt2.FIELDS, transformers.GPT2Config)],
+    [(llama.LLAMA.fields, transformers.LlamaConfig), (gpt2.FIELDS, transformers.GPT2Config)],
 )
 def test_what_a_missing_field_means_transformers_decides(fields: Any, theirs: Any) -> None:
     said = {f.theirs: f.default for f in fields if f.default is not REQUIRED}

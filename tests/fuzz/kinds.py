@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxllm
 from jaxllm import batchfile
-from jaxllm.adapters import LoraConfig, fresh, write_adapter
+from jaxllm.adapters import LoraConfig, fresh, write_adapter, write_gguf_adapter
 from jaxllm.adapters.load import with_directories
 from jaxllm.api import LM, open_checkpoint
 from jaxllm.cache import fork, load_cache, save_cache
@@ -20,6 +20,7 @@ from jaxllm.cli.options import precision_over, read_json_option
 from jaxllm.cli.quantize import read_rules
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.convert.gguf.writing import write_gguf
 from jaxllm.evaluate.equivalence.sides import Ours
 from jaxllm.evaluate.equivalence.vectors import make, read
 from jaxllm.evaluate.likelihood.data import Batch, loader, read_documents
@@ -29,11 +30,13 @@ from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.formats import TokenizerTree
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import rules_of
+from tests.convert.flax_twin import as_flax
 from tests.fuzz.mutate import redigest_cache, redigest_export
 
 SIZES = {
@@ -106,6 +109,11 @@ def _make_shards(directory: Path) -> None:
         save_file({n: x for n, x in tensors.items() if places[n] == file}, directory / file)
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+
+
+def _make_flax(directory: Path) -> None:
+    _make_hf("gpt2")(directory)
+    as_flax(directory, shards=2)
 
 
 def _make_native(directory: Path) -> None:
@@ -286,12 +294,49 @@ def _use_adapter(directory: Path) -> None:
     with_directories(CONFIGS["llama"], params, {"x": directory})
 
 
+def _make_gguf(directory: Path) -> None:
+    demo = open_checkpoint("demo:llama").directory
+    rules = [["lm_head.weight", "int8-g32-f16"], [r"layers\.0\..*", "int4-g32-f16"]]
+    precision = Precision.from_dict({"quantize": rules})
+    params = map_leaves(lambda path, x: precision.cast(path, x), _random("llama")[1])
+    checkpoint = in_memory(_checkpoint("llama"), params, precision)
+    tokens = json.loads((demo / "tokenizer.json").read_text(encoding="utf-8"))
+    tree = TokenizerTree({**tokens, "added_tokens": []}, {}, adds_bos=False)
+    small = {name: i for name, i in tree.tree["model"]["vocab"].items() if i < 300}
+    merges = [m for m in tokens["model"]["merges"] if "".join(m).replace(" ", "") in small]
+    tree.tree["model"] = {**tokens["model"], "vocab": small, "merges": merges}
+    write_gguf(directory / "model.gguf", checkpoint, "Q8_0", tokenizer=tree, template=TEMPLATE)
+
+
+def _use_gguf(directory: Path) -> None:
+    lm: LM = jaxllm.load(directory / "model.gguf")
+    if lm.tokenizer is not None:
+        lm.tokenizer.decode(lm.tokenizer.encode(TEXT))
+
+
+def _make_gguf_adapter(directory: Path) -> None:
+    lora = LoraConfig(r=2, target_modules=("q_proj", "embed_tokens", "down_proj"))
+    made = fresh(CONFIGS["llama"], _random("llama")[1], lora, jax.random.key(0))
+    write_gguf_adapter(directory / "x.gguf", made, CONFIGS["llama"])
+
+
+def _use_gguf_adapter(directory: Path) -> None:
+    with_directories(CONFIGS["llama"], _random("llama")[1], {"x": directory / "x.gguf"})
+
+
 KINDS: dict[str, Kind] = {
+    "gguf": Kind(_make_gguf, _use_gguf, ("model.gguf",)),
+    "gguf adapter": Kind(_make_gguf_adapter, _use_gguf_adapter, ("x.gguf",)),
     "llama": Kind(_make_hf("llama"), _use_checkpoint, (*HF, "config.json")),
     "gpt2 in shards": Kind(
         _make_shards,
         open_hf,
         ("config.json", "model.safetensors.index.json", "shard-0.safetensors"),
+    ),
+    "flax": Kind(
+        _make_flax,
+        _use_checkpoint,
+        ("flax_model-00001-of-00002.msgpack", "flax_model.msgpack.index.json"),
     ),
     "native": Kind(_make_native, _use_checkpoint, (*HF, "config.json")),
     "tokenizer.json": Kind(_make_tokenizer, _use_tokenizer, TOKENIZER),

@@ -96,6 +96,20 @@ def multiply(
     return lambda: call("linear", out, x, *weight, **attributes)
 
 
+def experts(
+    *pieces: Any, x: Any = None, at: Any = None, out: Any = None, **changed: Any
+) -> Callable[[], Any]:
+    """Three experts `[5, 200]`, rows of two tokens."""
+    out = [shape(2, 5)] if out is None else out
+    attributes = {
+        "kinds": np.zeros(1, np.int32), "groups": np.zeros(1, np.int64),
+        "counts": np.array([len(pieces)], np.int32), "columns": np.int64(200),
+        "experts": np.int64(3), "digits": np.int32(3), "many": np.bool_(False), **changed,
+    }  # fmt: skip
+    at = zeros(2, dtype=i32) if at is None else at
+    return lambda: call("experts", out, X if x is None else x, at, *pieces, **attributes)
+
+
 def attend(*pieces: Any, q: Any = None, at: Any = None, out: Any = None) -> Callable[[], Any]:
     q = zeros(2, 3, 4, 16) if q is None else q
     at = zeros(2, 3, dtype=i32) if at is None else at
@@ -105,6 +119,7 @@ def attend(*pieces: Any, q: Any = None, at: Any = None, out: Any = None) -> Call
     )  # fmt: skip
 
 
+STACK = zeros(15, 200)
 W, K, AT = zeros(5, 200), zeros(2, 7, 2, 16), zeros(2, 7, dtype=i32)
 K8, S8 = zeros(2, 7, 2, 16, dtype=i8), zeros(2, 7, 2)
 TABLE, INDEX = zeros(9, 8), zeros(3, dtype=i32)
@@ -119,6 +134,20 @@ CALLS: dict[str, Callable[[], Any]] = {
     "fewer than no pieces": multiply(X, [W], [shape(2, 5)], (-1,)),
     "more pieces than there are": multiply(X, [W], [shape(2, 5)], (2,)),
     "a piece of no weight": multiply(X, [W, W], [shape(2, 5)]),
+    "experts of int8 x": experts(STACK, x=X.astype(i8), digits=np.int32(1)),
+    "experts for x of another width": experts(STACK, x=zeros(2, 199)),
+    "experts for more rows than x has": experts(STACK, at=zeros(3, dtype=i32)),
+    "experts in a stack": experts(STACK.reshape(3, 5, 200)),
+    "experts of no whole number of rows": experts(zeros(14, 200)),
+    "experts of another number": experts(STACK, experts=np.int64(5)),
+    "no experts": experts(STACK, experts=np.int64(0)),
+    "fewer than no experts": experts(STACK, experts=np.int64(-3)),
+    "experts with fewer results": experts(STACK, out=[shape(1, 5)]),
+    "experts with results of another type": experts(STACK, out=[shape(2, 5, dtype=bf16)]),
+    "experts with two results": experts(STACK, out=[shape(2, 5)] * 2),
+    "experts without pieces": experts(),
+    "experts with a piece of no weight": experts(STACK, STACK, counts=np.array([1], np.int32)),
+    "packed experts": experts(*packed().pieces, kinds=np.array([5], np.int32)),
     "widened to another size": lambda: call(
         "widen", shape(5, 100), W, kind=np.int32(0), group=np.int64(0), columns=np.int64(200)
     ),
@@ -182,6 +211,13 @@ CALLS: dict[str, Callable[[], Any]] = {
 def test_a_call_whose_arguments_do_not_fit_is_refused(name: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
         jax.block_until_ready(CALLS[name]())
+
+
+def test_rows_of_no_expert_are_zeros_whatever_their_number() -> None:
+    at = jnp.array([-1, 3, -(2**31), 2**31 - 1, 2], i32)
+    found = experts(STACK + 1, x=jnp.ones((5, 200)), at=at, out=[shape(5, 5)])()
+    np.testing.assert_array_equal(found[0], np.repeat([[0.0], [200.0]], [4, 1], 0) * np.ones(5))
+    assert experts(STACK, x=zeros(0, 200), at=at[:0], out=[shape(0, 5)])()[0].shape == (0, 5)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 50 * 8, 4099, (1 << 20) + 8 * 33 + 5])

@@ -11,7 +11,7 @@ from jaxllm.weights.formats import Weight, as_format, as_leaf, dense, parse
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import first_match, map_leaves
-from jaxllm.weights.quantize import POSITIONS, Rules, format_at
+from jaxllm.weights.quantize import POSITIONS, ROUTER, Rules, format_at
 
 
 class Everywhere(On, frozen=True):
@@ -30,7 +30,7 @@ def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Sub
     head at 8 bits where the rest has 4.
     """
     plain = options.on == Everywhere().on
-    rules: Rules = argument if plain else [POSITIONS, (options.on, argument)]
+    rules: Rules = argument if plain else [POSITIONS, ROUTER, (options.on, argument)]
 
     def change(path: str, leaf: Weight) -> Weight:
         name = format_at(rules, path, leaf.ndim)
@@ -38,7 +38,10 @@ def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Sub
             return leaf
         to = parse(name)
         if options.clip and isinstance(to, Integer) and not as_leaf(leaf).composed:
-            return rounded(dense(leaf, jnp.float32), to, clip=True)
+            wide = dense(leaf, jnp.float32)
+            if wide.ndim == 2:
+                return rounded(wide, to, clip=True)
+            return jax.tree.map(lambda *x: jnp.stack(x), *(rounded(w, to, clip=True) for w in wide))
         return inside(leaf, name)
 
     return dataclasses.replace(subject, params=map_leaves(change, subject.params))

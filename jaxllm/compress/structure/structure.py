@@ -60,6 +60,8 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
     from 1 to as many as there are.
     """
     width = _WIDTHS[kind]
+    if not width.members(models.family(config.model_type)):
+        raise ConfigError(f"{kind} of {config.model_type} cannot be cut: its MLPs are experts")
     if not 1 <= count <= width.count(config):
         raise ConfigError(f"of {width.count(config)} {kind} 1 at least stay, got {count}")
     try:
@@ -104,8 +106,9 @@ def cut_layers(config: ModelConfig, params: Params, kept: Sequence[int]) -> Smal
     numbers, count = sorted(set(kept)), config.num_hidden_layers
     if not numbers or numbers[0] < 0 or numbers[-1] >= count:
         raise ConfigError(f"some of the layers 0 to {count - 1} stay, got {list(kept)}")
+    cut = config.with_layers(numbers)
     for place, number in enumerate(numbers):
-        if config.like(place) != config.like(number):
+        if cut.computes(place) != config.computes(number):
             raise ConfigError(
                 f"layer {number} of this {config.model_type} would not be itself as layer {place}:"
                 " what it computes depends on its number"
@@ -113,7 +116,7 @@ def cut_layers(config: ModelConfig, params: Params, kept: Sequence[int]) -> Smal
     name = models.family(config.model_type).layers
     layers = {f"{name}.{i}": params[f"{name}.{number}"] for i, number in enumerate(numbers)}
     rest = {path: x for path, x in params.items() if not path.startswith(f"{name}.")}
-    return dataclasses.replace(config, num_hidden_layers=len(numbers)), {**rest, **layers}
+    return cut, {**rest, **layers}
 
 
 class Share(NamedTuple):

@@ -26,7 +26,7 @@ from jaxllm.decode.batching.places import (
     microbatches,
 )
 from jaxllm.decode.batching.requests import Event, Refusal, Request, Step
-from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
+from jaxllm.decode.loops.text import NO_TOKEN, Finish, check_border, padded_eos
 from jaxllm.decode.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
 from jaxllm.shapes import pad_rows
@@ -319,6 +319,7 @@ def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
     new = whole("max_new_tokens", request.max_new_tokens, 1)
     check_ids(prompt_T, model.config.vocab_size, "the prompt: ")
     needed = prompt_T.size + new - 1  # the last token is never run
+    check_border(prompt_T.size, needed, model.config)
     limit = min(capacity, model.config.position_limit)
     if needed > limit:
         raise CapacityError(

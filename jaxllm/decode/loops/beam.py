@@ -20,6 +20,7 @@ from flax import struct
 from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, unchecked_commit
 from jaxllm.cache.rows import select
 from jaxllm.cache.surgery import slot_order
+from jaxllm.decode.loops.room import check_going_on
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, check_positions, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Processor, Sampler, process
 from jaxllm.errors import SamplingError
@@ -121,6 +122,7 @@ def beam_search(
     start = 0 if cache is None else int(np.max(cache.next_position_B))
     needed = start + T + max_new_tokens - 1  # the last token is never run
     check_positions(needed, model.config)
+    check_going_on(model, cache, lengths_B, max_new_tokens)
     R, width = B * num_beams, bucket(max_new_tokens)
     dtype = model.precision.cache if cache is None else cache.dtype
     check_memory(

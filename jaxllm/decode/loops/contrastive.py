@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.cache.kv import commit, init_cache
 from jaxllm.cache.rows import fork
-from jaxllm.decode.loops.text import check_positions, padded_eos
+from jaxllm.decode.loops.text import check_border, check_positions, padded_eos
 from jaxllm.errors import NonFiniteError, SamplingError
 from jaxllm.steps import Output, forward
 from jaxllm.weights.paths import Params
@@ -50,6 +50,7 @@ def contrastive_search(
     ends = padded_eos(eos_token_ids)
     room = len(prompt) + max_new_tokens
     check_positions(room, model.config)
+    check_border(len(prompt), room, model.config)
 
     cache = init_cache(model, 1, room)
     out = forward(model, params, cache, [list(prompt)], hidden_states=True)

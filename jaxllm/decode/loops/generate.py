@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxllm.cache.kv import KVCache, Segment, check_usable, init_cache
 from jaxllm.decode.loops.overflow import Full, Overflow
-from jaxllm.decode.loops.room import check_room, recent_part, texts
+from jaxllm.decode.loops.room import check_going_on, check_room, recent_part, texts
 from jaxllm.decode.loops.text import (
     NO_TOKEN,
     Finish,
@@ -188,6 +188,7 @@ def _begin(
             capacity = min(capacity, model.config.context_length)
         cache = init_cache(model, B, capacity)
     check_usable(cache)
+    check_going_on(model, None if fresh else cache, lengths_B, budget_B)
     token_BL, length_B = texts(None if fresh else cache, tokens_BT, lengths_B, needed)
     if overflow is None:
         check_room(model, cache, needed)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import init_cache
-from jaxllm.decode.loops.text import NO_TOKEN, check_positions, padded_eos
+from jaxllm.decode.loops.text import NO_TOKEN, check_border, check_positions, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.errors import NonFiniteError, SamplingError
 from jaxllm.shapes import pad_rows
@@ -54,6 +54,7 @@ def guided_generate(
     lengths_B = np.array([len(row) for row in pair])
     room = int(lengths_B.max()) + max_new_tokens - 1
     check_positions(room, model.config)
+    check_border(lengths_B, lengths_B + max_new_tokens - 1, model.config)
 
     cache = init_cache(model, 2, room)
     tokens_BT = pad_rows(pair)

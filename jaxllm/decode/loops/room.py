@@ -1,11 +1,13 @@
 """The room of a generation: for its text, in the cache, and among the model's positions."""
 
+from typing import Any
+
 import flax.linen as nn
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.decode.loops.overflow import Overflow
-from jaxllm.decode.loops.text import NO_TOKEN, check_positions
+from jaxllm.decode.loops.text import NO_TOKEN, check_border, check_positions
 from jaxllm.errors import CapacityError
 from jaxllm.files import check_memory
 from jaxllm.shapes import bucket, pad_rows
@@ -22,6 +24,17 @@ def texts(
     check_memory(8 * B * bucket(longest), f"a text of {longest:,} tokens in {B:,} rows")
     token_BL = pad_rows(rows, width=bucket(longest) + 1, fill=NO_TOKEN)
     return token_BL, np.array([len(row) for row in rows], np.int32)
+
+
+def check_going_on(
+    model: nn.Module, cache: KVCache | None, lengths_B: np.ndarray, new_B: Any
+) -> None:
+    """`check_border` of prompts, after what a cache has, and so many new tokens, one not run."""
+    if model.config.border is None:
+        return
+    held_B = np.zeros_like(lengths_B) if cache is None else np.asarray(cache.next_position_B)
+    begin_B = np.where(held_B > 0, held_B, lengths_B)
+    check_border(begin_B, held_B + lengths_B + new_B - 1, model.config)
 
 
 def check_room(model: nn.Module, cache: KVCache, needed: int) -> None:

@@ -29,6 +29,7 @@ from jaxllm.decode.loops.lookup import PromptLookup, Text, look_up
 from jaxllm.decode.loops.text import (
     NO_TOKEN,
     Finish,
+    check_border,
     check_positions,
     finished,
     is_in,
@@ -120,6 +121,8 @@ def speculative_generate(
     num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, model.config.position_limit)
     pairs = [(model, params)] if isinstance(draft, PromptLookup) else [(model, params), draft]
     _check([one.config for one, _ in pairs], T, longest)
+    for name, (one, _) in zip(("model", "draft"), pairs, strict=False):
+        check_border(prompt_B, prompt_B + budget_B - 1, one.config, name)
     starts = [
         prefill(
             one,
@@ -169,7 +172,8 @@ def _check(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
         )
     for name, config in zip(("model", "draft"), configs, strict=False):
         check_positions(T + longest - 1, config, name)
-        if config.angles_follow_length and T + longest - 1 > config.max_position_embeddings:
+        dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
+        if dynamic and T + longest - 1 > config.max_position_embeddings:
             raise ConfigError(
                 f"the {name}'s dynamic rotary angles change with every token past position"
                 f" {config.max_position_embeddings}: several at once are not scored as one by one"

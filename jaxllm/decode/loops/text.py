@@ -61,6 +61,26 @@ def check_positions(tokens: int, config: ModelConfig, whose: str = "model") -> N
         )
 
 
+def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "model") -> None:
+    """Raise CapacityError where a text goes on across the border of LongRoPE's two lists.
+
+    begin_B, end_B: of each row, how many tokens it has when it first enters the cache, and how many
+    have been run at the end. What is cached was turned by one list and would meet the other.
+    """
+    if (border := config.border) is None:
+        return
+    rows = np.broadcast_arrays(np.atleast_1d(begin_B), np.atleast_1d(end_B))
+    for begin, end in zip(*(row.tolist() for row in rows), strict=True):
+        if begin <= border < end:
+            raise CapacityError(
+                f"the {whose} turns texts of up to {border} tokens otherwise than longer ones"
+                f" (longrope), and what is cached cannot be turned again: {begin} tokens cannot go"
+                f" on to {end}. Ask for {max(border - begin, 0) + 1} new tokens at most, begin with"
+                f" more than {border} tokens, or let short_factor be long_factor in config.json,"
+                " which turns all texts as long ones"
+            )
+
+
 def put(x_BL: jax.Array, at_B: jax.Array, new_B: jax.Array, where_B: jax.Array) -> jax.Array:
     """x with `new_B` in column `at_B` of these rows; the others stay. May have axes after L."""
     at_B = jnp.where(where_B, at_B, x_BL.shape[1])  # past the end: dropped

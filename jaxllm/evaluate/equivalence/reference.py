@@ -23,8 +23,8 @@ from jaxllm.weights.leaves.arrays import DTYPES
 
 TAPS = "jaxllm_taps"
 
-# Stages of ours that go by another name there.
-MODULES = {"attention": "self_attn", "embeddings": "drop"}
+# Stages of ours that go by another name there, where there is none of the same.
+MODULES = {"attention": "self_attn"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,10 @@ class Transformers:
         with self._tapped(outputs):
             logits = self._run(*case.pieces[-1], case.position_BT, cache)
         outputs["logits"] = logits
+        router, shape = family(self._family).router, (*logits.shape[:2], -1)
+        for name in self._stage_names:
+            if router and name.endswith(f".{router}"):  # of all tokens in one row
+                outputs[name] = outputs[name].reshape(shape)
         return {name: _numpy(outputs[name]) for name in self._stage_names}
 
     def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
@@ -88,7 +92,8 @@ class Transformers:
             kept_BS = position_BS[:, -layer.keys.shape[2] :]
             k.append(by_position(_heads_last(layer.keys), kept_BS))
             v.append(by_position(_heads_last(layer.values), kept_BS))
-        held_BP = held(kept_BS)
+        fewest = min(layer.keys.shape[2] for layer in cache.layers)  # what all layers hold
+        held_BP = held(position_BS[:, -fewest:])
         return Decoded(logits_BNV, logits_BNV.argmax(axis=2), tuple(k), tuple(v), held_BP)
 
     @property
@@ -99,7 +104,18 @@ class Transformers:
 
     @property
     def _stage_names(self) -> list[str]:
-        return stage_names(self._family, self.model.config.num_hidden_layers)
+        row, modules = family(self._family), dict(self._body.named_modules())
+        return stage_names(
+            self._family,
+            self.model.config.num_hidden_layers,
+            lambda layer: (
+                row.router is not None and f"{row.layers}.{layer}.{row.router}" in modules
+            ),
+        )
+
+    @property
+    def _body(self) -> Any:
+        return self.model.get_submodule(self.model.base_model_prefix)
 
     def _cache(self) -> Any:
         return _import()[1].DynamicCache(config=self.model.config)
@@ -122,7 +138,7 @@ class Transformers:
     def _tapped(self, outputs: dict[str, Any]) -> Iterator[None]:
         """While this lasts, a pass of the model leaves its stages in `outputs`."""
         layers = family(self._family).layers
-        body = self.model.get_submodule(self.model.base_model_prefix)
+        body = self._body
 
         def tap(name: str) -> Callable[..., None]:
             def hook(*given: Any) -> None:  # the last is the output; before a pass, the inputs
@@ -148,11 +164,12 @@ class Transformers:
                 path, _, last = name.rpartition(".")
                 if last in ("q", "k", "v", "heads", "logits"):
                     continue
-                if last == "input":
-                    linear = body.get_submodule(path)
-                    stack.callback(linear.register_forward_pre_hook(tap(name)).remove)
+                if last in ("input", "embeddings"):
+                    module = body.get_submodule(path if last == "input" else f"{layers}.0")
+                    stack.callback(module.register_forward_pre_hook(tap(name)).remove)
                     continue
-                module = body.get_submodule(".".join(filter(None, [path, MODULES.get(last, last)])))
+                module = body.get_submodule(path)
+                module = getattr(module, last, None) or module.get_submodule(MODULES[last])
                 stack.callback(module.register_forward_hook(tap(name)).remove)
             yield
 

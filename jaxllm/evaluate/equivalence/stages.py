@@ -3,10 +3,11 @@
 A stage is a dotted path, in the order of computation: `embed_tokens`, then for each layer
 `layers.0.input_layernorm`, `.q`, `.k`, `.v`, `.heads`, `.attention`, `.post_attention_layernorm`,
 `.mlp.down_proj.input`, `.mlp` and the layer's own output `layers.0`, then `norm` and `logits`.
-GPT-2 has its own names (`models.FAMILIES`). The input of every linear is among them.
+GPT-2 has its own names (`models.FAMILIES`). The input of every linear is among them. A layer of
+experts has the router's scores, `.mlp.gate`, in place of the MLP's last input.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
 from jaxllm.inputs import check_values
 from jaxllm.models import family
+from jaxllm.models.family import Family
 from jaxllm.models.layers import Trace
 from jaxllm.ops.entries import dense
 from jaxllm.steps import run
@@ -26,14 +28,21 @@ from jaxllm.weights.paths import Params
 from jaxllm.whole import whole_array
 
 
-def stage_names(model_type: str, layers: int) -> list[str]:
-    """Every stage's name, in the order of computation. Raises ConfigError for no such family."""
+def stage_names(
+    model_type: str, layers: int, routed: Callable[[int], bool] = lambda layer: False
+) -> list[str]:
+    """Every stage's name, in the order of computation. routed: whether a layer is of experts.
+
+    Raises ConfigError for no such family.
+    """
     f = family(model_type)
-    within = [f.attention_norm, "q", "k", "v", "heads", f.attention]
-    within += [f.mlp_norm, f"{f.mlp_down}.input", "mlp"]
+    within = [f.attention_norm] if f.attention_norm else []
+    within += ["q", "k", "v", "heads", f.attention]
+    within += [f.mlp_norm] if f.mlp_norm else []
     found = [f.embeddings]
-    for path in (f"{f.layers}.{i}" for i in range(layers)):
-        found += [*(f"{path}.{part}" for part in within), path]
+    for i in range(layers):
+        path, last = f"{f.layers}.{i}", f.router if routed(i) else f"{f.mlp_down}.input"
+        found += [*(f"{path}.{part}" for part in (*within, last, "mlp")), path]
     return [*found, f.norm, "logits"]
 
 
@@ -61,8 +70,10 @@ def stages(
     token_BT, position_BT = check_tokens(model.config, tokens_BT, positions_BT)
     segments = () if cache is None else cache.segments
     trace = _trace(model, params, segments, token_BT, position_BT)
-    names = stage_names(model.config.model_type, len(trace.layers))
-    return dict(zip(names, _arrays(trace), strict=True))
+    routed = [layer.router is not None for layer in trace.layers]
+    names = stage_names(model.config.model_type, len(routed), routed.__getitem__)
+    family_row = family(model.config.model_type)
+    return dict(zip(names, _arrays(trace, family_row), strict=True))
 
 
 def check_tokens(
@@ -91,11 +102,14 @@ def _trace(
     return run(model, params, tuple(segments), token_BT, position_BT)[0]
 
 
-def _arrays(trace: Trace) -> Iterator[jax.Array]:
+def _arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
     """The trace's stages, in the order of `stage_names`."""
     yield trace.embeddings
     for layer in trace.layers:
         q, k, v, heads, x, _ = layer.attention
-        yield from (layer.attention_norm, q, dense(k), dense(v), heads, x)
-        yield from (layer.mlp_norm, layer.mlp_hidden, layer.mlp, layer.x)
+        yield from (layer.attention_norm,) if row.attention_norm else ()
+        yield from (q, dense(k), dense(v), heads, x)
+        yield from (layer.mlp_norm,) if row.mlp_norm else ()
+        yield from (x for x in (layer.router, layer.mlp_hidden) if x is not None)  # one of them
+        yield from (layer.mlp, layer.x)
     yield from (trace.norm, trace.logits)

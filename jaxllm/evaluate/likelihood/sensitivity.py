@@ -131,13 +131,13 @@ def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
 
 
 def _wide(leaf: Any) -> jax.Array:
-    return jnp.asarray(dense(leaf, jnp.float32)) if leaf.ndim == 2 else leaf
+    return jnp.asarray(dense(leaf, jnp.float32)) if leaf.ndim >= 2 else leaf
 
 
 def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Params, int, int]:
     """The float32 weights with one group as `format` keeps it; its bytes before and after."""
     old, quantized = dict(flatten(params)), dict(flatten(quantize(params, [(regex, format)])))
-    changed = [p for p, leaf in old.items() if leaf.ndim == 2 and first_match([(regex, True)], p)]
+    changed = [p for p, leaf in old.items() if leaf.ndim >= 2 and first_match([(regex, True)], p)]
     variant = map_leaves(lambda p, leaf: _wide(quantized[p]) if p in changed else leaf, wide)
     before, after = (sum(int(leaves[p].nbytes) for p in changed) for leaves in (old, quantized))
     return variant, before, after

@@ -66,6 +66,10 @@ class Kind(IntEnum):
     BITMAP_INT8 = 11
 
 
+# Those of which `experts` takes stacks: each matrix's pieces begin at a place of their own.
+EXPERTS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8, Kind.INT4)
+
+
 class Path(NamedTuple):
     """What multiplies: the kernel up to so many rows (None: any number), then `beyond`: "many", the
     kernel for many rows, or XLA, by weights that are "widened" natively or by itself ("plain")."""
@@ -145,7 +149,7 @@ def kernels() -> ctypes.CDLL | None:
     loaded.jaxllm_isa.restype = ctypes.c_char_p
     loaded.jaxllm_kernels.restype = ctypes.c_void_p
     _take(loaded, os.environ.get("JAXLLM_ISA"))
-    for name in ("linear", "widen", "take", "attend", "write", "read"):
+    for name in ("linear", "experts", "widen", "take", "attend", "write", "read"):
         capsule = jax.ffi.pycapsule(getattr(loaded, f"jaxllm_{name}"))
         jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
     return loaded
@@ -202,6 +206,38 @@ def linear(
         "many": np.bool_(many),
     }
     return list(call(x_RI, *(piece for w in weights for piece in w.pieces), **attributes))
+
+
+def experts(
+    x_AI: jax.Array,
+    expert_A: jax.Array,
+    stacks: Sequence[Matrix],
+    *,
+    columns: int,
+    digits: int = 3,
+    many: bool = False,
+) -> list[jax.Array]:
+    """`x[a] @ stack[expert[a]].T` of each: float32 `[A, O]`, of which a row has the bits that
+    `linear` gives it with that matrix; zeros where there is no such expert.
+
+    stacks: pieces `[E, O, ...]` of a kind of `EXPERTS`. Of the matrices only those that expert_A
+    (int32) names are read, once for each run of rows that have the same. The rest: see `linear`.
+    """
+    rows, pieces = x_AI.shape[0], [piece for stack in stacks for piece in stack.pieces]
+    counts = [len(stack.pieces) for stack in stacks]
+    out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[1]), jnp.float32) for w in stacks]
+    call = jax.ffi.ffi_call("jaxllm_experts", out, vmap_method="sequential")
+    attributes = {
+        "kinds": np.array([w.kind for w in stacks], np.int32),
+        "groups": np.array([w.group or 0 for w in stacks], np.int64),
+        "counts": np.array(counts, np.int32),
+        "columns": np.int64(columns),
+        "experts": np.int64(pieces[0].shape[0]),
+        "digits": np.int32(digits),
+        "many": np.bool_(many),
+    }
+    flat = [piece.reshape(-1, *piece.shape[2:]) for piece in pieces]  # where they lie
+    return list(call(x_AI, expert_A, *flat, **attributes))
 
 
 def widen(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:

@@ -109,7 +109,7 @@ def from_nothing(teacher: LM, config: ModelConfig, seed: int) -> LM:
 
 # What is drawn otherwise, by path.
 _NORM, _BIAS = r".*(norm|layernorm|ln_\w+)\.weight", r".*\.bias"
-_OUT = r".*(o_proj|down_proj|c_proj)\.weight"  # writes into the stream
+_OUT = r".*(o_proj|down_proj|c_proj|dense|dense_4h_to_h)\.weight"  # writes into the stream
 
 
 def fresh(config: ModelConfig, seed: int, deviation: float = 0.02) -> Params:

@@ -12,7 +12,8 @@ from jaxllm.weights.leaves.static import Static, fits
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import Rules, format_at
 
-_TABLES = ("embed_tokens.weight", "wte.weight")  # whose product as a head keeps its inputs
+# Whose product as a head keeps its inputs.
+_TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
 
 
 def prepare(
@@ -34,8 +35,8 @@ def prepare(
     taken: seen in some batches, then fixed. learned_inputs: their steps are trained too. starts:
     the first step of training that rounds; those before it train the weights as they are.
 
-    Raises ConfigError for a format that is none of integers, for weights that are no arrays, and
-    for rules that name no matrix.
+    Raises ConfigError for a format that is none of integers, for weights that are no arrays or are
+    of experts, and for rules that name no matrix.
     """
     grids = {} if observed is None else _grids(observed)
 
@@ -48,6 +49,11 @@ def prepare(
             raise ConfigError(f"{path}: {name} is no format of integers, which training could fake")
         if kept not in DTYPES:
             raise ConfigError(f"{path} is {kept}: what is trained must be an array: dequantize it")
+        if leaf.ndim > 2:
+            raise ConfigError(
+                f"{path} is of experts, which are not trained for integers: let them"
+                " be by a rule with null, and quantize them afterwards"
+            )
         weight = jnp.asarray(leaf)
         scale = zero = None
         if learned:

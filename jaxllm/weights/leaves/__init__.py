@@ -1,8 +1,9 @@
-"""The kinds of weights, a file each: arrays, integers with scales (`digits.py`: in bytes), packed
-bfloat16 in 12 bits, 4 bits of NormalFloat (`nf4.py`), sparse ones, weights with their columns in
-another order (`ordered.py`), with inputs rounded on a grid found beforehand (`static.py`), with
-adapters beside them (`adapted.py`; `wrapped.py` is what these three share), and two of low rank in
-place of one (`factored.py`).
+"""The kinds of weights, a file each: arrays, integers with scales (`digits.py`: in bytes), those in
+groups of 16 (`fine.py`), packed bfloat16 in 12 bits, 4 bits of NormalFloat (`nf4.py`), sparse ones,
+weights with their columns in another order (`ordered.py`), with a number added to each group
+(`offset.py`), with inputs rounded on a grid found beforehand (`static.py`), with adapters beside
+them (`adapted.py`; `wrapped.py` is what these share), and two of low rank in place of one
+(`factored.py`).
 
 `leaf.py` says what a leaf and a format of leaves are; `formats.py`, beside this folder, has a row
 for each. Another kind is a file here and its row there; with native kernels, `Matrix` for them.

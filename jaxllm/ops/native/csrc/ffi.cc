@@ -143,6 +143,100 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
+// Rows of x that follow each other and have the same expert, times its matrix of one stack.
+struct Run {
+  Weight weight;
+  Input in;
+  const Products* by;
+  size_t prepared;
+  bool again;  // what is prepared for the stack before serves
+  float* y;
+};
+
+// The matrix of a stack [experts * rows, ...] that begins at its row `first`.
+Weight slice_of(const Weight& stack, int64_t first, int64_t rows) {
+  Weight w = stack;
+  w.rows = rows;
+  w.data += first * w.stride;
+  if (w.scale) w.scale = static_cast<const uint8_t*>(w.scale) + first * w.groups * (w.half ? 2 : 4);
+  if (w.zero) w.zero += first * w.groups;
+  return w;
+}
+
+// Each row of x times the matrix of its expert, of each of the stacks [experts * rows of a matrix, ...]; zeros for an
+// expert that there is not. What is not named is not read.
+ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::S32> expert, ffi::RemainingArgs args,
+                   ffi::RemainingRets ys, ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups,
+                   ffi::Span<const int32_t> counts, int64_t columns, int64_t experts, int32_t digits, bool many) {
+  const int64_t rows = expert.dimensions()[0];
+  const bool bf16 = is(x, Type::BF16, {rows, columns});
+  if (!bf16 && !is(x, Type::F32, {rows, columns}))
+    return wrong("x is of float32 or bfloat16, [rows, columns of the weights], and each row has an expert");
+  if (kinds.size() != ys.size() || groups.size() != ys.size() || counts.size() != ys.size() || experts < 1)
+    return wrong("each stack has a kind, a group, pieces, a result and experts");
+  const Kernels* kernels = kernels_in_use();
+  std::vector<Run> runs;
+  Weight before = {};
+  int64_t total = 0, streamed = 0;
+  size_t piece = 0, bytes = 0, each = 0;
+  for (size_t i = 0; i < ys.size(); piece += counts[i++]) {
+    if (i == 1) each = runs.size();
+    if (counts[i] < 1) return wrong("a weight has pieces");
+    const auto pieces = pieces_of(args, piece, piece + counts[i]);
+    if (!pieces.has_value()) return pieces.error();
+    const auto stack = weight_of(pieces.value(), kinds[i], groups[i], columns);
+    if (!stack.has_value()) return stack.error();
+    const Weight& whole = stack.value();
+    if (whole.kind > Kind::kInt4) return wrong("experts are of floats, 8 or 4 bits");
+    if (whole.rows % experts) return wrong("the rows of a stack are no multiple of its experts");
+    const int64_t outputs = whole.rows / experts;
+    const bool again = i && alike(before, whole);
+    before = whole;
+    auto y = ys.get<ffi::AnyBuffer>(i);
+    if (!y.has_value()) return y.error();
+    if (!is(**y, Type::F32, {rows, outputs})) return wrong("a product is float32 [rows of x, rows of its weight]");
+    float* to = static_cast<float*>((*y)->untyped_data());
+    for (int64_t begin = 0, end; begin < rows; begin = end) {
+      const int64_t which = expert.typed_data()[begin];
+      for (end = begin + 1; end < rows && expert.typed_data()[end] == which;) end++;
+      if (which < 0 || which >= experts) {
+        if (outputs) std::memset(to + begin * outputs, 0, (end - begin) * outputs * sizeof(float));
+        continue;
+      }
+      const Input in = {
+          data_of<uint8_t>(x) + begin * columns * element_bytes(x), bf16, end - begin, columns, digits == 1, false};
+      const Weight w = slice_of(whole, which * outputs, outputs);
+      const Products* by =
+          many && kernels->many.takes && kernels->many.takes(w, in) ? &kernels->many : &kernels->products;
+      runs.push_back({w, in, by, again ? runs[runs.size() - each].prepared : bytes, again, to + begin * outputs});
+      if (!again) bytes += (by->prepared_bytes(w, in) + 63) / 64 * 64;
+      total += w.rows;
+      streamed += w.rows * w.stride;
+    }
+  }
+  if (piece != args.size()) return wrong("a piece belongs to no weight");
+  if (!total) return ffi::Error::Success();
+  uint8_t* prepared = scratch(bytes);
+  if (!prepared) return wrong("no memory for the input");
+  const auto prepare = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      if (!runs[i].again)
+        runs[i].by->prepare(runs[i].weight, runs[i].in, 0, runs[i].in.rows, prepared + runs[i].prepared);
+  };
+  const int64_t count = int64_t(runs.size());
+  rows > kStrip ? share(pool, count, 1, prepare) : prepare(0, count);
+  share(pool, total, block_of(total, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
+    for (const Run& run : runs) {  // the rows of all runs' matrices are numbered in turn
+      const int64_t from = begin > 0 ? begin : 0, to = end < run.weight.rows ? end : run.weight.rows;
+      if (from < to) run.by->multiply(run.weight, run.in, prepared + run.prepared, from, to, run.y);
+      begin -= run.weight.rows;
+      end -= run.weight.rows;
+      if (end <= 0) break;
+    }
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out, int32_t kind,
                  int64_t group, int64_t columns) {
   const auto pieces = pieces_of(args, 0, args.size());
@@ -314,6 +408,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, jaxllm::linear,
                                   .Attr<ffi::Span<const int64_t>>("groups")
                                   .Attr<ffi::Span<const int32_t>>("counts")
                                   .Attr<int64_t>("columns")
+                                  .Attr<int32_t>("digits")
+                                  .Attr<bool>("many"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_experts, jaxllm::experts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR1<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int32_t>>("kinds")
+                                  .Attr<ffi::Span<const int64_t>>("groups")
+                                  .Attr<ffi::Span<const int32_t>>("counts")
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("experts")
                                   .Attr<int32_t>("digits")
                                   .Attr<bool>("many"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_widen, jaxllm::widen,

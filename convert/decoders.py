@@ -1,0 +1,192 @@
+"""What the tables of `jaxllm.models.decoder`'s families share: fields, and rotary settings."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jaxllm.config import ROPE_FIELDS, SHARED_FIELDS, Rope
+from jaxllm.models.decoder import DecoderConfig
+
+from .tables import (
+    COMMON_ALLOWED,
+    COMMON_IGNORED,
+    REQUIRED,
+    Architecture,
+    Field,
+    read_fields,
+    refuse,
+    share,
+    write_fields,
+)
+
+Config = TypeVar("Config", bound=DecoderConfig)
+
+FIELDS = (
+    Field("vocab_size", "vocab_size", REQUIRED),
+    Field("hidden_size", "hidden_size", REQUIRED),
+    Field("intermediate_size", "intermediate_size", REQUIRED),
+    Field("num_hidden_layers", "num_hidden_layers", REQUIRED),
+    Field("num_attention_heads", "num_attention_heads", REQUIRED),
+    Field("num_key_value_heads", "num_key_value_heads", None),  # as many as query heads
+    Field("head_dim", "head_dim", None),  # hidden_size / num_attention_heads
+    Field("hidden_act", "hidden_act", "silu"),
+    Field("max_position_embeddings", "max_position_embeddings", 2048),
+    Field("rms_norm_eps", "norm_eps", 1e-6),
+    Field("tie_word_embeddings", "tie_word_embeddings", False),
+)
+ATTENTION_BIAS = Field("attention_bias", "attention_bias", False)
+MLP_BIAS = Field("mlp_bias", "mlp_bias", False)
+SLIDING = Field("sliding_window", "sliding_window", None)
+LAYER_TYPES = Field("layer_types", "layer_types", None)
+DIVISORS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
+ORIGINAL = "original_max_position_embeddings"
+ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+
+
+def table(
+    architecture: str,
+    *fields: Field,
+    allowed: Mapping[str, tuple[Any, ...]] | None = None,
+    ignored: frozenset[str] = frozenset(),
+    but: tuple[str, ...] = (),
+    prefix: str = "model.",
+    **more: Any,
+) -> Architecture:
+    """A family's table. architecture: the prefix of its classes. fields: beside the common ones,
+    or in their place. but: those that it has not. more: see `Architecture`.
+    """
+    own = {f.theirs for f in fields} | {f.ours for f in fields} | set(but)
+    common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
+    return Architecture(
+        architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),
+        fields=(*common, *fields),
+        allowed={**COMMON_ALLOWED, **(allowed or {})},
+        ignored=COMMON_IGNORED | ROPE | {"attention_dropout"} | ignored,
+        skipped=(r"(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq",),
+        prefix=prefix,
+        writes_prefix=True,
+        **more,
+    )
+
+
+def read_decoder(
+    config: type[Config],
+    table: Architecture,
+    data: Mapping[str, Any],
+    *,
+    theta: float = 10000.0,
+    finish: Callable[[dict[str, Any], list[str]], None] = lambda fields, complaints: None,
+) -> Config:
+    """config.json to a configuration. theta: what a missing `rope_theta` means. finish: makes ours
+    of the fields that the table read, where that is more than their names.
+
+    Raises ConfigError with everything that is wrong.
+    """
+    fields, complaints = read_fields(table, data)
+    fields["rope"] = read_rope(data, fields.get("max_position_embeddings"), complaints, theta=theta)
+    refuse("config.json", complaints)
+    if fields.get("num_key_value_heads") is None:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    if fields.get("head_dim") is None:
+        fields["head_dim"] = share("hidden_size", fields, "num_attention_heads")
+    finish(fields, complaints)
+    refuse("config.json", complaints)
+    return config(**fields)
+
+
+def write_decoder(config: DecoderConfig, table: Architecture, model_type: str) -> dict[str, Any]:
+    """config.json's fields, in the spelling that every transformers reads."""
+    return {
+        "architectures": [table.architectures[0]],
+        "model_type": model_type,
+        **write_fields(table, config),
+        **written_rope(config.rope, config.max_position_embeddings),
+    }
+
+
+def resolve_layer_types(
+    slides: Callable[[dict[str, Any], int], bool],
+) -> Callable[[dict[str, Any], list[str]], None]:
+    """What `read_decoder` finishes with: which layers see a window where no list says it."""
+
+    def finish(fields: dict[str, Any], complaints: list[str]) -> None:
+        count = fields["num_hidden_layers"]
+        if fields["layer_types"] is None and type(count) is int:
+            names = ("full_attention", "sliding_attention")
+            fields["layer_types"] = [names[slides(fields, i)] for i in range(count)]
+        fields["layer_types"] = tuple(fields["layer_types"])
+
+    return finish
+
+
+def written_rope(rope: Rope, context: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, as the published files have them. context: its length."""
+    settings = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
+    theta, share = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", None)
+    if rope.rope_type == "divisors":  # what transformers calls so, with nothing but these
+        divisors = list(settings.pop("divisors"))
+        settings = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
+        settings |= {"factor": 1.0, "attention_factor": 1.0, ORIGINAL: context}
+    data = {"rope_theta": theta, "rope_scaling": None if rope.rope_type == "default" else settings}
+    return data if share is None else {**data, "partial_rotary_factor": share}
+
+
+def read_rope(
+    data: Mapping[str, Any],
+    context: Any,
+    complaints: list[str],
+    *,
+    theta: float = 10000.0,
+) -> Rope | None:
+    """`rope_theta` + `rope_scaling` (published files), or `rope_parameters` (transformers 5)."""
+    settings: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = data.get(name)
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            complaints.append(f"{name} must be an object, got {given!r:.60}")
+            return None
+        given = {k: v for k, v in given.items() if v is not None}
+        spelled = given.pop("type", None)
+        if spelled is not None and given.setdefault("rope_type", spelled) != spelled:
+            complaints.append(f"{name} has both type {spelled!r} and another rope_type")
+        for key, value in given.items():
+            if settings.setdefault(key, value) != value:
+                complaints.append(f"{key} differs between rope_scaling and rope_parameters")
+    for name in ("rope_theta", *SHARED_FIELDS):
+        value = data.get(name)
+        if value is not None and settings.setdefault(name, value) != value:
+            complaints.append(f"{name} differs between rope_parameters and the top level")
+    settings.setdefault("rope_theta", theta)
+    kind = settings.setdefault("rope_type", "default")
+    if kind == "su":  # what LongRoPE was called in the first files
+        kind = settings["rope_type"] = "longrope"
+    if settings.get("partial_rotary_factor") == 1:
+        del settings["partial_rotary_factor"]
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS or kind == "divisors":  # ours alone
+        known = ", ".join(name for name in ROPE_FIELDS if name != "divisors")
+        complaints.append(f"rope_type {kind!r:.40} is not supported (known: {known})")
+        return None
+    required, optional = ROPE_FIELDS[kind]
+    if ORIGINAL in required and (said := data.get(ORIGINAL, context)) is not None:
+        settings.setdefault(ORIGINAL, said)
+    # Files carry leftovers of other types, and transformers reads only its type's own.
+    used = {"rope_type", "rope_theta", *required, *optional, *SHARED_FIELDS}
+    unknown = sorted(set(settings) - {f.name for f in dataclasses.fields(Rope)})
+    if unknown:
+        complaints.append(f"rope settings {', '.join(unknown)} are not known")
+    missing = [name for name in required if name not in settings]
+    if missing:
+        complaints.append(f"rope_type {kind!r} needs {', '.join(missing)}")
+    if complaints:
+        return None
+    for name in DIVISORS & set(settings):
+        if isinstance(settings[name], list):
+            settings[name] = tuple(settings[name])
+    kept = {k: v for k, v in settings.items() if k in used}
+    short, long = kept.get("short_factor"), kept.get("long_factor")
+    if kind == "longrope" and short == long and kept.get("attention_factor") == 1:
+        shared = {name: kept[name] for name in SHARED_FIELDS if name in kept}
+        return Rope(rope_type="divisors", rope_theta=kept["rope_theta"], divisors=short, **shared)
+    return Rope(**kept)

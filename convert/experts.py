@@ -1,0 +1,136 @@
+"""Stacks of experts: one tensor an expert, or all of them in one, as checkpoints have them."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.models.experts import MixtureConfig
+from jaxllm.weights.files import LazyTensor, stacked
+
+from .layouts import Tensors
+from .tables import refuse
+
+OURS = ("gate_proj", "up_proj", "down_proj")
+_LAYER = r"(layers\.\d+\.)"
+_STACK = re.compile(_LAYER + r"mlp\.experts\.(gate_proj|up_proj|down_proj)\.weight")
+_WHOLE = re.compile(_LAYER + r"mlp\.experts\.(gate_up_proj|down_proj)")
+
+
+# What only training reads.
+ROUTER = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+
+
+def spelled(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A config.json whose number of experts is called `name`: files have either of two names.
+
+    Raises ConfigError where they have both, with different numbers.
+    """
+    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[name]
+    if other not in data:
+        return data
+    if data.get(name, data[other]) != data[other]:
+        refuse("config.json", [f"{name} {data[name]!r:.40} and {other} {data[other]!r:.40} differ"])
+    return {**{k: v for k, v in data.items() if k != other}, name: data[other]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Experts of each layer, in either of two spellings; the published one is written.
+
+    Published files have a matrix for each expert, `{module}.experts.3.{name}.weight`; transformers
+    5 holds `mlp.experts.gate_up_proj` `[E, 2I, D]`, gates above, and `mlp.experts.down_proj`
+    `[E, D, I]`. module: what the mixture is called there. names: of gate, up and down there.
+    """
+
+    module: str
+    names: tuple[str, str, str] = OURS
+
+    def knows(self, path: str) -> bool:
+        return any(r.fullmatch(path) for r in (self._one, self._router, _WHOLE))
+
+    def read(self, tensors: Tensors, config: MixtureConfig) -> Tensors:
+        made, each = Tensors(), dict[str, dict[int, LazyTensor]]()
+        for path, tensor in tensors.items():
+            if found := self._one.fullmatch(path):
+                name = OURS[self.names.index(found[3])]
+                stack = each.setdefault(f"{found[1]}mlp.experts.{name}.weight", {})
+                stack[int(found[2])] = tensor
+            elif found := _WHOLE.fullmatch(path):
+                made |= _parts(path, found[1], tensor, config)
+            elif found := self._router.fullmatch(path):
+                made[f"{found[1]}mlp.gate.weight"] = tensor
+            else:
+                made[path] = tensor
+        for path, experts in each.items():
+            if path in made:
+                raise CheckpointError(f"{path} is there twice, whole and by expert")
+            made[path] = _stacked(path, experts, config.num_experts)
+        return made
+
+    def write(self, tensors: Tensors, config: MixtureConfig) -> Tensors:
+        made = Tensors()
+        for path, tensor in tensors.items():
+            if found := _STACK.fullmatch(path):
+                name = self.names[OURS.index(found[2])]
+                for expert in range(tensor.shape[0]):
+                    to = f"{found[1]}{self.module}.experts.{expert}.{name}.weight"
+                    made[to] = _expert(tensor, expert)
+            else:
+                router = re.fullmatch(_LAYER + r"mlp\.gate\.weight", path)
+                made[f"{router[1]}{self.module}.gate.weight" if router else path] = tensor
+        return made
+
+    @property
+    def _one(self) -> re.Pattern[str]:
+        names = "|".join(map(re.escape, self.names))
+        return re.compile(rf"{_LAYER}{self.module}\.experts\.(\d{{1,4}})\.({names})\.weight")
+
+    @property
+    def _router(self) -> re.Pattern[str]:
+        return re.compile(rf"{_LAYER}{self.module}\.gate\.weight")
+
+
+def _stacked(path: str, experts: dict[int, LazyTensor], count: int) -> LazyTensor:
+    if sorted(experts) != list(range(count)):
+        raise CheckpointError(
+            f"{path}: the checkpoint has experts {sorted(experts)}, config.json says {count}"
+        )
+    first = experts[0]
+    for number, tensor in experts.items():
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{path}: expert {number} is {tensor.dtype} {tensor.shape}, expert 0 is"
+                f" {first.dtype} {first.shape}"
+            )
+    return stacked([experts[i] for i in range(count)])
+
+
+def _parts(path: str, layer: str, tensor: LazyTensor, config: MixtureConfig) -> Tensors:
+    """Ours of what transformers 5 has of all experts in one."""
+    E, D, F = config.num_experts, config.hidden_size, config.expert_size
+    fused = path.endswith("gate_up_proj")
+    wanted = (E, 2 * F, D) if fused else (E, D, F)
+    if tensor.shape != wanted:
+        raise CheckpointError(f"{path} has shape {tensor.shape}, config.json makes it {wanted}")
+    if not fused:
+        return {f"{layer}mlp.experts.down_proj.weight": tensor}
+    return {
+        f"{layer}mlp.experts.{name}.weight": stacked(
+            [_expert(tensor, e, begin, begin + F) for e in range(E)]
+        )
+        for name, begin in (("gate_proj", 0), ("up_proj", F))
+    }
+
+
+def _expert(stack: LazyTensor, number: int, begin: int = 0, end: int | None = None) -> LazyTensor:
+    """One matrix of a stack, or some rows of it."""
+    one = stack.rows(number, number + 1)
+    rows = range(stack.shape[1])[begin:end]
+    return LazyTensor(
+        stack.dtype,
+        (len(rows), stack.shape[2]),
+        lambda: one.read()[0, rows.start : rows.stop],
+        one.release,
+    )

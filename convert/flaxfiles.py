@@ -1,0 +1,212 @@
+"""Flax checkpoints of transformers 4 (`flax_model.msgpack`), tensor by tensor.
+
+The file is MessagePack as `flax.serialization.to_bytes` writes it: nested maps, arrays at their
+ends. Flax reads all of it at once; here its structure is walked once without the numbers, checked
+against the file's size, and each tensor is read when it is wanted. Nothing in it can run code.
+"""
+
+import io
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import CheckpointError
+from jaxllm.files import open_regular
+from jaxllm.weights.files import DTYPES, LazyTensor, aligned, tensor_at
+
+NAME = "flax_model.msgpack"
+INDEX = "flax_model.msgpack.index.json"
+READS = ("gpt2", "llama", "mistral")  # the model_types of our families that had Flax classes
+MAX_DEPTH = 16  # of maps: a GPT-2 has 6
+MAX_ITEMS = 1 << 20  # entries of all maps of a file
+MAX_NAME = 200
+MAX_AXES = 8
+ARRAY, SCALAR = 1, 3  # extension types of flax: both hold (shape, name of dtype, bytes)
+CHUNKED = "__msgpack_chunked_array__"  # arrays beyond 1 GiB, in pieces
+TORCH = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
+
+Tree = dict[str, Any]  # of trees, lazy tensors and, in what is chunked, numbers
+
+
+def open_flax(path: Path) -> dict[str, LazyTensor]:
+    """What a file holds, by path (`transformer/h/0/ln_1/scale`); no tensor has been read.
+
+    Raises CheckpointError for a file that is not well-formed.
+    """
+    with open_regular(path) as file:
+        reader = _Reader(path, file, os.fstat(file.fileno()).st_size)
+        tree = reader.value(0)
+        if not isinstance(tree, dict):
+            raise reader.wrong("holds no map of parameters")
+        if reader.at != reader.size:
+            raise reader.wrong(f"has {reader.size - reader.at:,} bytes after its end")
+    return _flat(tree, f"{path}: ", "")
+
+
+def as_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The same under the names, and in the shapes, of the PyTorch checkpoint of that model.
+
+    Kernels are transposed: those of Dense are `[in, out]` there and `[out, in]` in PyTorch's, those
+    of GPT-2's FlaxConv1D the other way round.
+    """
+    found: dict[str, LazyTensor] = {}
+    for path, tensor in tensors.items():
+        *modules, last = path.removeprefix("params/").split("/")
+        name = ".".join((*modules, TORCH.get(last, last)))
+        if name in found:
+            raise CheckpointError(f"{path} is a second {name}")
+        found[name] = tensor.transposed() if last == "kernel" and tensor.ndim == 2 else tensor
+    return found
+
+
+def _flat(tree: Tree, where: str, path: str) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
+    for name, value in tree.items():
+        inner = f"{path}{name}"
+        if isinstance(value, dict):
+            held = _whole(value, where + inner) if CHUNKED in value else None
+            found |= _flat(value, where, f"{inner}/") if held is None else {inner: held}
+        elif isinstance(value, LazyTensor):
+            found[inner] = value
+        else:
+            raise CheckpointError(f"{where}{inner} is {value!r:.40}, which is no array")
+    return found
+
+
+def _whole(tree: Tree, where: str) -> LazyTensor:
+    """The array that its pieces make; lists are maps from "0" on in it.
+
+    Raises CheckpointError where they make none.
+    """
+    shape, chunks = (_listed(tree.get(name), where) for name in ("shape", "chunks"))
+    if len(tree) != 3 or any(type(n) is not int for n in shape) or len(shape) > MAX_AXES:
+        raise _odd(where, f"has {', '.join(tree)} and the shape {shape!r:.40}")
+    if not chunks or not all(isinstance(x, LazyTensor) and x.ndim == 1 for x in chunks):
+        raise _odd(where, "has chunks that are no rows of numbers")
+    size, dtype = sum(x.shape[0] for x in chunks), chunks[0].dtype
+    if size != math.prod(shape) or any(x.dtype != dtype for x in chunks):
+        raise _odd(where, f"has {size:,} numbers in its chunks, its shape is {shape!r:.40}")
+
+    def read() -> np.ndarray:
+        made, done = aligned((size,), dtype), 0
+        for chunk in chunks:
+            made[done : done + chunk.shape[0]] = chunk.read()
+            done += chunk.shape[0]
+        return made.reshape(shape)
+
+    return LazyTensor(dtype, tuple(shape), read)
+
+
+def _listed(items: Any, where: str) -> list[Any]:
+    if not isinstance(items, dict) or list(items) != [str(i) for i in range(len(items))]:
+        raise _odd(where, "has no list of its sizes, or of its chunks")
+    return list(items.values())
+
+
+def _odd(where: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{where} {what}: not a long array as flax writes it")
+
+
+class _Reader:
+    """A place in a file of MessagePack; every length is held against what is left of the file."""
+
+    def __init__(self, path: Path, file: io.BufferedReader, size: int) -> None:
+        self.path, self.file, self.size, self.at, self.items = path, file, size, 0, 0
+
+    def wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: not a checkpoint as flax writes it: at byte {self.at:,} it {what}"
+        )
+
+    def value(self, depth: int) -> Any:
+        """A map, an array (a lazy tensor), or a number; what else there may be is refused."""
+        kind = self._number(1)
+        if kind < 0x80:
+            return kind
+        if (length := self._length(kind, 0x80, 0x8F, {0xDE: 2, 0xDF: 4})) is not None:
+            return self._map(length, depth)
+        if kind in (0xC2, 0xC3):
+            return kind == 0xC3
+        if kind in _UNSIGNED:
+            return self._number(_UNSIGNED[kind])
+        if kind in _EXTENSIONS or kind in _FIXED:
+            length = _FIXED.get(kind) or self._number(_EXTENSIONS[kind])
+            return self._array(self._number(1), length)
+        raise self.wrong(f"holds a value of type 0x{kind:02x}")
+
+    def _map(self, length: int, depth: int) -> Tree:
+        self.items += length
+        if depth >= MAX_DEPTH or self.items > MAX_ITEMS:
+            raise self.wrong(f"nests more than {MAX_DEPTH} maps, or {MAX_ITEMS:,} entries")
+        found: Tree = {}
+        for _ in range(length):
+            name = self._text()
+            if name in found or not name or set(name) & set("./"):
+                raise self.wrong(f"has the name {name!r} twice, or one that is none")
+            found[name] = self.value(depth + 1)
+        return found
+
+    def _text(self) -> str:
+        kind = self._number(1)
+        length = self._length(kind, 0xA0, 0xBF, {**_STRINGS, **_BINARY})
+        if length is None or length > MAX_NAME:
+            raise self.wrong(f"should have a name of at most {MAX_NAME} bytes")
+        try:
+            return self._bytes(length).decode()
+        except UnicodeDecodeError:
+            raise self.wrong("has a name that is not UTF-8") from None
+
+    def _array(self, kind: int, length: int) -> LazyTensor:
+        """The payload of an extension: `(shape, name of dtype, bytes)`, itself MessagePack."""
+        end = self.at + length
+        if kind not in (ARRAY, SCALAR) or end > self.size:
+            raise self.wrong(f"has {length:,} bytes of extension {kind}")
+        if self._number(1) != 0x93:
+            raise self.wrong("should have shape, dtype and bytes")
+        axes = self._length(self._number(1), 0x90, 0x9F, {})
+        if axes is None or axes > MAX_AXES:
+            raise self.wrong(f"should have a shape of at most {MAX_AXES} axes")
+        shape = tuple(self._axis() for _ in range(axes))
+        if (name := self._text()) not in DTYPES:
+            raise self.wrong(f"has an array of {name!r:.40}")
+        dtype = DTYPES[name]
+        count = self._length(self._number(1), 0xA0, 0xBF, {**_STRINGS, **_BINARY})
+        nbytes = math.prod(shape) * dtype.itemsize
+        if count != nbytes or self.at + nbytes != end:
+            raise self.wrong(f"has {end - self.at:,} bytes for {dtype.name} {shape}")
+        begin, self.at = self.at, end
+        self.file.seek(end)
+        return tensor_at(self.path, begin, dtype, shape)
+
+    def _axis(self) -> int:
+        kind = self._number(1)
+        if kind >= 0x80 and kind not in _UNSIGNED:
+            raise self.wrong("has a shape that is no whole numbers")
+        return kind if kind < 0x80 else self._number(_UNSIGNED[kind])
+
+    def _length(self, kind: int, first: int, last: int, wide: Mapping[int, int]) -> int | None:
+        """Of a value whose type has it within, from `first` to `last`, or in bytes that follow."""
+        if first <= kind <= last:
+            return kind - first
+        return self._number(wide[kind]) if kind in wide else None
+
+    def _number(self, width: int) -> int:
+        return int.from_bytes(self._bytes(width), "big")
+
+    def _bytes(self, count: int) -> bytes:
+        if self.at + count > self.size or len(found := self.file.read(count)) != count:
+            raise self.wrong("ends too soon: cut off?")
+        self.at += count
+        return found
+
+
+# Types of MessagePack: how many bytes the number, or the length, has that follows them.
+_UNSIGNED = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+_STRINGS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
+_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+_EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # extensions of just so many bytes

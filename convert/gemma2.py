@@ -1,0 +1,52 @@
+"""Gemma 2 checkpoints: the table, most of which is Gemma 3's too."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.models.gemma2 import Gemma2Config
+
+from .decoders import (
+    ATTENTION_BIAS,
+    LAYER_TYPES,
+    read_decoder,
+    resolve_layer_types,
+    table,
+    write_decoder,
+)
+from .tables import Architecture, Field
+
+GEMMA = (
+    ATTENTION_BIAS,
+    LAYER_TYPES,
+    Field("head_dim", "head_dim", 256),
+    Field("hidden_activation", "hidden_act", "gelu_pytorch_tanh"),
+    Field("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
+    Field("sliding_window", "sliding_window", 4096),
+    Field("tie_word_embeddings", "tie_word_embeddings", True),
+)
+# hidden_act: what the first files said beside hidden_activation, and nobody reads.
+IGNORED = frozenset({"cache_implementation", "hidden_act"})
+ALLOWED: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None)}
+GEMMA2 = table(
+    "Gemma2",
+    *GEMMA,
+    Field("max_position_embeddings", "max_position_embeddings", 8192),
+    Field("attn_logit_softcapping", "attn_logit_softcapping", None),
+    Field("final_logit_softcapping", "final_logit_softcapping", None),
+    allowed=ALLOWED,
+    ignored=IGNORED,
+)
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+
+READS = {"gemma2": GEMMA2}
+
+
+def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma2Config:
+    """config.json to Gemma2Config. Raises ConfigError with everything that is wrong."""
+    every_other = resolve_layer_types(lambda _, i: i % 2 == 0)
+    return read_decoder(Gemma2Config, table, {**CAPS, **data}, finish=every_other)
+
+
+def write_config(config: Gemma2Config) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, and the table."""
+    return write_decoder(config, GEMMA2, "gemma2"), GEMMA2

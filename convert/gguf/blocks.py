@@ -1,0 +1,220 @@
+"""The types of GGUF's tensors: a row each, with what a block of it stands for.
+
+Rows are made of blocks, one after the other, of so many columns in so many bytes, little endian
+(ggml's `ggml-common.h`). Numbers are computed in float32 in the order in which ggml has them, so
+they are bit for bit those of ggml's own dequantization; where ggml writes a type itself, so are the
+bytes.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+SUPER = 256  # columns of a block of the K types
+SMALL = 32  # of all others
+
+
+class Block(NamedTuple):
+    """A type of tensor.
+
+    numbers: of blocks uint8 `[n, nbytes]`, float32 `[n, columns]`; None for plain numbers of
+    `dtype`. made: the bytes of blocks `[n, columns]` of float32, for types that are written here.
+    """
+
+    number: int
+    name: str
+    columns: int
+    nbytes: int
+    dtype: np.dtype | None = None
+    numbers: Callable[[np.ndarray], np.ndarray] | None = None
+    made: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def row_bytes(self, columns: int) -> int:
+        """The bytes of a row of so many columns, whole blocks of them."""
+        return columns // self.columns * self.nbytes
+
+    def dequantized(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of bytes `[R, row_bytes]` as float32 `[R, I]`."""
+        if self.dtype is not None:
+            return np.ascontiguousarray(rows).view(self.dtype).astype(np.float32)
+        assert self.numbers is not None
+        blocks = np.ascontiguousarray(rows).reshape(-1, self.nbytes)
+        return self.numbers(blocks).reshape(len(rows), -1)
+
+    def quantized(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of numbers `[R, I]` as bytes `[R, row_bytes]`."""
+        if self.dtype is not None:
+            with np.errstate(over="ignore"):
+                return np.ascontiguousarray(rows.astype(self.dtype)).view(np.uint8)
+        assert self.made is not None
+        blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, self.columns)
+        return self.made(blocks).reshape(len(rows), -1)
+
+
+def _half(blocks: np.ndarray, begin: int) -> np.ndarray:
+    """The float16 at a place of each block, as float32 `[n, 1]`."""
+    pair = np.ascontiguousarray(blocks[:, begin : begin + 2])
+    return pair.view(np.float16).astype(np.float32)
+
+
+def _nibbles(qs: np.ndarray) -> np.ndarray:
+    """The low four bits of each byte, then the high ones: `[n, B]` to `[n, 2 B]`."""
+    return np.concatenate([qs & 15, qs >> 4], axis=1)
+
+
+def _fifth(blocks: np.ndarray, begin: int) -> np.ndarray:
+    """The fifth bits of 32 codes, from four bytes of each block, as 16 or 0."""
+    bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
+    return bits << 4
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    codes = np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
+    return codes * _half(blocks, 0)
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    codes = _nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8)
+    return codes * _half(blocks, 0)
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q5_0(blocks: np.ndarray) -> np.ndarray:
+    codes = (_nibbles(blocks[:, 6:]) | _fifth(blocks, 2)).astype(np.float32)
+    return (codes - np.float32(16)) * _half(blocks, 0)
+
+
+def _q5_1(blocks: np.ndarray) -> np.ndarray:
+    codes = (_nibbles(blocks[:, 8:]) | _fifth(blocks, 4)).astype(np.float32)
+    return codes * _half(blocks, 0) + _half(blocks, 2)
+
+
+def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scales and the minima of 8 runs of 32 columns, uint8 `[n, 8]`, from 12 bytes each."""
+    first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & 63, (high & 15) | (first >> 6 << 4)], axis=1)
+    minima = np.concatenate([second & 63, (high >> 4) | (second >> 6 << 4)], axis=1)
+    return scales, minima
+
+
+def runs(qs: np.ndarray) -> np.ndarray:
+    """128 bytes as 8 runs of 32 codes of four bits `[n, 8, 32]`: of 32 bytes the low ones first."""
+    bytes_ = qs.reshape(-1, 4, 1, 32)
+    return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def fifth_bits(qh: np.ndarray) -> np.ndarray:
+    """The fifth bits of those runs, as 16 or 0: bit r of byte i is that of code i of run r."""
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    return (qh[:, None, :] >> shifts & 1) << 4
+
+
+def scaled(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the codes of 8 runs are times, and what is taken from them: float32 `[n, 8]`; exact."""
+    scales, minima = six_bits(blocks[:, 4:16])
+    return scales * _half(blocks, 0), minima * _half(blocks, 2)
+
+
+def _runs_times(codes: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    scale, minimum = scaled(blocks)
+    numbers = codes.astype(np.float32) * scale[..., None] - minimum[..., None]
+    return numbers.reshape(len(blocks), -1)
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    return _runs_times(runs(blocks[:, 16:]), blocks)
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    return _runs_times(runs(blocks[:, 48:]) | fifth_bits(blocks[:, 16:48]), blocks)
+
+
+def six_bit_codes(blocks: np.ndarray) -> np.ndarray:
+    """The codes of Q6_K's 16 runs of 16, uint8 `[n, 256]`, 0 to 63."""
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
+    return (low | high << 4).reshape(-1, SUPER)
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _half(blocks, 208)
+    codes = six_bit_codes(blocks).astype(np.float32) - np.float32(32)
+    return (codes.reshape(-1, 16, 16) * scales[..., None]).reshape(-1, SUPER)
+
+
+def _made_q8_0(blocks: np.ndarray) -> np.ndarray:
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    steps = blocks * _inverse(scale)
+    away = np.floor(np.abs(steps))  # to the nearest, halves away from zero, as C's roundf
+    away = away + np.floor(2 * (np.abs(steps) - away))
+    codes = (np.sign(steps) * away).astype(np.int8)
+    return np.concatenate([_as_half(scale), codes.view(np.uint8)], axis=1)
+
+
+def _made_q4_0(blocks: np.ndarray) -> np.ndarray:
+    largest = np.abs(blocks).argmax(axis=1, keepdims=True)
+    scale = np.take_along_axis(blocks, largest, axis=1) / np.float32(-8)
+    codes = np.trunc(blocks * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
+    return np.concatenate([_as_half(scale), codes[:, :16] | codes[:, 16:] << 4], axis=1)
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+
+
+def _as_half(scale: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return scale.astype(np.float16).view(np.uint8)
+
+
+_ROWS = (
+    Block(0, "F32", 1, 4, np.dtype("<f4")),
+    Block(1, "F16", 1, 2, np.dtype("<f2")),
+    Block(30, "BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    Block(8, "Q8_0", SMALL, 34, numbers=_q8_0, made=_made_q8_0),
+    Block(2, "Q4_0", SMALL, 18, numbers=_q4_0, made=_made_q4_0),
+    Block(3, "Q4_1", SMALL, 20, numbers=_q4_1),
+    Block(6, "Q5_0", SMALL, 22, numbers=_q5_0),
+    Block(7, "Q5_1", SMALL, 24, numbers=_q5_1),
+    Block(12, "Q4_K", SUPER, 144, numbers=_q4_k),
+    Block(13, "Q5_K", SUPER, 176, numbers=_q5_k),
+    Block(14, "Q6_K", SUPER, 210, numbers=_q6_k),
+)
+BLOCKS = {row.number: row for row in _ROWS}
+BY_NAME = {row.name: row for row in _ROWS}
+WRITTEN = tuple(row.name for row in _ROWS if row.dtype is not None or row.made is not None)
+
+# What is refused, by name.
+NAMES = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
+}

@@ -1,0 +1,177 @@
+"""A GGUF file, or the parts of one that is split, opened as a checkpoint.
+
+Like every other form: all that is wrong with it is told at once, and no tensor is read before.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint import Checkpoint, check_ids, check_names, native_precision
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError
+from jaxllm.files import inside
+from jaxllm.models import build, param_shapes
+from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Override, Precision
+
+from ..quantized import rules
+from . import names
+from .header import Entry, Header, is_gguf, read_header
+from .names import Named
+from .rotary import FREQS
+from .settings import Architecture, architecture_of, read_config
+from .stored import Stored
+
+FORM = "GGUF"
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAX_PARTS = 1 << 12
+# Their keys of ids that end a text: an answer's end, where it is another than a text's.
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def recognises(path: Path) -> bool:
+    """Whether there is a GGUF file, by what it begins with, whatever it is called."""
+    return path.is_file() and is_gguf(path)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file; of one that is split, any part opens all.
+
+    Raises ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
+    """
+    headers = read_parts(path)
+    first = headers[0]
+    stored = {name: (h, entry) for h in headers for name, entry in h.entries.items()}
+    entries: Mapping[str, Entry] = {name: entry for name, (_, entry) in stored.items()}
+    _, row = architecture_of(first)
+    freqs = _divisors(*stored[FREQS]) if FREQS in stored and row.rotary else None
+    config = read_config(first, entries, freqs)
+    tensors: dict[str, LazyTensor] = {}
+    formats: dict[str, str] = {}
+    complaints: list[str] = []
+    kept = _quantizable(config, row)
+    for found in names.ours(row.modules, (name for name in stored if name != FREQS)):
+        if isinstance(found, str):
+            complaints.append(f"{found} is not part of this model")
+            continue
+        header, entry = stored[found.name]
+        placed = _placed(header, entry, found, config, complaints)
+        leaf = placed.leaf() if found.path in kept else None
+        if leaf is None:
+            tensors[found.path] = placed.numbers()
+        else:
+            formats[found.path] = leaf[0].name
+            tensors |= {f"{found.path}{piece}": tensor for piece, tensor in leaf[1].items()}
+    check_names(tensors, config, str(path), formats, complaints)
+    precision = _precision(tensors, formats, config)
+    generation = check_ids(_ids(first), f"{path}")
+    return Checkpoint(path, config, tensors, generation, precision, formats, form=FORM)
+
+
+def read_parts(path: Path) -> list[Header]:
+    """The headers of a file's parts, in order: one where it is not split.
+
+    Raises CheckpointError for a part that is missing, and for parts that do not belong together.
+    """
+    header = read_header(path)
+    count, number = (header.settings.get(key, 0) for key in ("split.count", "split.no"))
+    if type(count) is not int or type(number) is not int or count < 2:
+        return [header]
+    named = _PART.fullmatch(path.name)
+    if named is None or int(named["count"]) != count or int(named["number"]) != number + 1:
+        raise CheckpointError(
+            f"{path}: it says that it is part {number + 1} of {count}; its name should end in"
+            f" -{number + 1:05}-of-{count:05}.gguf, with the other parts beside it"
+        )
+    if count > MAX_PARTS:
+        raise CheckpointError(f"{path}: it has {count:,} parts; at most {MAX_PARTS:,} are read")
+    found = []
+    for i in range(count):
+        name = f"{named['stem']}-{i + 1:05}-of-{count:05}.gguf"
+        found.append(header if i == number else read_header(inside(path.parent, name)))
+        says = [found[-1].settings.get(key) for key in ("split.no", "split.count")]
+        if says != [i, count]:
+            raise CheckpointError(f"{path.parent / name}: it says that it is part {says}")
+    seen: dict[str, Path] = {}
+    for part in found:
+        for name in part.entries:
+            if name in seen:
+                raise CheckpointError(f"{part.path}: {name!r:.80} is in {seen[name].name} too")
+            seen[name] = part.path
+    total = found[0].settings.get("split.tensors.count", len(seen))
+    if total != len(seen):
+        raise CheckpointError(
+            f"{path}: its parts have {len(seen)} tensors, and should have {total}"
+        )
+    return found
+
+
+def _placed(
+    header: Header, entry: Entry, found: Named, config: ModelConfig, complaints: list[str]
+) -> Stored:
+    """A tensor, its rows in our order."""
+    order, plus = found.module.order, found.module.plus
+    if order is None:
+        return Stored(header.whole, entry, plus=plus)
+    back = order(config)
+    if entry.shape[0] != len(back):
+        complaints.append(
+            f"{found.name} has {entry.shape[0]} rows, the configuration says {len(back)}"
+        )
+        return Stored(header.whole, entry, plus=plus)
+    return Stored(header.whole, entry, np.argsort(back), plus)
+
+
+def _quantizable(config: ModelConfig, row: Architecture) -> set[str]:
+    """The paths of matrices that may be leaves: all but learned positions, which are added."""
+    shapes = flatten(param_shapes(build(config)))
+    return {
+        path
+        for path, leaf in shapes
+        if len(leaf.shape) > 1 and path.removesuffix(".weight") != row.family.positions
+    }
+
+
+def _precision(
+    tensors: Mapping[str, LazyTensor], formats: Mapping[str, str], config: ModelConfig
+) -> Precision:
+    """As the file keeps its weights: most of them in one format, others by rules."""
+    paths = dict(flatten(param_shapes(build(config))))
+    precision = native_precision({path: tensors[path] for path in paths if path in tensors})
+    others = {
+        path: tensors[path].dtype.name
+        for path in paths
+        if path in tensors and tensors[path].dtype.name != precision.weights
+    }
+    overrides = tuple((regex, Override(weights=str(name))) for regex, name in rules(others, paths))
+    return dataclasses.replace(
+        precision, quantize=rules(formats, paths) or None, overrides=overrides
+    )
+
+
+def _divisors(header: Header, entry: Entry) -> np.ndarray:
+    if len(entry.shape) != 1 or entry.block.dtype is None:
+        raise CheckpointError(f"{header.path}: {FREQS} should be a vector of numbers")
+    return np.asarray(Stored(header.whole, entry).numbers().read(), np.float32)
+
+
+def _ids(header: Header) -> dict[str, Any]:
+    """What generation_config.json would say."""
+    settings = {
+        key: value
+        for key in (*_ENDS, "bos_token_id", "padding_token_id")
+        if (value := header.settings.get(f"tokenizer.ggml.{key}")) is not None
+    }
+    ends = list(dict.fromkeys(settings[key] for key in _ENDS if key in settings))
+    found = {
+        "bos_token_id": settings.get("bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": settings.get("padding_token_id"),
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,96 @@
+"""`tokenizer.ggml.pre`: how a byte-level tokenizer splits a text before it joins bytes, by name.
+
+A file has the name alone; the expressions are those of the tokenizer.json that llama.cpp's names
+stand for (its `llama-vocab.cpp` tells which), so texts get the ids that Hugging Face's form gives
+them. The names in a row are all that llama.cpp splits in the same way.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxllm.errors import CheckpointError
+
+GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BEGIN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Pre(NamedTuple):
+    """A way to split. regexes: each splits what those before it have left whole. whole_words: a
+    piece of text that is a token is taken as it is, whatever merges say. adds_bos: of files that do
+    not say. composed: texts are normalized to NFC first.
+    """
+
+    regexes: tuple[str, ...]
+    whole_words: bool = False
+    adds_bos: bool = False
+    composed: bool = False
+
+
+_LLAMA3 = Pre((f"{_BEGIN}\\p{{N}}{{1,3}}{_END}",), whole_words=True, adds_bos=True)
+_DIGITS = Pre((r"\p{N}", GPT2_REGEX))
+_PLAIN = Pre((GPT2_REGEX,))
+_QWEN2 = Pre((f"{_BEGIN}\\p{{N}}{_END}",), composed=True)
+
+PRE: Mapping[str, Pre] = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "gpt-2": _PLAIN,
+    "olmo": _PLAIN,
+    "mpt": _PLAIN,
+    "phi-2": _PLAIN,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2._replace(composed=False),
+    "stablelm2": _QWEN2._replace(composed=False),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "dbrx": _LLAMA3._replace(whole_words=False, adds_bos=False),
+    "tekken": Pre((_TEKKEN,), whole_words=True, adds_bos=True),
+    # What llama.cpp takes where nothing is said, and what some files say.
+    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", GPT2_REGEX, r"\p{N}+", r"[0-9][0-9][0-9]")),
+}
+
+
+def find_pre(name: Any, where: str, *, architecture: Any) -> Pre:
+    """The row of a name; without one, only the architecture gpt2 has just one way to split.
+
+    Raises CheckpointError for a name that is missing or not known: split in another way, a text is
+    other tokens, which a model answers worse without a word.
+    """
+    if name is None and architecture == "gpt2":
+        name = "gpt-2"
+    if name is None:
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.pre is missing, so how texts are split is not known. Say it:"
+            " gguf-new-metadata --pre-tokenizer NAME IN OUT (llama-bpe for Llama 3), or convert the"
+            " model again with a newer llama.cpp"
+        )
+    if not isinstance(name, str) or name not in PRE:
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.pre {name!r:.40} is not supported (known: {', '.join(PRE)})"
+        )
+    return PRE[name]
+
+
+def pre_tokenizer(pre: Pre) -> dict[str, Any]:
+    """The `pre_tokenizer` of a tokenizer.json that splits so."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in pre.regexes
+    ]
+    return {"type": "Sequence", "pretokenizers": [*splits, byte_level(use_regex=False)]}
+
+
+def byte_level(*, use_regex: bool) -> dict[str, Any]:
+    """The step that writes bytes as symbols, as a pre-tokenizer and as a decoder."""
+    flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+    return {"type": "ByteLevel", **flags}

@@ -1,0 +1,211 @@
+"""The tokenizer and the chat template in a GGUF file, as Hugging Face's form would have them.
+
+`tokenizer.ggml.model` "llama" is SentencePiece's kind: pieces, scores, and what each is for; "gpt2"
+is byte-level BPE: pieces, merges, and the name of a way to split (`pre`). Both become the tree that
+a tokenizer.json is, so everything above reads them as it reads any other.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import CheckpointError, TemplateError
+from jaxllm.text import spm
+from jaxllm.text.bounds import check_tree
+from jaxllm.text.byte_level import BYTE_OF_SYMBOL
+from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.formats import ROLES, TokenizerTree
+from jaxllm.text.spm import added_token, tree_of_pieces
+
+from .pre import byte_level, find_pre, pre_tokenizer
+
+NONE = ("no_vocab", "none")  # files for whoever has the tokenizer elsewhere
+IDS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+    "sep": "seperator_token_id",  # as llama.cpp spells it
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+}
+assert set(IDS) == set(ROLES)
+_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {}}
+
+
+def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | None:
+    """The tokenizer; None where the file brings none.
+
+    Raises CheckpointError for a kind that is not read here, and with what is wrong with it.
+    """
+    kind = settings.get("tokenizer.ggml.model")
+    if kind is None or kind in NONE:
+        return None
+    if kind not in _DEFAULTS:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported (known: llama, gpt2)"
+        )
+    where, ggml = str(path), _Keys(settings, str(path))
+    tokens, types = _pieces(ggml, where)
+    roles = _roles(ggml, tokens, _DEFAULTS[kind])
+    if kind == "llama":
+        tree, adds_bos = _sentencepiece(ggml, tokens, types, where), True
+    else:
+        architecture = settings.get("general.architecture")
+        pre = find_pre(ggml.get("pre"), where, architecture=architecture)
+        tree, adds_bos = _byte_level(ggml, tokens, types, where), pre.adds_bos
+        tree["pre_tokenizer"] = pre_tokenizer(pre)
+        tree["normalizer"] = {"type": "NFC"} if pre.composed else None
+        tree["model"]["ignore_merges"] = pre.whole_words
+    special = {tokens[index] for index in roles.values()}
+    tree["added_tokens"] = _added(tree["added_tokens"], special, tokens, types)
+    check_tree(tree, where)
+    named = {role: tokens[index] for role, index in roles.items()}
+    says = ggml.get("add_bos_token", adds_bos)
+    return TokenizerTree(tree, named, says is True and "bos" in named)
+
+
+def template_in(settings: Mapping[str, Any]) -> str | None:
+    """The chat template's source."""
+    template = settings.get("tokenizer.chat_template")
+    return template if isinstance(template, str) else None
+
+
+def read_template(
+    settings: Mapping[str, Any], roles: Mapping[str, str], path: Path
+) -> ChatTemplate:
+    """The chat template; of a file with several, the one that has no name.
+
+    Raises TemplateError where there is none, or it is malformed.
+    """
+    template = template_in(settings)
+    if template is None:
+        raise TemplateError(f"{path} has no tokenizer.chat_template; pass a plain prompt instead")
+    return ChatTemplate(template, special_tokens(roles))
+
+
+def special_tokens(roles: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """What a template finds beside the messages: `("bos_token", "<s>")`."""
+    return tuple((f"{role}_token", roles[role]) for role in ROLES if role in roles)
+
+
+class _Keys:
+    """The keys `tokenizer.ggml.*`."""
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        self.settings, self.where = settings, where
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.settings.get(f"tokenizer.ggml.{key}", default)
+
+    def texts(self, key: str) -> list[str]:
+        value = self.get(key)
+        if not isinstance(value, list):
+            raise CheckpointError(f"{self.where}: tokenizer.ggml.{key} should be a list of texts")
+        return value
+
+    def numbers(self, key: str, count: int) -> np.ndarray | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or len(value) != count:
+            raise CheckpointError(
+                f"{self.where}: tokenizer.ggml.{key} should be {count:,} numbers, one a token"
+            )
+        return value
+
+
+def _pieces(ggml: _Keys, where: str) -> tuple[list[str], list[int]]:
+    """The tokens by id and their types, without those at the end that only fill a table."""
+    tokens = ggml.texts("tokens")
+    given = ggml.numbers("token_type", len(tokens))
+    types = [spm.NORMAL] * len(tokens) if given is None else [int(x) for x in given]
+    while tokens and types[-1] == spm.UNUSED:
+        tokens, types = tokens[:-1], types[:-1]
+    if not tokens:
+        raise CheckpointError(f"{where}: tokenizer.ggml.tokens is empty")
+    spm.check_lengths(tokens, f"{where}: tokenizer.ggml.tokens")
+    if len(set(tokens)) < len(tokens):
+        ((twice, _),) = Counter(tokens).most_common(1)
+        raise CheckpointError(f"{where}: tokenizer.ggml.tokens has {twice!r:.60} twice")
+    return tokens, types
+
+
+def _roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int]) -> dict[str, int]:
+    """The ids of special tokens. Raises CheckpointError for one that is no token."""
+    found = {}
+    for role, key in IDS.items():
+        index = ggml.get(key, defaults.get(role))
+        if index is None:
+            continue
+        if type(index) is not int or not 0 <= index < len(tokens):
+            if ggml.get(key) is None:  # a default that this vocabulary is too small for
+                continue
+            raise CheckpointError(
+                f"{ggml.where}: tokenizer.ggml.{key} {index!r:.40} is none of {len(tokens):,} ids"
+            )
+        found[role] = index
+    return found
+
+
+def _sentencepiece(ggml: _Keys, tokens: list[str], types: list[int], where: str) -> dict[str, Any]:
+    scores = ggml.numbers("scores", len(tokens))
+    if scores is None or not np.isfinite(scores).all():
+        raise CheckpointError(f"{where}: tokenizer.ggml.scores are missing, or no finite numbers")
+    unknown = ggml.get("unknown_token_id", 0)
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        raise CheckpointError(f"{where}: tokenizer.ggml.unknown_token_id {unknown!r:.40} is no id")
+    held = {token for token, kind in zip(tokens, types, strict=True) if kind == spm.BYTE}
+    missing = {f"<0x{byte:02X}>" for byte in range(256)} - held
+    if held and missing:
+        raise CheckpointError(f"{where}: of 256 tokens for bytes {len(missing)} are missing")
+    return tree_of_pieces(
+        list(zip(tokens, (float(x) for x in scores), types, strict=True)),
+        unknown=unknown,
+        byte_fallback=bool(held),
+        dummy_prefix=ggml.get("add_space_prefix", True) is True,
+        strips=ggml.get("remove_extra_whitespaces", False) is True,
+    )
+
+
+def _byte_level(ggml: _Keys, tokens: list[str], types: list[int], where: str) -> dict[str, Any]:
+    merges = [merge.split(" ") for merge in ggml.texts("merges")]
+    if wrong := [" ".join(merge) for merge in merges if len(merge) != 2]:
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, no two pieces")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    # Those of bytes that no text has, or next to none, published vocabularies leave out.
+    if missing := {s for s, byte in BYTE_OF_SYMBOL.items() if byte < 128} - vocab.keys():
+        raise CheckpointError(
+            f"{where}: its tokens are no byte-level ones: {len(missing)} of the symbols for ASCII"
+            f" are missing, {min(missing)!r} for example"
+        )
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            added_token(index, token, special=kind != spm.USER_DEFINED)
+            for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind in (spm.CONTROL, spm.USER_DEFINED)
+        ],
+        "post_processor": None,
+        "decoder": byte_level(use_regex=True),
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+
+
+def _added(
+    added: list[dict[str, Any]], special: set[str], tokens: Sequence[str], types: Sequence[int]
+) -> list[dict[str, Any]]:
+    """All tokens that are found in a text as they are written: llama.cpp's converter has undone
+    what normalizing did to them.
+
+    special: tokens with a role, which are special whatever their type says.
+    """
+    found = {token["id"]: {**token, "normalized": False} for token in added}
+    for index, token in enumerate(tokens):
+        if token in special and (index in found or len(token) > 1):
+            flags = found.get(index, added_token(index, token, special=True))
+            found[index] = {**flags, "special": True}
+    return [found[index] for index in sorted(found)]

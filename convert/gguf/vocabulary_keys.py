@@ -1,0 +1,179 @@
+"""A tokenizer as the keys of a GGUF file: what `vocabulary` reads back as the same tokenizer.
+
+A kind of tokenizer, or a way to split, that GGUF has no name for is refused: llama.cpp would give
+texts other ids without a word.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.text import spm
+from jaxllm.text.formats import TokenizerTree
+from jaxllm.text.spm import SPACE, derive_merges
+
+from .pre import GPT2_REGEX, PRE
+from .vocabulary import IDS
+
+_UNKNOWN = 2  # a kind of piece
+_FEWEST = -1e9  # the score of what is no merge of others
+
+
+def tokenizer_keys(
+    source: TokenizerTree, template: str | None, generation: Mapping[str, Any], vocab_size: int
+) -> dict[str, Any]:
+    """Keys and values. vocab_size: the rows of the table of tokens, which tokens fill up to.
+
+    Raises ConfigError for a tokenizer that has no GGUF form.
+    """
+    tree, roles = source.tree, source.roles
+    model = tree["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise _refusal(f"a model of type {model['type']!r:.40}")
+    added = {token["id"]: token for token in tree["added_tokens"]}
+    names = {index: name for name, index in model["vocab"].items()}
+    names |= {index: token["content"] for index, token in added.items()}
+    if max(names) >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer has ids up to {max(names)}, the table of tokens {vocab_size} rows: GGUF"
+            " has one for each"
+        )
+    tokens = [names.get(index, f"[PAD{index}]") for index in range(vocab_size)]
+    kinds = [spm.NORMAL if index in names else spm.UNUSED for index in range(vocab_size)]
+    for index, token in added.items():
+        kinds[index] = spm.CONTROL if token.get("special") else spm.USER_DEFINED
+    if _kinds(tree.get("decoder")) == ["ByteLevel"]:
+        own = _byte_level(tree)
+    elif model.get("byte_fallback"):
+        own = _sentencepiece(tree, tokens, kinds)
+    else:
+        raise _refusal(f"a BPE with the decoder {_kinds(tree.get('decoder'))}")
+    ids = {name: index for index, name in names.items()}
+    given = {IDS[role]: ids[text] for role, text in roles.items()}
+    given |= _ends(generation, given.get("eos_token_id"))
+    keys = {
+        **own,
+        "tokens": tokens,
+        "token_type": np.array(kinds, np.int32),
+        **given,
+        "add_bos_token": source.adds_bos,
+        "add_eos_token": False,
+    }
+    found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return found if template is None else {**found, "tokenizer.chat_template": template}
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"the tokenizer has no GGUF form: {what}; GGUF has SentencePiece's BPE and byte-level BPE"
+    )
+
+
+def _ends(generation: Mapping[str, Any], eos: int | None) -> dict[str, int]:
+    """The ids that end an answer, as many as there are names for."""
+    given = generation.get("eos_token_id")
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    others = [index for index in ids if index != eos and index >= 0]
+    if eos is None and others:
+        return dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), others, strict=False))
+    return dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
+
+
+def _steps(step: Any, within: str) -> Iterator[dict[str, Any]]:
+    """A step of a tokenizer.json, or those of a sequence."""
+    if isinstance(step, dict):
+        if within not in step:
+            yield step
+        for part in step.get(within, ()):
+            yield from _steps(part, within)
+
+
+def _kinds(decoder: Any) -> list[str]:
+    return [str(step.get("type")) for step in _steps(decoder, "decoders")]
+
+
+def _byte_level(tree: dict[str, Any]) -> dict[str, Any]:
+    """The merges, and the name of the way to split."""
+    regexes: list[str] = []
+    for step in _steps(tree.get("pre_tokenizer"), "pretokenizers"):
+        match step:
+            case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated"}:
+                regexes.append(regex)
+            case {"type": "Split", "pattern": {"Regex": str(regex)}, "invert": True}:
+                regexes.append(regex)  # what it removes is what stands between: nothing
+            case {"type": "Digits", "individual_digits": True}:
+                regexes.append(r"\p{N}")
+            case {"type": "ByteLevel", "add_prefix_space": False, **flags}:
+                regexes += [GPT2_REGEX] if flags.get("use_regex", True) else []
+            case _:
+                raise _refusal(f"the pre-tokenizer {step.get('type')!r} as it is set")
+    normal = [step.get("type") for step in _steps(tree.get("normalizer"), "normalizers")]
+    model = tree["model"]
+    for name, pre in PRE.items():
+        same = pre.regexes == tuple(regexes) and normal == (["NFC"] if pre.composed else [])
+        if same and pre.whole_words == bool(model.get("ignore_merges")):
+            merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+            return {"model": "gpt2", "pre": name, "merges": merges}
+    raise _refusal(f"no name (pre) is known for a split by {regexes!r:.200} after {normal}")
+
+
+def _sentencepiece(tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]) -> dict[str, Any]:
+    """Scores in place of merges, and what is done to spaces; fills in the kinds."""
+    model = tree["model"]
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    for index, token in enumerate(tokens):
+        if kinds[index] == spm.NORMAL and token.startswith("<0x") and len(token) == 6:
+            kinds[index] = spm.BYTE
+        if token == model.get("unk_token"):
+            kinds[index] = _UNKNOWN
+    normal = [t for t, kind in zip(tokens, kinds, strict=True) if kind == spm.NORMAL]
+    rank = _ranks([left + right for left, right in merges])
+    scores = {token: rank.get(token, _FEWEST) for token in normal}
+    if set(derive_merges(scores)) != set(merges):
+        raise _refusal("merges that no scores of pieces give")
+    prefix = False
+    strips = False
+    for step in _steps(tree.get("normalizer"), "normalizers"):
+        match step:
+            case {"type": "Prepend", "prepend": text} if text == SPACE:
+                prefix = True
+            case {"type": "Replace", "pattern": {"String": " "}, "content": text} if text == SPACE:
+                continue
+            case {"type": "Strip"} | {"type": "Replace", "pattern": {"Regex": _}}:
+                strips = True
+            case _:
+                raise _refusal(f"the normalizer {step.get('type')!r} as it is set")
+    for step in _steps(tree.get("pre_tokenizer"), "pretokenizers"):
+        match step:
+            case {"type": "Metaspace", "replacement": text, "prepend_scheme": scheme} if (
+                text == SPACE and not step.get("split", True)
+            ):
+                prefix = scheme != "never"
+            case _:
+                raise _refusal(f"the pre-tokenizer {step.get('type')!r} as it is set")
+    values = [scores.get(token, 0.0) for token in tokens]
+    return {
+        "model": "llama",
+        "pre": "default",
+        "scores": np.array(values, np.float32),
+        "add_space_prefix": prefix,
+        "remove_extra_whitespaces": strips,
+    }
+
+
+def _ranks(pieces: Sequence[str]) -> dict[str, float]:
+    """The score of each piece, from what merges make one after the other: the earlier the higher.
+
+    Runs of spaces come last in Llama's vocabulary, all of one score, in some order of their merges.
+    """
+    first = {piece: number for number, piece in reversed([*enumerate(pieces)])}
+    runs = collections.Counter(piece for piece, _ in itertools.groupby(pieces))
+    again = {piece for piece, count in runs.items() if count > 1}
+    tail = min((first[piece] for piece in again), default=len(pieces))
+    if not all(set(piece) == {SPACE} for piece in pieces[tail:]):
+        raise _refusal("merges of one piece that stand apart")
+    return {piece: -float(n) if n < tail else _FEWEST for piece, n in first.items()}

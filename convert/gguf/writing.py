@@ -1,0 +1,228 @@
+"""Checkpoints as GGUF files: one type for all matrices, F32 for vectors, as llama.cpp writes them.
+
+What is quantized in the same groups already keeps its integers; all else is rounded once, a block
+of rows at a time.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.checkpoint import Checkpoint, dequantized
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import is_there, writing
+from jaxllm.progress import bytes_bar
+from jaxllm.text.formats import TokenizerTree
+from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.leaves.integers import Integer
+from jaxllm.weights.leaves.leaf import ROWS
+
+from . import names
+from .blocks import BY_NAME, WRITTEN, Block
+from .names import Named
+from .rotary import FREQS
+from .settings import write_config
+from .stored import LEAVES, blocks_of
+from .vocabulary_keys import tokenizer_keys
+
+ALIGNMENT = 64  # bytes: what reads it mapped can use it as it lies
+QUANTIZATION_VERSION = 2
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # general.file_type
+_TYPES: dict[type, tuple[int, str]] = {bool: (7, "<B"), int: (4, "<I"), float: (6, "<f")}
+_ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6}
+
+
+class Written(NamedTuple):
+    """A tensor as it is written: rows of bytes, so many at a time."""
+
+    name: str
+    block: Block
+    shape: tuple[int, ...]
+    rows: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape[:-1])) * self.block.row_bytes(self.shape[-1])
+
+
+def write_gguf(
+    path: Path,
+    checkpoint: Checkpoint,
+    kind: str,
+    *,
+    tokenizer: TokenizerTree | None = None,
+    template: str | None = None,
+    show_progress: bool | None = None,
+) -> None:
+    """Write a GGUF file that llama.cpp loads: all of it, or nothing.
+
+    kind: a name of `WRITTEN`. tokenizer, template: what goes with it. Raises ConfigError for what
+    GGUF has no words for; CheckpointError where the file is there or cannot be written, and for
+    numbers that the type cannot hold.
+    """
+    check_absent(path)
+    if kind not in FILE_TYPES:
+        raise ConfigError(f"GGUF is written in {', '.join(WRITTEN)}, got {kind!r:.40}")
+    config = checkpoint.config
+    architecture, row, keys, freqs = write_config(config)
+    spoken: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
+    if tokenizer is not None:
+        spoken = tokenizer_keys(tokenizer, template, checkpoint.generation, config.vocab_size)
+    settings = {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": checkpoint.directory.resolve().stem,
+        "general.alignment": ALIGNMENT,
+        "general.file_type": FILE_TYPES[kind],
+        "general.quantization_version": QUANTIZATION_VERSION,
+        **keys,
+        **spoken,
+    }
+    plain = dequantized(checkpoint) if checkpoint.formats else checkpoint
+    tensors = []
+    for found in names.theirs(row.modules, plain.tensors):
+        if isinstance(found, str):
+            raise ConfigError(f"{found} has no name in GGUF")
+        held = _held(checkpoint, found, kind)
+        tensors.append(held or _rounded(plain.tensors[found.path], found, kind, config))
+    if freqs is not None:
+        tensors.append(_vector(FREQS, freqs))
+    _write(path, settings, tensors, show_progress)
+
+
+def check_absent(path: Path) -> None:
+    """Raise CheckpointError, before the work, where a file is there already."""
+    if is_there(path):
+        raise CheckpointError(f"{path} is there already; name a new file")
+
+
+def write_file(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """A small file of float32 arrays."""
+    held = [_vector(name, array) for name, array in tensors.items()]
+    _write(path, {"general.alignment": ALIGNMENT, **settings}, held, show_progress=False)
+
+
+def _held(checkpoint: Checkpoint, found: Named, kind: str) -> Written | None:
+    """A leaf whose integers and scales are the type's own, as they are."""
+    leaf = LEAVES[kind].format if kind in LEAVES else None
+    if not isinstance(leaf, Integer) or checkpoint.formats.get(found.path) != leaf.name:
+        return None
+    data, scale = (checkpoint.tensors[f"{found.path}.{piece}"] for piece in ("data", "scale"))
+    order, lead = _order(found, checkpoint.config), data.shape[:-1]
+    columns = _columns(checkpoint.config, found.path)
+
+    def rows() -> Iterator[np.ndarray]:
+        codes, scales = (x.read().reshape(-1, x.shape[-1]) for x in (data, scale))
+        for index in _runs(len(codes), order):
+            yield blocks_of(leaf, codes[index], scales[index], columns)
+
+    if columns % leaf.size(columns):
+        return None
+    return Written(found.name, BY_NAME[kind], (*lead, columns), rows)
+
+
+def _rounded(tensor: LazyTensor, found: Named, kind: str, config: ModelConfig) -> Written:
+    block = BY_NAME["F32" if tensor.ndim < 2 or found.module.single else kind]
+    if tensor.columns % block.columns:
+        block = BY_NAME["F16"]  # as llama.cpp does where rows are no whole blocks
+    order, plus = _order(found, config), np.float32(found.module.plus)
+
+    def checked(part: np.ndarray) -> np.ndarray:
+        numbers = part.astype(np.float32) + plus if plus else part
+        raw = block.quantized(numbers)
+        back = raw if block.dtype is None else raw.view(block.dtype)
+        sound = np.isfinite(numbers.astype(np.float32))
+        if block.dtype is not None:
+            sound &= np.isfinite(back.astype(np.float32))
+        else:
+            sound &= np.isfinite(block.dequantized(raw))
+        if not sound.all():
+            wrong = numbers[~sound][0]
+            raise CheckpointError(f"{found.path}: {wrong} is not a finite number of {block.name}")
+        return raw
+
+    def rows() -> Iterator[np.ndarray]:
+        if order is None and tensor.ndim > 1:
+            for part in tensor.blocks(ROWS):
+                yield checked(part)
+            return
+        whole = tensor.read().reshape(len(order) if order is not None else 1, -1)
+        for index in _runs(len(whole), order):
+            yield checked(whole[index])
+
+    return Written(found.name, block, tensor.shape, rows)
+
+
+def _vector(name: str, array: np.ndarray) -> Written:
+    block, plain = BY_NAME["F32"], np.ascontiguousarray(array, np.float32)
+    return Written(name, block, plain.shape, lambda: iter([block.quantized(plain)]))
+
+
+def _order(found: Named, config: ModelConfig) -> np.ndarray | None:
+    return None if found.module.order is None else found.module.order(config)
+
+
+def _runs(count: int, order: np.ndarray | None) -> Iterator[Any]:
+    """What picks each block of rows, in the order in which they are written."""
+    for begin in range(0, count, ROWS):
+        end = min(begin + ROWS, count)
+        yield slice(begin, end) if order is None else order[begin:end]
+
+
+def _columns(config: ModelConfig, path: str) -> int:
+    from jaxllm.models import build, param_shapes
+    from jaxllm.weights.paths import flatten
+
+    columns: int = dict(flatten(param_shapes(build(config))))[path].shape[-1]
+    return columns
+
+
+def _write(
+    path: Path,
+    settings: Mapping[str, Any],
+    tensors: list[Written],
+    show_progress: bool | None,
+) -> None:
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(settings))
+    header += b"".join(_text(key) + _value(key, value) for key, value in settings.items())
+    offset, infos = 0, []
+    for tensor in tensors:
+        sizes = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
+        infos.append(_text(tensor.name) + sizes + struct.pack("<IQ", tensor.block.number, offset))
+        offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    header += b"".join(infos)
+    header += bytes(-len(header) % ALIGNMENT)
+    total = sum(tensor.nbytes for tensor in tensors)
+    with writing(path) as file, bytes_bar(f"writing {path.name}", total, show_progress) as advance:
+        file.write(header)
+        for tensor in tensors:
+            done = 0
+            for raw in tensor.rows():
+                file.write(np.ascontiguousarray(raw).reshape(-1).data)
+                done += raw.nbytes
+                advance(raw.nbytes)
+            assert done == tensor.nbytes, tensor.name
+            file.write(bytes(-done % ALIGNMENT))
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(key: str, value: Any) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
+    if isinstance(value, np.ndarray):
+        return struct.pack("<IIQ", 9, _ARRAYS[value.dtype], len(value)) + value.tobytes()
+    kind, code = _TYPES[type(value)]
+    try:
+        return struct.pack("<I", kind) + struct.pack(code, value)
+    except struct.error:
+        raise ConfigError(f"{key} {value!r:.40} does not fit into a GGUF file") from None

@@ -1,0 +1,35 @@
+"""Mixtral checkpoints: the table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.models.mixtral import MixtralConfig
+
+from .decoders import SLIDING, read_decoder, table, write_decoder
+from .experts import ROUTER, Experts, spelled
+from .tables import Architecture, Field
+
+MIXTRAL = table(
+    "Mixtral",
+    SLIDING,
+    Field("num_key_value_heads", "num_key_value_heads", 8),
+    Field("max_position_embeddings", "max_position_embeddings", 4096 * 32),
+    Field("rms_norm_eps", "norm_eps", 1e-5),
+    Field("num_local_experts", "num_experts", 8),
+    Field("num_experts_per_tok", "num_experts_per_tok", 2),
+    ignored=ROUTER,
+    layouts=(Experts("block_sparse_moe", ("w1", "w3", "w2")),),
+)
+
+READS = {"mixtral": MIXTRAL}
+
+
+def read_config(table: Architecture, data: Mapping[str, Any]) -> MixtralConfig:
+    """config.json to MixtralConfig. Raises ConfigError with everything that is wrong."""
+    data = spelled(data, "num_local_experts")
+    return read_decoder(MixtralConfig, table, data, theta=1e6)
+
+
+def write_config(config: MixtralConfig) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, and the table."""
+    return write_decoder(config, MIXTRAL, "mixtral"), MIXTRAL

@@ -1,0 +1,23 @@
+"""OLMo 2 checkpoints: the table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.models.olmo2 import Olmo2Config
+
+from .decoders import ATTENTION_BIAS, read_decoder, table, write_decoder
+from .tables import Architecture, Field
+
+OLMO2 = table("Olmo2", ATTENTION_BIAS, Field("rms_norm_eps", "norm_eps", 1e-5))
+
+READS = {"olmo2": OLMO2}
+
+
+def read_config(table: Architecture, data: Mapping[str, Any]) -> Olmo2Config:
+    """config.json to Olmo2Config. Raises ConfigError with everything that is wrong."""
+    return read_decoder(Olmo2Config, table, data)
+
+
+def write_config(config: Olmo2Config) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, and the table."""
+    return write_decoder(config, OLMO2, "olmo2"), OLMO2

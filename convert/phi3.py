@@ -1,0 +1,48 @@
+"""Phi-3 checkpoints: the table, and its fused linears."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.models.phi3 import Phi3Config
+
+from .decoders import SLIDING, read_decoder, table, write_decoder
+from .layouts import Fused, heads_of
+from .tables import Architecture, Field
+
+PHI3 = table(
+    "Phi3",
+    SLIDING,
+    Field("max_position_embeddings", "max_position_embeddings", 4096),
+    Field("rms_norm_eps", "norm_eps", 1e-5),
+    allowed={"attention_bias": (False,)},
+    ignored=frozenset(
+        {"embd_pdrop", "original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop"}
+    ),
+    layouts=(
+        Fused(
+            "self_attn.qkv_proj",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            heads_of,
+        ),
+        Fused(
+            "mlp.gate_up_proj",
+            ("mlp.gate_proj", "mlp.up_proj"),
+            lambda config: (config.intermediate_size,) * 2,
+        ),
+    ),
+)
+
+READS = {"phi3": PHI3}
+
+
+def read_config(table: Architecture, data: Mapping[str, Any]) -> Phi3Config:
+    """config.json to Phi3Config. Raises ConfigError with everything that is wrong."""
+    return read_decoder(Phi3Config, table, data)
+
+
+def write_config(config: Phi3Config) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, and the table."""
+    data = write_decoder(config, PHI3, "phi3")
+    if config.rope.original_max_position_embeddings is not None:
+        data["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+    return data, PHI3

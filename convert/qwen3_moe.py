@@ -1,0 +1,64 @@
+"""Qwen3-MoE checkpoints: the table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.models.qwen3_moe import Qwen3MoeConfig
+
+from .decoders import ATTENTION_BIAS, SLIDING, read_decoder, table, write_decoder
+from .experts import ROUTER, Experts, spelled
+from .qwen2 import CONTEXT
+from .tables import Architecture, Field
+
+QWEN3_MOE = table(
+    "Qwen3Moe",
+    CONTEXT,
+    ATTENTION_BIAS,
+    SLIDING,
+    Field("num_key_value_heads", "num_key_value_heads", 4),
+    Field("use_sliding_window", "use_sliding_window", False),
+    Field("num_experts", "num_experts", 128),
+    Field("num_experts_per_tok", "num_experts_per_tok", 8),
+    Field("moe_intermediate_size", "moe_intermediate_size", 768),
+    Field("norm_topk_prob", "norm_topk_prob", False),
+    # Read into mlp_layer_types.
+    Field("decoder_sparse_step", "decoder_sparse_step", 1),
+    Field("mlp_only_layers", "mlp_only_layers", ()),
+    ignored=ROUTER | {"max_window_layers"},
+    layouts=(Experts("mlp"),),
+)
+
+READS = {"qwen3_moe": QWEN3_MOE}
+
+
+def read_config(table: Architecture, data: Mapping[str, Any]) -> Qwen3MoeConfig:
+    """config.json to Qwen3MoeConfig. Raises ConfigError with everything that is wrong."""
+    return read_decoder(Qwen3MoeConfig, table, spelled(data, "num_experts"), finish=_finish)
+
+
+def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
+    """Every `decoder_sparse_step`th layer has experts, but for `mlp_only_layers`."""
+    if not fields.pop("use_sliding_window"):
+        fields["sliding_window"] = None
+    count, step = fields["num_hidden_layers"], fields.pop("decoder_sparse_step")
+    dense = fields.pop("mlp_only_layers")
+    if type(step) is not int or step < 1 or not isinstance(dense, list | tuple):
+        complaints.append(
+            f"decoder_sparse_step must be a number from 1 and mlp_only_layers a list, got {step!r}"
+            f" and {dense!r:.60}"
+        )
+    elif type(count) is int:
+        fields["mlp_layer_types"] = tuple(
+            "dense" if i in dense or (i + 1) % step else "sparse" for i in range(count)
+        )
+
+
+def write_config(config: Qwen3MoeConfig) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, and the table."""
+    dense = [i for i in range(config.num_hidden_layers) if not config.routed(i)]
+    return {
+        **write_decoder(config, QWEN3_MOE, "qwen3_moe"),
+        "use_sliding_window": config.sliding_window is not None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }, QWEN3_MOE

@@ -1,0 +1,66 @@
+"""SmolLM3 checkpoints: the table, and which layers turn nothing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.models.smollm3 import SmolLM3Config
+
+from .decoders import (
+    ATTENTION_BIAS,
+    LAYER_TYPES,
+    MLP_BIAS,
+    SLIDING,
+    read_decoder,
+    resolve_layer_types,
+    table,
+    write_decoder,
+)
+from .tables import Architecture, Field
+
+SMOLLM3 = table(
+    "SmolLM3",
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    SLIDING,
+    LAYER_TYPES,
+    Field("max_position_embeddings", "max_position_embeddings", 32768),
+    Field("tie_word_embeddings", "tie_word_embeddings", True),
+    Field("use_sliding_window", "use_sliding_window", False),
+    Field("no_rope_layers", "turns", None),
+    Field("no_rope_layer_interval", "no_rope_layer_interval", 4),
+    ignored=frozenset({"max_window_layers", "pretraining_tp"}),
+)
+
+READS = {"smollm3": SMOLLM3}
+
+
+def read_config(table: Architecture, data: Mapping[str, Any]) -> SmolLM3Config:
+    """config.json to SmolLM3Config. Raises ConfigError with everything that is wrong."""
+    return read_decoder(SmolLM3Config, table, data, theta=2000000.0, finish=_finish)
+
+
+def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
+    count, interval = fields["num_hidden_layers"], fields.pop("no_rope_layer_interval")
+    if fields["turns"] is None:
+        if type(count) is not int or type(interval) is not int or interval < 1:
+            complaints.append(f"no_rope_layer_interval must be positive, got {interval!r:.40}")
+            return
+        fields["turns"] = [(i + 1) % interval != 0 for i in range(count)]
+    fields["turns"] = tuple(map(bool, fields["turns"]))  # 0 and 1 there
+    if not fields.pop("use_sliding_window"):
+        fields["sliding_window"] = None
+    turns = fields["turns"]
+    resolve_layer_types(lambda f, i: f["sliding_window"] is not None and not turns[i])(
+        fields, complaints
+    )
+
+
+def write_config(config: SmolLM3Config) -> tuple[dict[str, Any], Architecture]:
+    """config.json's fields, and the table."""
+    data = write_decoder(config, SMOLLM3, "smollm3")
+    sliding = config.sliding_window is not None
+    return {
+        **data,
+        "no_rope_layers": [int(turns) for turns in config.turns],
+        "use_sliding_window": sliding,
+    }, SMOLLM3

@@ -1,0 +1,188 @@
+"""GGUF's adapters (`general.type` "adapter"), as llama.cpp's `convert_lora_to_gguf` writes them.
+
+Of a matrix `NAME`, `NAME.lora_a` is `[r, I]` and `NAME.lora_b` `[O, r]`, its rows as those of the
+matrix lie there; of the table of tokens `lora_a` is `[V, r]`. One alpha goes for all: the scale of
+each is alpha / r, and 1 where alpha is 0.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm import models
+from jaxllm.adapters.attach import Adapter, Matrices
+from jaxllm.adapters.config import LoraConfig
+from jaxllm.adapters.targets import Target, plan, shortest, targets_of
+from jaxllm.config import ModelConfig
+from jaxllm.convert.gguf import names
+from jaxllm.convert.gguf.header import Header, read_header
+from jaxllm.convert.gguf.names import Module, Named
+from jaxllm.convert.gguf.opening import recognises
+from jaxllm.convert.gguf.settings import ARCHITECTURES, Architecture, write_config
+from jaxllm.convert.gguf.stored import Stored
+from jaxllm.convert.gguf.writing import check_absent, write_file
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.files import first_non_finite
+
+__all__ = ["read_gguf_adapter", "recognises", "write_gguf_adapter"]
+
+_ALPHA = "adapter.lora.alpha"
+_PIECES = ("lora_a", "lora_b")
+
+
+def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
+    """The adapter in a GGUF file, for a model of this configuration.
+
+    Raises CheckpointError with all that is wrong: no adapter, one of another architecture or of
+    other shapes, tensors that are none of LoRA's, numbers that are not finite.
+    """
+    header = read_header(Path(path))
+    row, alpha = _checked(header, config)
+    targets, complaints = targets_of(config), list[str]()
+    pieces: dict[str, dict[str, np.ndarray]] = {}
+    stems = dict.fromkeys(name.rpartition(".")[0] for name in header.entries)
+    for found in names.ours(row.modules, stems):
+        if isinstance(found, str) or found.path.removesuffix(".weight") not in targets:
+            what = found if isinstance(found, str) else found.name
+            complaints.append(f"{what} has an adapter, and is nothing that can have one here")
+    known = {f"{found.name}.{piece}": (found, piece) for found in _targets(row.modules, targets)
+             for piece in _PIECES}  # fmt: skip
+    for name in header.entries:
+        if name in known:
+            found, piece = known[name]
+            array = _array(header, name, found.module if piece == "lora_b" else None, config)
+            pieces.setdefault(found.path.removesuffix(".weight"), {})[piece] = array
+        elif not complaints:
+            complaints.append(f"{name} is nothing of LoRA's")
+    matrices, ranks = {}, {}
+    for module, pair in pieces.items():
+        made = _matrices(targets[module], pair, complaints)
+        if made is not None:
+            matrices[module], ranks[module] = made, made.a.shape[0]
+    if not pieces:
+        complaints.append("it has no lora_a and lora_b of any matrix")
+    if complaints:
+        shown = "\n  ".join(complaints[:50])
+        raise CheckpointError(f"{path} does not fit this model:\n  {shown}")
+    return Adapter(_lora(config, targets, ranks, alpha), matrices)
+
+
+def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) -> None:
+    """Write a GGUF file that llama.cpp takes beside the same model, in float32.
+
+    GGUF has one alpha for all: where scales are others, they go into `lora_b`. Raises ConfigError
+    for what it has no words for (DoRA), CheckpointError where the file is there or cannot be
+    written.
+    """
+    path = Path(path)
+    check_absent(path)
+    architecture, row, _, _ = write_config(config)
+    if adapter.config.use_dora:
+        raise ConfigError("GGUF has no words for DoRA's lengths; merge the adapter into its model")
+    lows, alpha = plan(config, adapter.config), float(adapter.config.lora_alpha)
+    if not alpha:
+        alpha = 1.0
+    tensors: dict[str, np.ndarray] = {}
+    for found in _targets(row.modules, targets_of(config)):
+        module = found.path.removesuffix(".weight")
+        if module not in lows:
+            continue
+        low, (a, b, _) = lows[module], adapter.matrices[module]
+        times = np.float32(low.scale * low.rank / alpha)
+        first, second = (np.asarray(x, np.float32) for x in (a, b))
+        if low.target.site == "rows":  # ours is the other way round
+            first, second = second, np.ascontiguousarray(first.T)
+        if found.module.order is not None:
+            second = second[found.module.order(config)]
+        tensors[f"{found.name}.lora_a"] = first
+        tensors[f"{found.name}.lora_b"] = second if times == 1 else second * times
+    settings = {
+        "general.architecture": architecture,
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        _ALPHA: alpha,
+    }
+    write_file(path, settings, tensors)
+
+
+def _checked(header: Header, config: ModelConfig) -> tuple[Architecture, float]:
+    """The row of its architecture, and alpha."""
+    settings, where = header.settings, f"{header.path}"
+    kind, how = settings.get("general.type"), settings.get("adapter.type")
+    if kind != "adapter" or how != "lora":
+        raise CheckpointError(
+            f"{where}: general.type {kind!r:.40} and adapter.type {how!r:.40} are no LoRA adapter's"
+        )
+    row = ARCHITECTURES.get(str(settings.get("general.architecture")))
+    if row is None or row.family is not models.family(config.model_type):
+        raise CheckpointError(
+            f"{where}: it is an adapter of the architecture"
+            f" {settings.get('general.architecture')!r:.40}, the model is {config.model_type}"
+        )
+    if other := [key for key in settings if key.startswith("adapter.alora")]:
+        raise CheckpointError(f"{where}: {other[0]} is not supported")
+    alpha = settings.get(_ALPHA)
+    if not isinstance(alpha, float) or not np.isfinite(alpha):
+        raise CheckpointError(f"{where}: {_ALPHA} {alpha!r:.40} is no number")
+    return row, alpha
+
+
+def _targets(modules: tuple[Module, ...], targets: Mapping[str, Target]) -> list[Named]:
+    """What can have an adapter and has a name there; a tied head has none."""
+    paths = [f"{module}.weight" for module, target in targets.items() if target.site != "head"]
+    return [found for found in names.theirs(modules, paths) if isinstance(found, Named)]
+
+
+def _array(header: Header, name: str, module: Module | None, config: ModelConfig) -> np.ndarray:
+    entry, order = header.entries[name], None
+    if module is not None and module.order is not None:
+        back = np.argsort(module.order(config))
+        order = back if entry.shape[0] == len(back) else None  # else its shape is told
+    return np.asarray(Stored(header.whole, entry, order).numbers().read())
+
+
+def _matrices(
+    target: Target, pair: Mapping[str, np.ndarray], complaints: list[str]
+) -> Matrices | None:
+    """The two matrices as a leaf has them."""
+    missing = [piece for piece in _PIECES if piece not in pair]
+    if missing:
+        complaints.append(f"{target.path}: {missing[0]} is missing")
+        return None
+    a, b = (pair[piece] for piece in _PIECES)
+    rows, columns = target.shape
+    if target.site == "rows":
+        a, b = (b.T, a) if a.ndim == b.ndim == 2 else (a, b)
+    if a.ndim != 2 or b.ndim != 2 or a.shape != (len(a), columns) or b.shape != (rows, len(a)):
+        complaints.append(
+            f"{target.path}: {a.shape} and {b.shape} are no adapter of a matrix {target.shape}"
+        )
+        return None
+    for array in (a, b):
+        if first_non_finite(np.ascontiguousarray(array)) is not None:
+            complaints.append(f"{target.path}: its adapter holds NaN or infinity")
+    kept: Any = np.ascontiguousarray
+    return Matrices(jax.device_put(kept(a)), jax.device_put(kept(b)), None)
+
+
+def _lora(
+    config: ModelConfig, targets: Mapping[str, Target], ranks: Mapping[str, int], alpha: float
+) -> LoraConfig:
+    """What an adapter of these ranks was asked to be."""
+    ((rank, _),) = Counter(ranks.values()).most_common(1)
+    called = {module: targets[module].name for module in ranks}
+    others = {called[module].replace(".", r"\."): r for module, r in ranks.items() if r != rank}
+    names_of = shortest(called.values(), targets.values())
+    if alpha:
+        return LoraConfig(r=rank, lora_alpha=alpha, target_modules=names_of, rank_pattern=others)
+    return LoraConfig(
+        r=rank,
+        lora_alpha=float(rank),
+        target_modules=names_of,
+        rank_pattern=others,
+        alpha_pattern={name: float(r) for name, r in others.items()},
+    )

@@ -1,0 +1,361 @@
+"""The decoder that most families are: rotary attention and a gated MLP, with norms around them.
+
+A family of this kind is a configuration, which says its numbers, and a `Block`, which says where
+its norms are and what they are called. What a family has of its own stands in its own file.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm import ops
+from jaxllm.cache.kv import Segment
+from jaxllm.config import ModelConfig, Rope, Tokens
+from jaxllm.models.family import Family, Member, Site
+from jaxllm.models.layers import (
+    Angles,
+    Attended,
+    Layer,
+    Mass,
+    Scope,
+    Trace,
+    angles_of,
+    attend,
+    run_block,
+)
+from jaxllm.models.modules import Embedding, Linear, RMSNorm, pick, project, unembed
+from jaxllm.weights.precision import Precision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A decoder. What is no field, a family whose arithmetic differs says as a property."""
+
+    rope: Rope
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        if complaints:
+            return complaints
+        return [c for rope in self._ropes() for c in rope.complaints(self.head_dim)]
+
+    def _ropes(self) -> tuple[Rope, ...]:
+        """Its rotary settings, whether a layer has them or not."""
+        return (self.rope,)
+
+    def rotary(self, layer: int) -> Rope | None:
+        return self.rope
+
+    @property
+    def context_length(self) -> int:
+        """Dynamic NTK scaling stretches the trained context by its factor as the text grows."""
+        stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
+        return int(self.max_position_embeddings * (stretch or 1.0))
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether queries, keys and values have a bias, attention's output, and the MLP."""
+        return (False, False, False)
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are times."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def attention_cap(self) -> float | None:
+        """What scores are bent to stay within."""
+        return None
+
+    @property
+    def norm_plus(self) -> float:
+        """What is added to the weights of norms."""
+        return 0.0
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embeddings are times."""
+        return 1.0
+
+    @property
+    def residual_scale(self) -> float:
+        """What is added to the stream is times this."""
+        return 1.0
+
+    @property
+    def logits_scale(self) -> float:
+        """What logits are times."""
+        return 1.0
+
+    @property
+    def logits_cap(self) -> float | None:
+        """What logits are then bent to stay within."""
+        return None
+
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedConfig(DecoderConfig):
+    """A decoder of which some layers see a window. layer_types: which, one for each layer."""
+
+    layer_types: tuple[LayerType, ...]
+    sliding_window: Tokens | None = None
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        if complaints:
+            return complaints
+        if len(self.layer_types) != self.num_hidden_layers:
+            complaints.append(
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers}"
+                " layers"
+            )
+        elif "sliding_attention" in self.layer_types and self.sliding_window is None:
+            complaints.append("layers of sliding_attention need sliding_window")
+        return complaints
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer sees a window."""
+        return self.layer_types[layer] == "sliding_attention"
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.slides(layer) else None
+
+    def with_layers(self, numbers: Sequence[int]) -> Self:
+        kept = tuple(self.layer_types[i] for i in numbers)
+        return dataclasses.replace(self, num_hidden_layers=len(kept), layer_types=kept)
+
+
+class Attention(nn.Module):
+    """Rotary attention whose query heads share key heads in groups.
+
+    qk_norm: what queries and keys are normalised over before they are turned, None: they are not.
+    out: what the output projection is called.
+    """
+
+    config: DecoderConfig
+    precision: Precision
+    layer: int
+    qk_norm: str | None = None
+    out: str = "o_proj"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, scope: Scope) -> Attended:
+        c, p = self.config, self.precision
+        B, T, D = x.shape
+        qkv_bias, bias, _ = c.biases
+
+        def linear(name: str, heads: int) -> Linear:
+            return Linear(heads * c.head_dim, qkv_bias, p, name=name)
+
+        K, rope = c.num_key_value_heads, c.rotary(self.layer)
+        heads = {"q_proj": c.num_attention_heads, "k_proj": K, "v_proj": K}
+        q, k, v = project(x, *(linear(*item) for item in heads.items()))
+        if self.qk_norm == "all heads":
+            q, k = self._normed(q, k)
+        q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
+        if self.qk_norm == "each head":
+            q, k = self._normed(q, k)
+        if rope is not None:
+            angles = scope.angles[c.ropes.index(rope)]
+            q, k = ops.rotate(q, *angles), ops.rotate(k, *angles)
+        return attend(
+            scope,
+            self.layer,
+            q,
+            k,
+            v,
+            Linear(D, bias, p, name=self.out),
+            cache_dtype=p.cache,
+            scale=c.attention_scale,
+            window=c.window(self.layer),
+            cap=c.attention_cap,
+        )
+
+    def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+        c = self.config
+        return tuple(
+            RMSNorm(c.norm_eps, c.norm_plus, name=name)(y)
+            for name, y in (("q_norm", q), ("k_norm", k))
+        )
+
+
+class MLP(nn.Module):
+    """Two linears side by side, one of them a gate, and a third: its input and its output."""
+
+    config: DecoderConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, p = self.config, self.precision
+        bias = c.biases[2]
+        gate, up = project(
+            x,
+            Linear(c.intermediate_size, bias, p, name="gate_proj"),
+            Linear(c.intermediate_size, bias, p, name="up_proj"),
+        )
+        hidden = ops.ACTIVATIONS[c.hidden_act](gate) * up
+        return hidden, Linear(x.shape[-1], bias, p, name="down_proj")(hidden)
+
+
+class Block(nn.Module):
+    """One layer: attention and a gated MLP, added to what came in, with norms around them.
+
+    norms: what the norms are called before and after attention, before and after the MLP; None
+    where there is none. qk_norm: see `Attention`.
+    """
+
+    config: DecoderConfig
+    precision: Precision
+    layer: int
+
+    norms: ClassVar[tuple[str | None, ...]] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    qk_norm: ClassVar[str | None] = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
+        c, p = self.config, self.precision
+        before, after, before_mlp, after_mlp = self.norms
+        normed = self._norm(before, x)
+        attended = Attention(c, p, self.layer, self.qk_norm, name="self_attn")(normed, scope)
+        x = self._added(x, self._norm(after, attended.x))
+        mlp_normed = self._norm(before_mlp, x)
+        hidden, y, router = self._mlp(mlp_normed, scope)
+        x = self._added(x, self._norm(after_mlp, y))
+        return Layer(normed, attended, mlp_normed, hidden, y, x, router=router)
+
+    def _mlp(
+        self, x: jax.Array, scope: Scope
+    ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
+        """Its hidden numbers, its output and the router's scores; None for what it has not."""
+        hidden, y = MLP(self.config, self.precision, name="mlp")(x)
+        return hidden, y, None
+
+    def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
+        if name is None:
+            return x
+        normed: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_plus, name=name)(x)
+        return normed
+
+    def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        scale = self.config.residual_scale
+        return x + y if scale == 1 else x + y * scale
+
+
+class Decoder(nn.Module):
+    """The model: a table of tokens, blocks, a norm, and logits.
+
+    block: the class of its layers. tokens: what the table is called. remat: see `layers.run_block`.
+    """
+
+    config: DecoderConfig
+    precision: Precision
+    remat: bool = False
+
+    block: ClassVar[type[nn.Module]] = Block
+    tokens: ClassVar[str] = "embed_tokens"
+
+    @nn.compact
+    def __call__(
+        self,
+        token_BT: jax.Array,
+        position_BT: jax.Array,
+        length_B: jax.Array,
+        segments: tuple[Segment, ...] = (),
+        column_B: jax.Array | None = None,
+        attention_mass: Mass = False,
+        *,
+        embeddings_BTD: jax.Array | None = None,
+        angles: tuple[Angles, ...] | None = None,
+        mask_BTS: jax.Array | None = None,
+        document_BT: jax.Array | None = None,
+    ) -> Trace:
+        """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
+
+        length_B: length of the text each row belongs to (what rotary settings that follow the
+        length read). column_B: the one column of each row whose logits are wanted; None for all.
+        attention_mass: whether the trace says what every slot received.
+        embeddings_BTD: what stands in for the table's rows of `token_BT`. angles: the cosines and
+        sines of the new tokens for each of `ModelConfig.ropes`, each `[B, T, F]`, else computed
+        from their positions. mask_BTS: what each query sees of all slots and then the new tokens,
+        as `attend_masked` takes it, in place of what positions and the sliding window say; there is
+        no attention mass then. document_BT: see `Scope`.
+        """
+        c, p = self.config, self.precision
+        x, table = Embedding(c.vocab_size, c.hidden_size, name=self.tokens)(token_BT)
+        x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
+        if c.embedding_scale != 1:
+            x = x * jnp.asarray(c.embedding_scale, x.dtype)
+        angles = angles_of(c, position_BT, length_B) if angles is None else angles
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles, document_BT)
+        embeddings, layers = x, []
+        for i in range(c.num_hidden_layers):
+            block = self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
+            layers.append(run_block(block, x, scope, self.remat))
+            x = layers[-1].x
+        norm = self.normed(x)
+        logits = unembed(c, p, table, pick(norm, column_B))
+        if c.logits_scale != 1:
+            logits = logits * c.logits_scale
+        return Trace(embeddings, tuple(layers), norm, ops.capped(logits, c.logits_cap))
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """What the last layer put out, as logits are made of it."""
+        y: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_plus, name="norm")(x)
+        return y
+
+
+def family(
+    config: type[DecoderConfig],
+    module: type[Decoder],
+    aliases: tuple[str, ...] = (),
+    embeddings: str = "embed_tokens",
+) -> Family:
+    """The row of a family of this kind. embeddings: their stage's name, "embeddings" where they are
+    not what transformers' module `embed_tokens` puts out.
+    """
+    block = module.block
+    assert issubclass(block, Block)
+    before, _, before_mlp, _ = block.norms
+    return Family(
+        config=config,
+        module=module,
+        tokens="embed_tokens",
+        positions=None,
+        embeddings=embeddings,
+        layers="layers",
+        attention_norm=before,
+        attention="attention",
+        mlp_norm=before_mlp,
+        mlp_down="mlp.down_proj",
+        norm="norm",
+        block=block,
+        sites=(
+            Site("attention_norm", _paths("self_attn", "qkv"), "attention.x", before),
+            Site("attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"),
+            Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", before_mlp),
+            Site("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
+        ),
+        heads=(
+            *(Member(path, 0) for path in _paths("self_attn", "qkv")),
+            Member("self_attn.o_proj", 1),
+        ),
+        channels=(Member("mlp.gate_proj", 0), Member("mlp.up_proj", 0), Member("mlp.down_proj", 1)),
+        aliases=aliases,
+    )
+
+
+def _paths(module: str, letters: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{letter}_proj" for letter in letters)

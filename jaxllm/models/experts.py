@@ -1,0 +1,181 @@
+"""Mixtures of experts: in place of a layer's MLP many, of which each token runs a few.
+
+A router says of each token which, and what their outputs are times (Shazeer et al. 2017; Mixtral,
+Jiang et al. 2024). Experts are stacks `[E, O, I]`; `weights.experts` multiplies with them. What a
+token gets does not depend on what else is run with it, unless experts have a capacity.
+"""
+
+import dataclasses
+import math
+from typing import Annotated
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from msgspec import Meta
+
+from jaxllm import ops
+from jaxllm.config import ModelConfig, Positive
+from jaxllm.models import decoder
+from jaxllm.models.decoder import Decoder, DecoderConfig
+from jaxllm.models.family import Family
+from jaxllm.models.layers import Scope
+from jaxllm.models.modules import Linear, leaf
+from jaxllm.weights.experts import expert_linears
+from jaxllm.weights.precision import Precision
+
+Count = Annotated[int, Meta(ge=1, le=1 << 12)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureConfig(DecoderConfig):
+    """A decoder with experts. num_experts_per_tok: how many of them a token runs.
+
+    capacity_factor: None, or no expert takes more tokens than this times an even share of those
+    that run at once; what is too much goes without (`within_capacity`). For training alone.
+    """
+
+    num_experts: Count
+    num_experts_per_tok: Count
+    capacity_factor: Positive | None = None
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        if not complaints and self.num_experts_per_tok > self.num_experts:
+            complaints.append(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_experts"
+                f" ({self.num_experts})"
+            )
+        return complaints
+
+    @property
+    def expert_size(self) -> int:
+        """Hidden numbers of an expert."""
+        return self.intermediate_size
+
+    @property
+    def renormalises(self) -> bool:
+        """Whether the weights of a token's experts add up to 1."""
+        return True
+
+    def routed(self, layer: int) -> bool:
+        """Whether a layer has experts; otherwise it has an MLP."""
+        return True
+
+
+def share_read(config: ModelConfig, ndim: int, tokens: int = 1) -> float:
+    """The most of a parameter of so many axes that a step of so many tokens reads: of a stack the
+    experts that they run, if all run others.
+    """
+    if not isinstance(config, MixtureConfig) or ndim < 3:
+        return 1.0
+    return min(1.0, tokens * config.num_experts_per_tok / config.num_experts)
+
+
+def route(score_TE: jax.Array, count: int, renormalises: bool) -> tuple[jax.Array, jax.Array]:
+    """Of float32 scores the weights and the numbers of each token's experts, `[T, k]`, the best
+    first; of equal ones the first. The softmax is over all experts, as transformers has it.
+    """
+    weight_Tk, expert_Tk = jax.lax.top_k(jax.nn.softmax(score_TE, axis=-1), count)
+    if renormalises:
+        weight_Tk = weight_Tk / weight_Tk.sum(axis=-1, keepdims=True)
+    return weight_Tk, expert_Tk
+
+
+def within_capacity(expert_Tk: jax.Array, experts: int, factor: float) -> jax.Array:
+    """The numbers of experts with -1 for what an expert has no room for.
+
+    Each takes ceil(factor T k / E). First choices go before second ones, and tokens in their order
+    (GShard, Lepikhin et al. 2020, algorithm 1).
+    """
+    T, k = expert_Tk.shape
+    room = math.ceil(factor * T * k / experts)
+    expert_A = expert_Tk.T.reshape(-1)  # all first choices, then all second ones
+    taken_AE = jax.nn.one_hot(expert_A, experts, dtype=jnp.int32)
+    before_A = ((jnp.cumsum(taken_AE, axis=0) - 1) * taken_AE).sum(axis=-1)
+    return jnp.where(before_A < room, expert_A, -1).reshape(k, T).T
+
+
+class Stack(nn.Module):
+    """One linear of all experts."""
+
+    experts: int
+    features: int
+
+    @nn.compact
+    def __call__(self, columns: int) -> jax.Array:
+        """Its weights `[E, O, I]`."""
+        weight: jax.Array = leaf(self, "weight", self.experts, self.features, columns)
+        return weight
+
+
+class Experts(nn.Module):
+    """MLPs with gates, of which each row runs one."""
+
+    config: MixtureConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x_AD: jax.Array, expert_A: jax.Array) -> jax.Array:
+        """Float32 `[A, D]`; zeros where the expert is -1."""
+        c, columns = self.config, x_AD.shape[1]
+        x_AD = x_AD.astype(self.precision.activations_at(".".join(self.path)))
+        gate, up = (
+            Stack(c.num_experts, c.expert_size, name=name)(columns)
+            for name in ("gate_proj", "up_proj")
+        )
+        down = Stack(c.num_experts, columns, name="down_proj")(c.expert_size)
+        rounded = self.precision.int8_inputs
+        both = expert_linears(x_AD, (gate, up), expert_A, int8_inputs=rounded)
+        gate_AF, up_AF = (y.astype(x_AD.dtype) for y in both)
+        hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
+        return expert_linears(hidden_AF, (down,), expert_A, int8_inputs=rounded)[0]
+
+
+class Mixture(nn.Module):
+    """A router and its experts."""
+
+    config: MixtureConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weighted sum of what a token's experts make of it, and the router's scores, float32
+        `[B, T, E]`. Padding (position -1) runs none.
+        """
+        c, p = self.config, self.precision
+        B, T, D = x.shape
+        k, x_TD = c.num_experts_per_tok, x.reshape(-1, D)
+        score_TE = Linear(c.num_experts, False, p, out="float32", name="gate")(x_TD)
+        weight_Tk, expert_Tk = route(score_TE, k, c.renormalises)
+        expert_Tk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Tk, -1)
+        if c.capacity_factor is not None:
+            expert_Tk = within_capacity(expert_Tk, c.num_experts, c.capacity_factor)
+        expert_A = expert_Tk.reshape(-1)
+        # Rows of one expert together: its weights are read once for all of them.
+        order_A = jnp.argsort(expert_A, stable=True)
+        experts = Experts(c, p, name="experts")
+        sorted_AD = experts(x_TD[order_A // k], expert_A[order_A])
+        y_TkD = sorted_AD[jnp.argsort(order_A)].reshape(-1, k, D)
+        y_TD = (y_TkD * weight_Tk[..., None]).sum(axis=1)
+        return y_TD.astype(x.dtype).reshape(B, T, D), score_TE.reshape(B, T, -1)
+
+
+class Block(decoder.Block):
+    """One layer, whose MLP may be a mixture."""
+
+    config: MixtureConfig
+
+    def _mlp(
+        self, x: jax.Array, scope: Scope
+    ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
+        if not self.config.routed(self.layer):
+            return super()._mlp(x, scope)
+        mixture = Mixture(self.config, self.precision, name="mlp")
+        return None, *mixture(x, scope.position_BT)
+
+
+def family(config: type[MixtureConfig], module: type[Decoder]) -> Family:
+    """The row of a family of this kind: linears that every token runs are those of attention."""
+    row = decoder.family(config, module)
+    return dataclasses.replace(row, router="mlp.gate", sites=row.sites[:2], channels=())

@@ -1,0 +1,75 @@
+"""Gemma 2 (Riviere et al. 2024): every other layer sees a window, scores and logits are bent.
+
+Norms stand before and after attention and the MLP; their weights are kept less 1.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from jaxllm.config import Positive
+from jaxllm.models import decoder
+from jaxllm.models.decoder import Decoder, MixedConfig, family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaConfig(MixedConfig):
+    """What Gemma 2 and 3 share. query_pre_attn_scalar: queries are divided by its root."""
+
+    query_pre_attn_scalar: Positive
+    attention_bias: bool = False
+    final_logit_softcapping: Positive | None = None
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return (self.attention_bias, self.attention_bias, False)
+
+    @property
+    def attention_scale(self) -> float:
+        return float(self.query_pre_attn_scalar**-0.5)
+
+    @property
+    def norm_plus(self) -> float:
+        return 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.hidden_size)
+
+    @property
+    def logits_cap(self) -> float | None:
+        return self.final_logit_softcapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma2Config(GemmaConfig):
+    """Gemma 2. attn_logit_softcapping: what scores are bent to stay within."""
+
+    model_type: ClassVar[str] = "gemma2"
+
+    attn_logit_softcapping: Positive | None = None
+
+    @property
+    def attention_cap(self) -> float | None:
+        return self.attn_logit_softcapping
+
+
+class Block(decoder.Block):
+    """One layer."""
+
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
+
+class Gemma2(Decoder):
+    """The model."""
+
+    config: Gemma2Config
+    block = Block
+
+
+FAMILY = family(Gemma2Config, Gemma2)

@@ -1,0 +1,43 @@
+"""Gemma 3, its text model (Kamath et al. 2025): Gemma 2 with normalised queries and keys.
+
+Layers that see a window have rotary settings of their own; nothing is bent.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxllm.config import Rope
+from jaxllm.models import gemma2
+from jaxllm.models.decoder import Decoder, family
+from jaxllm.models.gemma2 import GemmaConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3Config(GemmaConfig):
+    """Gemma 3. local_rope: of the layers that see a window."""
+
+    model_type: ClassVar[str] = "gemma3_text"
+
+    local_rope: Rope
+
+    def rotary(self, layer: int) -> Rope | None:
+        return self.local_rope if self.slides(layer) else self.rope
+
+    def _ropes(self) -> tuple[Rope, ...]:
+        return (self.rope, self.local_rope)
+
+
+class Block(gemma2.Block):
+    """One layer."""
+
+    qk_norm = "each head"
+
+
+class Gemma3(Decoder):
+    """The model."""
+
+    config: Gemma3Config
+    block = Block
+
+
+FAMILY = family(Gemma3Config, Gemma3)

@@ -1,0 +1,102 @@
+"""GPT-NeoX and Pythia (Black et al. 2022): attention beside the MLP, heads turned in part.
+
+Checkpoints keep queries, keys and values as one matrix, head by head; here they are apart.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+
+from jaxllm import ops
+from jaxllm.models.decoder import Attention, Decoder, DecoderConfig
+from jaxllm.models.family import Family, Member, Site
+from jaxllm.models.layers import Layer, Scope
+from jaxllm.models.modules import LayerNorm, Linear
+from jaxllm.weights.precision import Precision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTNeoXConfig(DecoderConfig):
+    """GPT-NeoX. use_parallel_residual: the MLP reads what attention reads, not what it made."""
+
+    model_type: ClassVar[str] = "gpt_neox"
+
+    attention_bias: bool = True
+    use_parallel_residual: bool = True
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return (self.attention_bias, self.attention_bias, True)
+
+
+class MLP(nn.Module):
+    """Two linears: the input of the second, and its output."""
+
+    config: GPTNeoXConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, p = self.config, self.precision
+        wide = Linear(c.intermediate_size, True, p, name="dense_h_to_4h")(x)
+        hidden = ops.ACTIVATIONS[c.hidden_act](wide)
+        return hidden, Linear(x.shape[-1], True, p, name="dense_4h_to_h")(hidden)
+
+
+class Block(nn.Module):
+    """One layer: attention and an MLP, each after a norm, added to what came in."""
+
+    config: GPTNeoXConfig
+    precision: Precision
+    layer: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
+        c, p = self.config, self.precision
+        normed = LayerNorm(c.norm_eps, name="input_layernorm")(x)
+        attended = Attention(c, p, self.layer, out="dense", name="attention")(normed, scope)
+        after = x + attended.x
+        read = x if c.use_parallel_residual else after
+        mlp_normed = LayerNorm(c.norm_eps, name="post_attention_layernorm")(read)
+        hidden, y = MLP(c, p, name="mlp")(mlp_normed)
+        return Layer(normed, attended, mlp_normed, hidden, y, after + y)
+
+
+class GPTNeoX(Decoder):
+    """The model."""
+
+    config: GPTNeoXConfig
+    block = Block
+    tokens = "embed_in"
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        y: jax.Array = LayerNorm(self.config.norm_eps, name="final_layer_norm")(x)
+        return y
+
+
+_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+
+FAMILY = Family(
+    config=GPTNeoXConfig,
+    module=GPTNeoX,
+    tokens="embed_in",
+    positions=None,
+    embeddings="embed_in",
+    layers="layers",
+    attention_norm="input_layernorm",
+    attention="attention",
+    mlp_norm="post_attention_layernorm",
+    mlp_down="mlp.dense_4h_to_h",
+    norm="final_layer_norm",
+    block=Block,
+    sites=(
+        Site("attention_norm", _QKV, "attention.x", "input_layernorm"),
+        Site("attention.heads", ("attention.dense",), "attention.x", "attention.v_proj"),
+        Site("mlp_norm", ("mlp.dense_h_to_4h",), "mlp", "post_attention_layernorm"),
+        Site("mlp_hidden", ("mlp.dense_4h_to_h",), "mlp", None),
+    ),
+    heads=(*(Member(path, 0) for path in _QKV), Member("attention.dense", 1)),
+    channels=(Member("mlp.dense_h_to_4h", 0), Member("mlp.dense_4h_to_h", 1)),
+)

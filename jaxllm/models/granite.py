@@ -1,0 +1,52 @@
+"""Granite 3 (IBM 2024): Llama with multipliers at four places."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxllm.config import Positive
+from jaxllm.models.decoder import Decoder, DecoderConfig, family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteConfig(DecoderConfig):
+    """Granite. Embeddings and what is added to the stream are times their multipliers, scores too;
+    logits are divided by theirs.
+    """
+
+    model_type: ClassVar[str] = "granite"
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    attention_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return (self.attention_bias, self.attention_bias, self.mlp_bias)
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.embedding_multiplier
+
+    @property
+    def residual_scale(self) -> float:
+        return self.residual_multiplier
+
+    @property
+    def attention_scale(self) -> float:
+        return self.attention_multiplier
+
+    @property
+    def logits_scale(self) -> float:
+        return 1 / self.logits_scaling
+
+
+class Granite(Decoder):
+    """The model."""
+
+    config: GraniteConfig
+
+
+FAMILY = family(GraniteConfig, Granite, embeddings="embeddings")

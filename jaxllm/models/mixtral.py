@@ -1,0 +1,30 @@
+"""Mixtral (Jiang et al. 2024): Mistral with experts in the place of its MLPs."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxllm.config import Tokens
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.experts import Block, MixtureConfig, family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtralConfig(MixtureConfig):
+    """Mixtral. intermediate_size is that of each expert."""
+
+    model_type: ClassVar[str] = "mixtral"
+
+    sliding_window: Tokens | None = None
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+class Mixtral(Decoder):
+    """The model."""
+
+    config: MixtralConfig
+    block = Block
+
+
+FAMILY = family(MixtralConfig, Mixtral)

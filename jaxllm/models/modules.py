@@ -1,0 +1,108 @@
+"""The modules that architectures share. Flax names parameters here and does nothing else.
+
+A module takes leaves as they are (array, quantized tensor, adapter): what a leaf is, `weights`
+knows. It finds its number format by its own path in `Precision`.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm import ops
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError
+from jaxllm.weights.linear import embed, linear, linears
+from jaxllm.weights.precision import Precision
+
+
+def leaf(module: nn.Module, name: str, *shape: int) -> Any:
+    """The parameter `name` of `module`; its shape is declared for `param_shapes`."""
+    if module.is_initializing():
+        return module.param(name, nn.initializers.zeros, shape, jnp.float32)
+    value: Any = module.get_variable("params", name)
+    if value is None:
+        raise CheckpointError(f"params lack {'.'.join((*module.path, name))}")
+    return value
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias` in the module's own number format, returned in x's (or `out`)."""
+
+    features: int
+    bias: bool
+    precision: Precision
+    out: str | None = None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return project(x, self)[0]
+
+    @nn.compact
+    def term(self, features: int) -> tuple[Any, jax.Array | None]:
+        """The weight `[O, I]` and the bias, for so many features of x."""
+        weight = leaf(self, "weight", self.features, features)
+        return weight, leaf(self, "bias", self.features) if self.bias else None
+
+
+def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
+    """Each of several `Linear`s of x, in one call of the kernels where their formats agree."""
+    precision, names = modules[0].precision, [".".join(module.path) for module in modules]
+    dtypes = [precision.activations_at(name) for name in names]
+    if len(set(dtypes)) > 1:
+        return [y for module in modules for y in project(x, module)]
+    terms = [module.term(x.shape[-1]) for module in modules]
+    products = linears(x.astype(dtypes[0]), terms, int8_inputs=precision.int8_inputs)
+    results = []
+    for name, module, y in zip(names, modules, products, strict=True):
+        y = y.astype(precision.output_at(name) or module.out or dtypes[0])
+        results.append(y.astype(module.out or x.dtype))
+    return results
+
+
+class Embedding(nn.Module):
+    """A table of vectors, which a tied model also uses as its output matrix."""
+
+    rows: int
+    features: int
+
+    @nn.compact
+    def __call__(self, index_BT: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the rows `[B, T, D]` and the table itself."""
+        weight = leaf(self, "weight", self.rows, self.features)
+        return embed(weight, index_BT), weight
+
+
+class RMSNorm(nn.Module):
+    """plus: what is added to the weights."""
+
+    eps: float
+    plus: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight_D = leaf(self, "weight", x.shape[-1])
+        return ops.rms_norm(x, weight_D, eps=self.eps, plus=self.plus)
+
+
+class LayerNorm(nn.Module):
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight, bias = leaf(self, "weight", x.shape[-1]), leaf(self, "bias", x.shape[-1])
+        return ops.layer_norm(x, weight, bias, eps=self.eps)
+
+
+def pick(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
+    """One column of each row, `[B, 1, D]`; all of them where `column_B` is None."""
+    if column_B is None:
+        return x_BTD
+    return jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
+
+
+def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array) -> jax.Array:
+    """Float32 logits, from the embedding's own table where the two are tied, else by `lm_head`."""
+    if config.tie_word_embeddings:
+        return linear(x, table)
+    return Linear(config.vocab_size, False, precision, out="float32", name="lm_head")(x)

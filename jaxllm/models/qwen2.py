@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with biases on queries, keys and values."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxllm.models.decoder import Decoder, MixedConfig, family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2Config(MixedConfig):
+    """Qwen2."""
+
+    model_type: ClassVar[str] = "qwen2"
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return (True, False, False)
+
+
+class Qwen2(Decoder):
+    """The model."""
+
+    config: Qwen2Config
+
+
+FAMILY = family(Qwen2Config, Qwen2)

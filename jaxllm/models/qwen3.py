@@ -1,0 +1,37 @@
+"""Qwen3 (Yang et al. 2025): Llama whose queries and keys are normalised, each head of them."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxllm.models import decoder
+from jaxllm.models.decoder import Decoder, MixedConfig, family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(MixedConfig):
+    """Qwen3."""
+
+    model_type: ClassVar[str] = "qwen3"
+
+    attention_bias: bool = False
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return (self.attention_bias, self.attention_bias, False)
+
+
+class Block(decoder.Block):
+    """One layer."""
+
+    config: Qwen3Config
+    qk_norm = "each head"
+
+
+class Qwen3(Decoder):
+    """The model."""
+
+    config: Qwen3Config
+    block = Block
+
+
+FAMILY = family(Qwen3Config, Qwen3)

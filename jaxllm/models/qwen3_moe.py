@@ -1,0 +1,81 @@
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 of which all layers, or some, have experts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self
+
+from jaxllm.config import Tokens, Width
+from jaxllm.models import experts
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.experts import MixtureConfig, family
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(MixtureConfig):
+    """Qwen3-MoE. mlp_layer_types: which layers have experts, of moe_intermediate_size hidden
+    numbers each; the others have an MLP of intermediate_size.
+    """
+
+    model_type: ClassVar[str] = "qwen3_moe"
+
+    moe_intermediate_size: Width
+    norm_topk_prob: bool
+    mlp_layer_types: tuple[Literal["sparse", "dense"], ...]
+    attention_bias: bool = False
+    sliding_window: Tokens | None = None
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        if not complaints and len(self.mlp_layer_types) != self.num_hidden_layers:
+            complaints.append(
+                f"mlp_layer_types has {len(self.mlp_layer_types)} entries for"
+                f" {self.num_hidden_layers} layers"
+            )
+        return complaints
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def renormalises(self) -> bool:
+        return self.norm_topk_prob
+
+    def routed(self, layer: int) -> bool:
+        return self.mlp_layer_types[layer] == "sparse"
+
+    def form(self, layer: int) -> int:
+        return self.mlp_layer_types.index(self.mlp_layer_types[layer])
+
+    def computes(self, layer: int) -> tuple[Any, ...]:
+        """Whether it has experts, in place of the first layer that is like it in this."""
+        return (self.routed(layer), *super().computes(layer)[1:])
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return (self.attention_bias, self.attention_bias, False)
+
+    def with_layers(self, numbers: Sequence[int]) -> Self:
+        kept = tuple(self.mlp_layer_types[i] for i in numbers)
+        changed: dict[str, Any] = {"num_hidden_layers": len(kept), "mlp_layer_types": kept}
+        return dataclasses.replace(self, **changed)
+
+
+class Block(experts.Block):
+    """One layer."""
+
+    config: Qwen3MoeConfig
+    qk_norm = "each head"
+
+
+class Qwen3Moe(Decoder):
+    """The model."""
+
+    config: Qwen3MoeConfig
+    block = Block
+
+
+FAMILY = family(Qwen3MoeConfig, Qwen3Moe)

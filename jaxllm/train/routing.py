@@ -1,0 +1,103 @@
+"""Keeping a mixture's experts in use while it trains: the auxiliary loss, and a capacity.
+
+The loss of Switch (Fedus et al. 2021, equations 4 to 6): experts times the sum over them of the
+share of choices that fell on each and the mean probability it was given. With k choices a token it
+is k where all are used alike. transformers sums over all layers before it multiplies ("pooled"):
+an expert that one layer prefers and another shuns looks as if all were well. The mean of each
+layer's own loss sees both, and is the other choice here.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.experts import MixtureConfig
+from jaxllm.train.data.rows import Rows
+from jaxllm.train.jobs import Job
+from jaxllm.train.losses import cross_entropy
+from jaxllm.train.objective import Measured, NextToken, run
+from jaxllm.weights.paths import Params
+
+
+def router_loss(
+    scores: Sequence[jax.Array], real_BT: jax.Array, count: int, *, by_layer: bool = False
+) -> jax.Array:
+    """The auxiliary loss, a float32 scalar: of all layers pooled, or the mean of theirs.
+
+    scores: `[B, T, E]` of each layer with a router. real_BT: which tokens are no padding; only they
+    count. count: experts a token.
+    """
+    used, given = zip(*(_shares(x_BTE, real_BT, count) for x_BTE in scores), strict=True)
+    used_LE, given_LE = jnp.stack(used), jnp.stack(given)
+    if not by_layer:
+        used_LE, given_LE = (x.mean(axis=0, keepdims=True) for x in (used_LE, given_LE))
+    return (used_LE * given_LE).sum(axis=1).mean() * used_LE.shape[1]
+
+
+def _shares(x_BTE: jax.Array, real_BT: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Of each expert the choices a token, and its mean probability, `[E]`."""
+    p_BTE = jax.nn.softmax(x_BTE.astype(jnp.float32), axis=-1)
+    _, expert_BTk = jax.lax.top_k(p_BTE, count)
+    real_BT1 = real_BT[..., None].astype(jnp.float32)
+    chosen_BTE = jax.nn.one_hot(expert_BTk, x_BTE.shape[-1]).sum(axis=2)
+    tokens = jnp.maximum(real_BT1.sum(), 1.0)
+    return tuple((x * real_BT1).sum(axis=(0, 1)) / tokens for x in (chosen_BTE, p_BTE))  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Balanced:
+    """Cross-entropy with the labels, and `factor` times the auxiliary loss of the batch.
+
+    The latter is shown as `router`. Like transformers' it is each batch's own: accumulated batches
+    have the mean of theirs, by tokens.
+    """
+
+    factor: float
+    by_layer: bool = False
+
+    def __call__(
+        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
+    ) -> Measured:
+        trace = run(model, params, rows)
+        total, weight = cross_entropy(trace.logits, rows.label_BT)
+        scores = [layer.router for layer in trace.layers if layer.router is not None]
+        count = model.config.num_experts_per_tok
+        added = weight * router_loss(scores, rows.position_BT >= 0, count, by_layer=self.by_layer)
+        return Measured(total + self.factor * added, weight, {"router": added})
+
+
+def balanced(
+    job: Job, factor: float = 0.0, *, by_layer: bool = False, capacity: float | None = None
+) -> Job:
+    """The job with the auxiliary loss added to its own, and with a capacity of the experts while
+    it trains (`MixtureConfig.capacity_factor`); what it writes has none.
+
+    Raises ConfigError for a model without experts, and for a job of another loss than the text's.
+    """
+    if not factor and capacity is None:
+        return job
+    config = job.lm.config
+    if not isinstance(config, MixtureConfig) or not any(
+        config.routed(i) for i in range(config.num_hidden_layers)
+    ):
+        raise ConfigError(
+            f"a router's loss and a capacity are for mixtures of experts: this {config.model_type}"
+            " has none"
+        )
+    if capacity is not None:
+        limited = dataclasses.replace(config, capacity_factor=capacity)
+        job = dataclasses.replace(
+            job, lm=dataclasses.replace(job.lm, model=job.model.clone(config=limited))
+        )
+    if not factor:
+        return job
+    if not 0 < factor < float("inf"):
+        raise ConfigError(f"the router's loss is times a number above 0, got {factor}")
+    if not isinstance(job.objective, NextToken):
+        raise ConfigError("a router's loss is added to that of the text alone")
+    return dataclasses.replace(job, objective=Balanced(factor, by_layer))

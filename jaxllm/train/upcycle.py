@@ -1,0 +1,109 @@
+"""A mixture of experts made from a dense model, to be trained on (Komatsuzaki et al. 2022).
+
+Every expert begins as the MLP, the router as noise. With the weights of a token's experts adding up
+to 1, the mixture computes what the model did, whoever is chosen, up to the rounding of that sum.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm import models
+from jaxllm.api import LM
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.experts import MixtureConfig
+from jaxllm.models.llama import LlamaConfig
+from jaxllm.models.mixtral import MixtralConfig
+from jaxllm.models.qwen3 import Qwen3Config
+from jaxllm.models.qwen3_moe import Qwen3MoeConfig
+from jaxllm.weights.formats import as_leaf, can_stack, format_of
+from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.precision import exactly
+
+DEVIATION = 0.02  # of the router's weights
+
+
+def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
+    """The mixture, in the formats of the model: Mixtral of a Llama or Mistral, Qwen3-MoE of a
+    Qwen3. The tokenizer stays.
+
+    seed: of the router's weights, of a standard deviation of 0.02. Memory beside the model: its
+    MLPs, once for each expert. Raises ConfigError for another family, for what the mixture's has no
+    word for, and for numbers that cannot be.
+    """
+    known = {type_: make for type_, make in _MAKERS.items() if isinstance(lm.config, type_)}
+    if not known:
+        raise ConfigError(
+            f"a {lm.config.model_type} has no mixture to become: llama, mistral and qwen3 have"
+        )
+    make = next(iter(known.values()))
+    config = make(lm.config, num_experts=experts, num_experts_per_tok=per_token)
+    params, key = dict(lm.params), jax.random.key(seed)
+    for number in range(config.num_hidden_layers):
+        name = f"{models.family(config.model_type).layers}.{number}"
+        stacks = map_leaves(partial(_copies, experts, f"{name}.mlp."), params[name]["mlp"])
+        own = jax.random.fold_in(key, number)
+        gate = DEVIATION * jax.random.normal(own, (experts, config.hidden_size))
+        gate = gate.astype(DTYPES[lm.model.precision.weights])
+        params[name] = {**params[name], "mlp": {"gate": {"weight": gate}, "experts": stacks}}
+    params = _in_order(params, config)
+    model = models.build(config, exactly(params, lm.model.precision))
+    return dataclasses.replace(lm, config=config, model=model, params=params, recipe=())
+
+
+def _copies(count: int, where: str, path: str, leaf: Any) -> Any:
+    name = format_of(leaf)
+    if as_leaf(leaf).composed or not can_stack(name):
+        raise ConfigError(f"{where}{path} is {name}, which experts cannot be: dequantize first")
+    return jax.tree.map(lambda x: jnp.repeat(x[None], count, axis=0), leaf)
+
+
+def _in_order(params: Params, config: MixtureConfig) -> Params:
+    """Names in the order in which the model has them."""
+    shapes = models.param_shapes(models.build(config))
+
+    def ordered(like: Params, found: Params) -> Params:
+        return {
+            name: ordered(part, found[name]) if isinstance(part, dict) else found[name]
+            for name, part in like.items()
+        }
+
+    return ordered(shapes, params)
+
+
+def _shared(config: ModelConfig, mixture: type[MixtureConfig], **more: Any) -> dict[str, Any]:
+    """The fields of both, and `more`."""
+    fields = {f.name for f in dataclasses.fields(mixture)}
+    mine = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {**{k: v for k, v in mine.items() if k in fields}, **more}
+
+
+def _mixtral(config: LlamaConfig, **numbers: int) -> MixtralConfig:
+    if config.attention_bias or config.mlp_bias:
+        raise ConfigError("Mixtral's linears have no biases, and this model's have")
+    return MixtralConfig(**_shared(config, MixtralConfig, **numbers))
+
+
+def _qwen3_moe(config: Qwen3Config, **numbers: int) -> Qwen3MoeConfig:
+    layers = range(config.num_hidden_layers)
+    if len({config.window(i) for i in layers}) > 1:
+        raise ConfigError("all layers of a Qwen3-MoE see one window, and this model's do not")
+    more = {
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": True,
+        "mlp_layer_types": ("sparse",) * len(layers),
+        "sliding_window": config.window(0),
+    }
+    return Qwen3MoeConfig(**_shared(config, Qwen3MoeConfig, **numbers, **more))
+
+
+_MAKERS: dict[type[ModelConfig], Callable[..., MixtureConfig]] = {
+    LlamaConfig: _mixtral,
+    Qwen3Config: _qwen3_moe,
+}

@@ -1,0 +1,163 @@
+"""Products of rows with one matrix each, of stacks of them `[E, O, I]`: the experts of a mixture.
+
+Natively the matrices are read where they lie, those that are asked for alone; a run of rows of one
+expert reads it once, so whoever has many rows sorts them first. In plain JAX a loop takes one
+matrix after the other out of the stack. Derivatives are those of `jax.lax.ragged_dot`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxllm.errors import ConfigError
+from jaxllm.ops import native
+from jaxllm.weights.formats import STACKED, Weight, as_leaf, can_stack
+from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.linear import round_to_int8
+
+Stacks = tuple[Weight, ...]
+Products = tuple[jax.Array, ...]
+BLOCK = 128  # rows that are multiplied with a matrix at once, at most
+
+
+def expert_linears(
+    x_AI: jax.Array, stacks: Sequence[Weight], expert_A: jax.Array, *, int8_inputs: bool = False
+) -> list[jax.Array]:
+    """`x[a] @ stack[expert[a]].T` for each of the stacks `[E, O, I]`: float32 `[A, O]`.
+
+    expert_A: int32; where it is no number of an expert (-1), the result is 0. Formats and
+    int8_inputs: as for `linear`, whose bits a row has, whatever else is multiplied with it.
+    """
+    for stack in map(as_leaf, stacks):
+        if stack.ndim != 3 or stack.shape[2] != x_AI.shape[1]:
+            raise ValueError(f"experts {stack.shape} do not fit x of shape {x_AI.shape}")
+        if stack.composed or not can_stack(stack.format):
+            raise ConfigError(f"experts cannot be {stack.format}: they are {STACKED}")
+    digits = 1 if int8_inputs and all(as_leaf(stack).rounds_inputs for stack in stacks) else 3
+    return list(_PRODUCTS[digits](x_AI, tuple(stacks), expert_A))
+
+
+def _multiply(digits: int) -> Callable[..., Products]:
+    @jax.custom_jvp
+    def multiply(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
+        return _on_each_platform(digits, x_AI, stacks, expert_A)
+
+    @partial(multiply.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        leaves, form = jax.tree.flatten(primals[:2])
+        slopes = jax.tree.leaves(tangents[:2])
+        # Experts that are not trained cost nothing here.
+        moving = [i for i, slope in enumerate(slopes) if not isinstance(slope, SymbolicZero)]
+
+        def smooth(*moved: jax.Array) -> Products:
+            some = dict(zip(moving, moved, strict=True))
+            whole = [some.get(i, x) for i, x in enumerate(leaves)]
+            x_AI, stacks = jax.tree.unflatten(form, whole)
+            return _smooth(x_AI, stacks, primals[2])
+
+        old, new = ([values[i] for i in moving] for values in (leaves, slopes))
+        return multiply(*primals), jax.jvp(smooth, old, new)[1]
+
+    return jax.jit(multiply)
+
+
+_PRODUCTS = {digits: _multiply(digits) for digits in (1, 3)}  # 1: with inputs rounded to int8
+
+
+def _on_each_platform(
+    digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array
+) -> Products:
+    plain = partial(_plain, digits)
+    if not (native.enabled() and all(map(_lies_ready, map(as_leaf, stacks)))):
+        return plain(x_AI, stacks, expert_A)
+    y: Products = jax.lax.platform_dependent(
+        x_AI, stacks, expert_A, cpu=partial(_kernel, digits), default=plain
+    )
+    return y
+
+
+def _lies_ready(leaf: Leaf) -> bool:
+    """Whether the kernels take its pieces as they are: nothing is made of a whole stack."""
+    if not leaf.has_kernels:
+        return False
+    matrix, pieces = leaf.matrix(), leaf.pieces().values()
+    same = [a is b for a, b in zip(matrix.pieces, pieces, strict=True)]
+    return all(same) and matrix.kind in native.EXPERTS
+
+
+def _kernel(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
+    if x_AI.dtype != jnp.bfloat16:
+        x_AI = x_AI.astype(jnp.float32)
+    inputs = "int8" if digits == 1 else "bfloat16" if x_AI.dtype == jnp.bfloat16 else "float32"
+    matrices = [as_leaf(stack).matrix() for stack in stacks]
+    paths = [native.path(matrix.kind, inputs) for matrix in matrices]
+    share = x_AI.shape[0] / stacks[0].shape[0]  # of an expert: by shape, not by what is routed
+    many = all(p.beyond == "many" and p.rows is not None and share > p.rows for p in paths)
+    columns = stacks[0].shape[2]
+    found = native.experts(x_AI, expert_A, matrices, columns=columns, digits=digits, many=many)
+    return tuple(found)
+
+
+def _plain(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
+    """In plain JAX: for every platform, and the meaning of all the others."""
+    x_AI = round_to_int8(x_AI) if digits == 1 else x_AI
+    rows, experts = x_AI.shape[0], stacks[0].shape[0]
+    width = min(BLOCK, 1 << max(0, math.ceil(math.log2(max(rows, 1) / experts))))
+    return tuple(_in_blocks(x_AI, stack, expert_A, width) for stack in stacks)
+
+
+def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array, width: int) -> jax.Array:
+    """Blocks of `width` rows of one expert, one after the other: at most A / width + E of them."""
+    A, E = x_AI.shape[0], stack.shape[0]
+    count = min(A, A // width + E)
+    known_A = (expert_A >= 0) & (expert_A < E)
+    expert_A = jnp.where(known_A, expert_A, E)  # whose rows are in no block
+    rows_E = jnp.zeros(E + 1, jnp.int32).at[expert_A].add(1)[:E]
+    blocks_E = -(-rows_E // width)
+    end_E = jnp.cumsum(blocks_E)
+    # A row's place in its expert: how many of its expert come before it.
+    order_A = jnp.argsort(expert_A, stable=True)
+    first_E = jnp.cumsum(rows_E) - rows_E
+    place_A = jnp.zeros(A, jnp.int32).at[order_A].set(jnp.arange(A, dtype=jnp.int32))
+    place_A = place_A - jnp.append(first_E, 0)[expert_A]
+    at_A = jnp.append((end_E - blocks_E) * width, 0)[expert_A] + place_A
+    at_A = jnp.where(known_A, at_A, count * width)
+    x_GRI = jnp.zeros((count * width, x_AI.shape[1]), x_AI.dtype).at[at_A].set(x_AI, mode="drop")
+    expert_G = jnp.searchsorted(end_E, jnp.arange(count), side="right")
+
+    def block(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_RI, expert = part
+        return as_leaf(jax.tree.map(lambda piece: piece[expert], stack)).product(x_RI)
+
+    y_GRO = jax.lax.map(block, (x_GRI.reshape(count, width, x_AI.shape[1]), expert_G))
+    y_AO = y_GRO.reshape(count * width, stack.shape[1]).at[at_A].get(mode="clip")
+    return jnp.where(known_A[:, None], y_AO, 0.0)
+
+
+def _smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
+    """The same products, of whose derivatives none passes over all matrices for each row."""
+    return tuple(
+        _plain(3, x_AI, (stack,), expert_A)[0]
+        if isinstance(stack, Leaf)
+        else _ragged(x_AI, stack, expert_A)
+        for stack in stacks
+    )
+
+
+def _ragged(x_AI: jax.Array, stack_EOI: jax.Array, expert_A: jax.Array) -> jax.Array:
+    E = stack_EOI.shape[0]
+    known_A = (expert_A >= 0) & (expert_A < E)
+    expert_A = jnp.where(known_A, expert_A, E)
+    rows_E = jnp.zeros(E + 1, jnp.int32).at[expert_A].add(1)[:E]
+    order_A = jnp.argsort(expert_A, stable=True)
+    if x_AI.dtype != stack_EOI.dtype:
+        x_AI, stack_EOI = x_AI.astype(jnp.float32), stack_EOI.astype(jnp.float32)
+    # In x's own format, so that the gradient's products are too; the value is not taken from here.
+    sorted_AO = jax.lax.ragged_dot(x_AI[order_A], stack_EOI.swapaxes(1, 2), rows_E)
+    y_AO = sorted_AO[jnp.argsort(order_A)].astype(jnp.float32)
+    return jnp.where(known_A[:, None], y_AO, 0.0)

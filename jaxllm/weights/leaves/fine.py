@@ -1,0 +1,113 @@
+"""Integers of 8 bits in groups of 16 columns, as GGUF's Q6_K has them.
+
+The kernels know groups of 32 and more. Of such a group the first 16 columns have one scale and the
+last 16 another: the product is one of the inputs with zeros in place of the last 16, with the first
+scales, and one the other way round, both with the integers as they are.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.leaves.digits import CHUNK
+from jaxllm.weights.leaves.integers import QTensor
+from jaxllm.weights.leaves.leaf import Blocks, Leaf, Linear, Shape, on_device, or_nan, up
+
+NAME = "int8-g16"
+HALF, PAIR = 16, 32  # columns of a group, and of two
+
+
+class Fine(Leaf, struct.PyTreeNode):
+    """`weight[o, i] = q[o, i] * scale[o, i // 16]`, computed in float32.
+
+    data: int8 `[..., O, I']`, q from -127 to 127; I' is `columns` in whole chunks of 128, what is
+    added is zero. first, second: float32 `[..., O, I' / 32]`, the scales of even and of odd groups.
+    columns: I.
+    """
+
+    composed = True
+
+    data: jax.Array
+    first: jax.Array
+    second: jax.Array
+    columns: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], self.columns)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.float32)
+
+    @property
+    def format(self) -> str:
+        return NAME
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        scale = jnp.stack([self.first, self.second], axis=-1)[..., None]
+        q = self.data.reshape(*self.first.shape, 2, HALF).astype(jnp.float32)
+        numbers = (q * scale).reshape(self.data.shape)[..., : self.columns]
+        return numbers.astype(dtype or jnp.float32)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        part = jax.tree.map(lambda x: x.at[index.reshape(-1)].get(mode="clip"), self)
+        return or_nan(part.dense(), index, self.data.shape[0])
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        return self.through(x_RI, lambda x, weight: weight.product(x))
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        is_first = (jnp.arange(self.columns) % PAIR < HALF)[None]
+        zero = jnp.zeros((), x_RI.dtype)
+        first, second = (
+            linear(
+                jnp.where(is_first == even, x_RI, zero),
+                QTensor(self.data, scale, None, 8, PAIR, self.columns),
+            )
+            for even, scale in ((True, self.first), (False, self.second))
+        )
+        return first + second
+
+    def pieces(self) -> dict[str, jax.Array]:
+        return {".data": self.data, ".first": self.first, ".second": self.second}
+
+
+class FineFormat:
+    """The format of `Fine`: there is one."""
+
+    name = NAME
+    exact_in = "float32"
+
+    def make(self, array: jax.Array) -> NoReturn:
+        raise ConfigError(
+            f"{NAME}: nothing is rounded to it, a GGUF file brings it (Q6_K); there is int8-g32"
+        )
+
+    def collect(self, shape: tuple[int, ...], blocks: Blocks) -> NoReturn:
+        self.make(jnp.empty(0))
+
+    def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        *rows, columns = shape
+        width = up(columns, CHUNK)
+        scales = ((*rows, width // PAIR), np.float32)
+        return {".data": ((*rows, width), np.int8), ".first": scales, ".second": scales}
+
+    def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Fine:
+        for name in (".first", ".second"):
+            if not np.isfinite(pieces[name]).all():
+                raise CheckpointError(f"{path}{name} holds NaN or infinity")
+        if pieces[".data"].min(initial=0) < -127:
+            raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
+        device = on_device(pieces)
+        return Fine(device[".data"], device[".first"], device[".second"], shape[-1])
+
+
+def parse(name: str) -> FineFormat | None:
+    """`int8-g16`; None for other names."""
+    return FineFormat() if name == NAME else None

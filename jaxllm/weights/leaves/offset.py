@@ -1,0 +1,96 @@
+"""Integer weights to which each group adds a number of its own: affine groups, as GGUF has them.
+
+A zero point is a whole number of steps; here what is added is any number, so `Q4_K` and its kind
+are held bit for bit. The product is one with the integers, by the kernels that know them, and one
+of the sums of each group's inputs with what is added: `x @ w.T = x @ (q s).T + sum_g(x) @ b.T`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.leaves.arrays import product
+from jaxllm.weights.leaves.integers import Integer, QTensor
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape
+from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
+
+KIND = "offset/"
+
+
+class Offset(Wrapped, struct.PyTreeNode):
+    """`weight[o, i] + offset[o, i // group]`, computed in float32.
+
+    weight: a `QTensor` `[..., O, I]` with groups. offset: float32 `[..., O, G]`, as its scales.
+    """
+
+    kind = KIND
+
+    weight: QTensor
+    offset: jax.Array
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        wide = self.weight.dense() + self._spread(self.offset)
+        return wide.astype(dtype or jnp.float32)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        added = self.offset.at[index.reshape(-1)].get(mode="clip")
+        rows = self.weight.take(index)
+        return rows + self._spread(added).reshape(rows.shape)
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        return self.weight.product(x_RI) + product(self._sums(x_RI), self.offset)
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        return linear(x_RI, self.weight) + linear(self._sums(x_RI), self.offset)
+
+    def beside(self) -> dict[str, jax.Array]:
+        return {".offset": self.offset}
+
+    def _spread(self, x_OG: jax.Array) -> jax.Array:
+        """What each group has, for each of its columns."""
+        size, columns = self.weight.kind.size(self.weight.columns), self.weight.columns
+        return jnp.repeat(x_OG, size, axis=-1)[..., :columns]
+
+    def _sums(self, x_RI: jax.Array) -> jax.Array:
+        """Of the inputs of each group, float32 `[R, G]`."""
+        groups, size = self.offset.shape[-1], self.weight.kind.size(self.weight.columns)
+        x_RI = x_RI.astype(jnp.float32)
+        x_RI = jnp.pad(x_RI, ((0, 0), (0, groups * size - x_RI.shape[1])))
+        return x_RI.reshape(-1, groups, size).sum(axis=-1)
+
+
+class OffsetFormat(WrappedFormat):
+    """The format of `Offset`."""
+
+    kind = KIND
+    lacking = "numbers alone are not rounded so; a GGUF file brings it (Q4_1, Q5_1, Q4_K, Q5_K)"
+
+    def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
+        scale, _ = self.inner.expected(shape)[".scale"]
+        return {".offset": (scale, np.float32)}
+
+    def around(
+        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
+    ) -> Offset:
+        offset = pieces[".offset"]
+        if not np.isfinite(offset).all():
+            raise CheckpointError(f"{path}.offset holds NaN or infinity")
+        return Offset(weight, jax.device_put(offset, may_alias=True))
+
+
+def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:
+    """`offset/int4-g32-zp`, and so with any integers in groups; None for other names.
+
+    Raises ConfigError for what has no groups.
+    """
+    stored = inner_of(name, KIND, inner)
+    if stored is None:
+        return None
+    if not isinstance(stored, Integer) or stored.group is None:
+        raise ConfigError(f"{name:.40}: what {KIND} stands before is integers in groups")
+    return OffsetFormat(stored)

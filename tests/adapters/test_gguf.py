@@ -1,0 +1,191 @@
+"""GGUF's adapters: the model that they give is the one whose weights they are added to."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.adapters import LoraConfig, read_adapter, write_gguf_adapter
+from jaxllm.adapters.attach import Adapter
+from jaxllm.cli.options import _adapters
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.paths import flatten
+from tests.adapters.made import random_adapter
+from tests.convert.gguf.made import permuted
+from tests.twins import assert_close, random_model, tokens
+
+NAMES = {  # as llama.cpp calls them
+    "llama": {
+        "model.embed_tokens": "token_embd", "lm_head": "output",
+        "model.layers.0.self_attn.q_proj": "blk.0.attn_q",
+        "model.layers.0.self_attn.k_proj": "blk.0.attn_k",
+        "model.layers.0.mlp.down_proj": "blk.0.ffn_down",
+    },
+    "gpt2": {"transformer.h.0.attn.c_attn": "blk.0.attn_qkv", "transformer.wte": "token_embd"},
+}  # fmt: skip
+ALPHA, IDS = 6.0, tokens(1, 7)
+
+
+def made(family: str) -> tuple[Any, Any, Adapter]:
+    """A model of one layer, and an adapter of those modules, of two ranks."""
+    layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
+    model, params = random_model(family, **layers, tie_word_embeddings=False)
+    last = "c_attn" if family == "gpt2" else "down_proj"
+    lora = LoraConfig(
+        r=3, lora_alpha=ALPHA, target_modules=list(NAMES[family]), rank_pattern={last: 5}
+    )
+    return model, params, random_adapter(model.config, params, lora)
+
+
+def write(
+    path: Path, family: str, adapter: Adapter, config: Any,
+    also: Callable[[gguf.GGUFWriter], object] = lambda _: None,
+) -> Path:  # fmt: skip
+    """As llama.cpp's `convert_lora_to_gguf` does, from the matrices as PEFT has them."""
+    writer = gguf.GGUFWriter(path, "gpt2" if family == "gpt2" else "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", ALPHA)
+    for module, matrices in adapter.matrices.items():
+        a, b = np.asarray(matrices.a), np.asarray(matrices.b)
+        name = next(theirs for ours, theirs in NAMES[family].items() if ours.endswith(module))
+        if name == "token_embd":
+            a, b = b, a.T  # PEFT's embedding_A transposed, and its embedding_B
+        if name in ("blk.0.attn_q", "blk.0.attn_k"):
+            q = name == "blk.0.attn_q"
+            b = permuted(b, config.num_attention_heads if q else config.num_key_value_heads)
+        writer.add_tensor(f"{name}.weight.lora_a", np.ascontiguousarray(a))
+        writer.add_tensor(f"{name}.weight.lora_b", np.ascontiguousarray(b))
+    also(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_adapter_of_gguf_is_that_of_peft(family: str, tmp_path: Path) -> None:
+    model, params, adapter = made(family)
+    found = read_adapter(write(tmp_path / "a.gguf", family, adapter, model.config), model.config)
+    assert found.matrices.keys() == adapter.matrices.keys()
+    for module, pieces in adapter.matrices.items():
+        np.testing.assert_array_equal(found.matrices[module].a, pieces.a, module)
+        np.testing.assert_array_equal(found.matrices[module].b, pieces.b, module)
+    # The weights as they are with alpha / r times b a in them: what LoRA means.
+    weights = {path: np.asarray(x, np.float64) for path, x in flatten(params)}
+    for module, (a, b, _) in adapter.matrices.items():
+        scale = ALPHA / a.shape[0]
+        weights[f"{module}.weight"] += scale * np.asarray(b, np.float64) @ np.asarray(a)
+    changed = {path: array.astype(np.float32) for path, array in weights.items()}
+    whole = jaxllm.weights.paths.map_leaves(lambda path, _: changed[path], params)
+    from jaxllm.adapters import choose, with_adapters
+
+    beside = choose(with_adapters(model.config, params, {"x": found}), np.zeros(1, np.int32))
+    expected = jaxllm.forward(model, whole, None, IDS).logits
+    assert_close(jaxllm.forward(model, beside, None, IDS).logits, np.asarray(expected))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_written_is_what_llama_cpp_writes(family: str, tmp_path: Path) -> None:
+    model, _, adapter = made(family)
+    write(tmp_path / "theirs.gguf", family, adapter, model.config)
+    write_gguf_adapter(tmp_path / "ours.gguf", adapter, model.config)
+    ours, theirs = (gguf.GGUFReader(tmp_path / f"{who}.gguf") for who in ("ours", "theirs"))
+    found = {tensor.name: np.asarray(tensor.data) for tensor in ours.tensors}
+    assert found.keys() == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        np.testing.assert_array_equal(found[tensor.name], np.asarray(tensor.data), tensor.name)
+    for key in ("general.architecture", "general.type", "adapter.type", "adapter.lora.alpha"):
+        assert ours.fields[key].contents() == theirs.fields[key].contents()
+
+
+def test_scales_of_other_kinds_go_into_the_matrices(tmp_path: Path) -> None:
+    model, params, _ = made("llama")
+    lora = LoraConfig(r=4, lora_alpha=6.0, target_modules=["q_proj", "o_proj"], use_rslora=True,
+                      alpha_pattern={"o_proj": 3.0})  # fmt: skip
+    adapter = random_adapter(model.config, params, lora)
+    write_gguf_adapter(tmp_path / "a.gguf", adapter, model.config)
+    found = read_adapter(tmp_path / "a.gguf", model.config)
+    for module, (a, b, _) in adapter.matrices.items():
+        alpha = 3.0 if "o_proj" in module else 6.0
+        expected = alpha / 2 * np.asarray(b) @ np.asarray(a)
+        given = found.matrices[module]
+        mine = 6.0 / 4 * np.asarray(given.b) @ np.asarray(given.a)
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dora_has_no_form(tmp_path: Path) -> None:
+    model, params, _ = made("llama")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    adapter = random_adapter(model.config, params, lora)
+    with pytest.raises(ConfigError, match="DoRA"):
+        write_gguf_adapter(tmp_path / "a.gguf", adapter, model.config)
+
+
+BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
+    "a model": (lambda w: w.add_type("model"), "are no LoRA adapter's"),
+    "another architecture": (lambda w: w.add_string("general.architecture", "gpt2"), "'gpt2'"),
+    "no alpha": (lambda w: w.kv_data[0].pop("adapter.lora.alpha"), "alpha None is no number"),
+    "a norm": (
+        lambda w: w.add_tensor("blk.0.attn_norm.weight", np.ones(40, np.float32)),
+        "blk.0.attn_norm has an adapter",
+    ),
+    "a module that is not there": (
+        lambda w: w.add_tensor("blk.7.attn_q.weight.lora_a", np.ones((3, 40), np.float32)),
+        r"blk\.7\.attn_q\.weight has an adapter",
+    ),
+    "one of two": (
+        lambda w: w.tensors[0].pop("blk.0.ffn_down.weight.lora_b"), "lora_b is missing",
+    ),
+    "another shape": (
+        lambda w: (
+            w.tensors[0].pop("blk.0.attn_q.weight.lora_b"),
+            w.add_tensor("blk.0.attn_q.weight.lora_b", np.ones((9, 3), np.float32)),
+        ),
+        "are no adapter of a matrix",
+    ),
+    "numbers that are none": (
+        lambda w: (
+            w.tensors[0].pop("blk.0.attn_q.weight.lora_b"),
+            w.add_tensor("blk.0.attn_q.weight.lora_b", np.full((48, 3), np.nan, np.float32)),
+        ),
+        "NaN or infinity",
+    ),
+    "an activated one": (
+        lambda w: w.add_array("adapter.alora.invocation_tokens", [1, 2]), "alora",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_adapter_of_the_model_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    change, said = BAD[what]
+    model, _, adapter = made("llama")
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        given = dict(writer.kv_data[0])
+        for key in ("general.type", "general.architecture"):  # so that they can be written over
+            writer.kv_data[0].pop(key)
+        change(writer)
+        for key in ("general.type", "general.architecture"):
+            writer.kv_data[0].setdefault(key, given[key])
+
+    with pytest.raises(CheckpointError, match=said):
+        read_adapter(write(tmp_path / "a.gguf", "llama", adapter, model.config, also), model.config)
+
+
+def test_a_file_is_taken_where_a_directory_is(
+    shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    lm = jaxllm.load(shallow("llama"))
+    lora = LoraConfig(r=2, lora_alpha=64.0, target_modules=["q_proj", "down_proj"])
+    adapter = random_adapter(lm.config, lm.params, lora)
+    write_gguf_adapter(tmp_path / "other.gguf", adapter, lm.config)
+    beside = jaxllm.load(shallow("llama"), adapters=tmp_path / "other.gguf")
+    assert beside.adapters == ("other",) and beside.adapter == "other"
+    assert _adapters([str(tmp_path / "other.gguf"), "x=there"]).keys() == {"other", "x"}

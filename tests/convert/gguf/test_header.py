@@ -1,0 +1,209 @@
+"""The header: what the `gguf` package writes is read, and every lie in it is refused by name."""
+
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from jaxllm.convert.gguf.header import is_gguf, read_header
+from jaxllm.errors import CheckpointError
+
+TEXTS = ["", "a", "\u2581the", "\U0001f999", "<|im_start|>"]
+
+
+def write(path: Path, alignment: int | None = None) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    if alignment:
+        writer.add_custom_alignment(alignment)
+    writer.add_uint32("llama.block_count", 7)
+    writer.add_float32("llama.rope.freq_base", 1e6)
+    writer.add_bool("yes", True)
+    writer.add_array("texts", TEXTS)
+    writer.add_array("scores", [0.5, -1.5])
+    writer.add_array("types", [1, 2, 3])
+    writer.add_int64("far", -(1 << 40))
+    writer.add_tensor("matrix", np.arange(12, dtype=np.float32).reshape(3, 4))
+    writer.add_tensor("half", np.ones((2, 3, 5), np.float16))
+    writer.add_tensor(
+        "blocks", np.zeros((3, 68), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0
+    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("good") / "good.gguf")
+
+
+@pytest.mark.parametrize("alignment", [None, 64])
+def test_what_the_package_writes_is_read(tmp_path: Path, alignment: int | None) -> None:
+    path = write(tmp_path / "a.gguf", alignment)
+    assert is_gguf(path)
+    header = read_header(path)
+    settings: Any = header.settings
+    assert settings["general.architecture"] == "llama" and settings["texts"] == TEXTS
+    assert settings["llama.block_count"] == 7 and settings["yes"] is True
+    assert settings["llama.rope.freq_base"] == 1e6 and settings["far"] == -(1 << 40)
+    assert list(settings["scores"]) == [0.5, -1.5] and list(settings["types"]) == [1, 2, 3]
+    shapes = {name: (entry.block.name, entry.shape) for name, entry in header.entries.items()}
+    assert shapes == {
+        "matrix": ("F32", (3, 4)), "half": ("F16", (2, 3, 5)), "blocks": ("Q8_0", (3, 64)),
+    }  # fmt: skip
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, entry in header.entries.items():
+        assert entry.begin == theirs[name].data_offset and entry.nbytes == theirs[name].n_bytes
+
+
+def value(kind: int, packed: bytes) -> bytes:
+    return struct.pack("<I", kind) + packed
+
+
+def text(some: str | bytes) -> bytes:
+    raw = some if isinstance(some, bytes) else some.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def tensor(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    return (
+        text(name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims)
+        + struct.pack("<IQ", kind, offset)
+    )  # fmt: skip
+
+
+def made(
+    *, magic: bytes = b"GGUF", version: int = 3, keys: tuple[bytes, ...] = (),
+    tensors: tuple[bytes, ...] = (), counts: tuple[int, int] | None = None, data: int = 64,
+) -> bytes:  # fmt: skip
+    n, k = counts or (len(tensors), len(keys))
+    raw = magic + struct.pack("<IQQ", version, n, k) + b"".join(keys) + b"".join(tensors)
+    return raw + bytes(-len(raw) % 32) + bytes(data)
+
+
+HUGE = (1 << 64) - 1
+A, STRING, ARRAY = tensor("a", [4]), 8, 9
+LIES = {
+    "an empty file": (b"", "cannot read"),
+    "no GGUF": (made(magic=b"GGML"), "begins with no GGUF"),
+    "cut off at once": (b"GGUF\3\0", "cut off"),
+    "version 1": (made(version=1), "version 1 is not read"),
+    "big endian": (made(version=3 << 24), "big endian"),
+    "more tensors than there can be": (made(counts=(HUGE, 0)), "tensors; at most"),
+    "more keys": (made(counts=(0, HUGE)), "keys; at most"),
+    "more keys than are there": (made(counts=(0, 9), data=0), "cut off"),
+    "a long key": (made(keys=(struct.pack("<Q", 1 << 40),)), "bytes of key 0"),
+    "a long text": (made(keys=(text("k") + value(STRING, struct.pack("<Q", 1 << 20)),)), "'k'"),
+    "no UTF-8": (made(keys=(text("k") + value(STRING, text(b"\xff")),)), "'k' is not UTF-8"),
+    "an unknown type": (made(keys=(text("k") + value(13, b""),)), "'k' is of type 13"),
+    "neither true nor false": (made(keys=(text("k") + value(7, b"\2"),)), "neither true"),
+    "a key twice": (made(keys=(text("k") + value(0, b"\1"),) * 2), "'k' stands twice"),
+    "nested arrays": (
+        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", ARRAY, 1)),)),
+        "'k' is an array of arrays",
+    ),
+    "a long array": (
+        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", 5, 1 << 26)),)),
+        "'k' takes 268,435,456 bytes",
+    ),
+    "an endless array": (
+        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", 0, HUGE)),)), "items of 'k'",
+    ),
+    "many texts": (
+        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", STRING, 1 << 22)),)), "texts",
+    ),
+    "a text of an array that is too long": (
+        made(keys=(text("k") + value(ARRAY, struct.pack("<IQQ", STRING, 1, HUGE)),)), "text 0",
+    ),
+    "an alignment of 0": (
+        made(keys=(text("general.alignment") + value(4, struct.pack("<I", 0)),)), "power of two",
+    ),
+    "a tensor twice": (made(tensors=(A, A)), "'a' stands twice"),
+    "no dimensions": (made(tensors=(tensor("a", []),)), "0 dimensions"),
+    "five dimensions": (made(tensors=(tensor("a", [1] * 5),)), "5 dimensions"),
+    "an empty dimension": (made(tensors=(tensor("a", [4, 0]),)), "has shape"),
+    "more numbers than bytes": (made(tensors=(tensor("a", [HUGE, HUGE]),)), "has shape"),
+    "a product that overflows": (made(tensors=(tensor("a", [128] * 4),)), "cut off"),
+    "a type that is not read": (made(tensors=(tensor("a", [256], 16),)), "IQ2_XXS"),
+    "a type that nobody knows": (made(tensors=(tensor("a", [256], 99),)), "type 99"),
+    "half a block": (made(tensors=(tensor("a", [48], 8),)), "no whole blocks of 32"),
+    "an offset between": (made(tensors=(tensor("a", [4], 0, 4),)), "no multiple of the align"),
+    "two in one place": (made(tensors=(A, tensor("b", [4]))), "'b' at offset 0 lies on 'a'"),
+    "past the end": (made(tensors=(tensor("a", [4], 0, 1 << 32),)), "cut off"),
+    "an offset that wraps": (made(tensors=(tensor("a", [4], 0, HUGE - 31),)), "cut off"),
+    "not all of it": (made(tensors=(tensor("a", [32]),)), "ends at byte"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_refused_by_name(tmp_path: Path, lie: str) -> None:
+    raw, said = LIES[lie]
+    path = tmp_path / "lie.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_header(path)
+    assert "\n" not in str(caught.value) and "lie.gguf" in str(caught.value)
+
+
+def test_of_a_header_without_end_only_so_much_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxllm.convert.gguf.header.MAX_HEADER", 100)
+    path = tmp_path / "long.gguf"
+    path.write_bytes(made(keys=(text("k") + value(STRING, text("x" * 80)),)))
+    with pytest.raises(CheckpointError, match="at most 100 of a header"):
+        read_header(path)
+
+
+def mutated(raw: bytes, rng: Random) -> bytes:
+    """A header with some of it changed: bytes, counts, lengths, what is there once or twice."""
+    changed = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(len(changed))
+        match rng.randrange(6):
+            case 0:
+                changed[at] = rng.randrange(256)
+            case 1:
+                some = rng.choice((0, 1, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 63, HUGE))
+                changed[at : at + 8] = struct.pack("<Q", some)
+            case 2:
+                changed[at : at + 4] = struct.pack("<I", rng.choice((0, 8, 9, 13, 1 << 31)))
+            case 3:
+                del changed[at : at + rng.choice((1, 4, 8, 64))]
+            case 4:
+                changed[at:at] = changed[at : at + rng.choice((1, 8, 64))]
+            case _:
+                del changed[at:]
+        changed = changed or bytearray(b"G")
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("cases", [300, pytest.param(10_000, marks=pytest.mark.full)])
+def test_changed_headers_are_read_or_refused_within_bounds(
+    good: Path, tmp_path: Path, cases: int
+) -> None:
+    raw, header = good.read_bytes(), read_header(good)
+    first = min(entry.begin for entry in header.entries.values())
+    path, rng, refused, longest = tmp_path / "changed.gguf", Random(17), 0, 0.0
+    tracemalloc.start()
+    for _ in range(cases):
+        path.write_bytes(mutated(raw[:first], rng) + raw[first:])
+        begun = time.process_time()
+        try:
+            read_header(path)
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 1000
+        longest = max(longest, time.process_time() - begun)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert refused > cases / 2
+    assert peak < 16 << 20 and longest < 2, (peak, longest)

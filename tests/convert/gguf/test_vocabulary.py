@@ -1,0 +1,297 @@
+"""Tokenizers in GGUF files give the ids that Hugging Face's form gives."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from jaxllm.convert.gguf.pre import PRE
+from jaxllm.errors import CheckpointError, TemplateError
+from jaxllm.forms import texts_of_gguf
+from jaxllm.text.tokenizer import Tokenizer
+
+LINES = [
+    "",
+    " ",
+    "  two  spaces and a tab\tand a trailing one ",
+    "Hello, World! I'm he'LL we'Ve 'tis don't",
+    "3 33 333 3333 12345678 3.14 ½ 4²",
+    "\n\n \n\n\n  \r\n\t\n x",
+    "нещо на Български, Ärger, naïve café, e\u0301te\u0301",
+    "你好、世界 こんにちは 안녕하세요 กขค हिन्दी عربى",
+    "\U0001f999\U0001f680 \U0001f468\u200d\U0001f469\u200d\U0001f466 (normal)",
+    "\U0001f636\u200d\U0001f32b\ufe0f (several in one)",
+    "def f(x):\n    return x**2  # <|im_start|> CamelCaseAndUPPERCase snake_case",
+    "\u2581already\u2581escaped <s> </s> <unk> <0x0A>",
+    "----====!!!!???  ...../// \\\\ http://x.y/z?a=1&b=2",
+]  # fmt: skip
+
+
+def write_vocabulary(path: Path, arch: str, add: Callable[[gguf.GGUFWriter], object]) -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    add(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_pieces(writer: gguf.GGUFWriter, file: Path) -> None:
+    """A SentencePiece model, as llama.cpp's converter writes it."""
+    model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    kinds = (("Control", 3), ("Unknown", 2), ("Byte", 6), ("Unused", 5))
+    types = [
+        next((number for name, number in kinds if getattr(model, f"Is{name}")(i)), 1)
+        for i in range(model.vocab_size())
+    ]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([model.id_to_piece(i) for i in range(model.vocab_size())])
+    writer.add_token_scores([model.get_score(i) for i in range(model.vocab_size())])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(model.bos_id())
+    writer.add_eos_token_id(model.eos_id())
+    writer.add_unk_token_id(model.unk_id())
+    writer.add_remove_extra_whitespaces(model.encode("  ") == [])
+
+
+def add_byte_level(writer: gguf.GGUFWriter, tree: dict[str, Any], pre: str | None) -> None:
+    """A tokenizer.json with a byte-level BPE, as llama.cpp's converter writes it."""
+    added = {token["id"]: token for token in tree["added_tokens"]}
+    names = {index: name for name, index in tree["model"]["vocab"].items()}
+    names |= {index: token["content"] for index, token in added.items()}
+    count = max(names) + 1
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(count + 3)])
+    kinds = [1 if i in names else 5 for i in range(count + 3)]
+    for index, token in added.items():
+        kinds[index] = 3 if token["special"] else 4
+    writer.add_token_types(kinds)
+    merges = tree["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+
+
+def ours(path: Path) -> Tokenizer:
+    tokenizer = texts_of_gguf(path).tokenizer
+    assert tokenizer is not None
+    return tokenizer
+
+
+def wiki(data: Callable[[str], Path], lines: int = 150) -> list[str]:
+    text = (data("corpora") / "wiki.test.raw").read_text(encoding="utf-8")
+    return text.split("\n")[:lines]
+
+
+@pytest.mark.parametrize("name", ["llama_tokenizer", "stories260K"])
+def test_a_sentencepiece_vocabulary_equals_hugging_faces(
+    name: str, data: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = data(name)
+    file = write_vocabulary(
+        tmp_path / "v.gguf", "llama", lambda w: add_pieces(w, directory / "tokenizer.model")
+    )
+    library = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    mine, whole = ours(file), Tokenizer.from_directory(directory)
+    for text in [*LINES, *wiki(data)]:
+        ids = mine.encode(text)
+        assert ids == library.encode(text), text
+        if name == "stories260K":  # whose tokenizer.json strips line breaks too
+            continue
+        if "<s>" not in text:  # which is a control token to the library, and text to us
+            assert ids == theirs.encode(text, add_special_tokens=False).ids, text
+        assert mine.decode(ids) == whole.decode(ids)
+        assert mine.encode(text, parse_special=True) == whole.encode(text, parse_special=True)
+    assert (mine.bos_id, mine.eos_id, mine.unk_id) == (whole.bos_id, whole.eos_id, whole.unk_id)
+    assert mine.adds_bos and mine.special_ids == whole.special_ids
+    assert mine.vocab_size == whole.vocab_size
+
+
+def test_gpt2s_vocabulary_equals_hugging_faces(data: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = data("gpt2_tokenizer")
+    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for pre in ("gpt-2", None):  # of the architecture gpt2 it goes without saying
+        file = write_vocabulary(
+            tmp_path / f"{pre}.gguf", "gpt2", lambda w, pre=pre: add_byte_level(w, tree, pre)
+        )
+        mine = ours(file)
+        for text in [*LINES, *wiki(data, 150 if pre else 5)]:
+            expected = theirs.encode(text, add_special_tokens=False).ids
+            assert mine.encode(text) == expected, text
+            assert mine.decode(expected) == theirs.decode(expected)
+    assert not mine.adds_bos
+
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# The pre-tokenizers of published tokenizer.json files: Llama 3, Qwen 2, SmolLM, Mistral Nemo.
+PUBLISHED: dict[str, Any] = {
+    "llama-bpe": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "smollm": "digits",
+    "gpt-2": "plain",
+}
+
+
+def trained(name: str) -> tokenizers.Tokenizer:
+    """A small tokenizer that splits as a published one does."""
+    library = tokenizers.Tokenizer(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
+    how = PUBLISHED[name]
+    if how in ("plain", "digits"):
+        steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        if how == "digits":
+            steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    else:
+        steps = [
+            pre_tokenizers.Split(tokenizers.Regex(how), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    library.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    if name == "qwen2":
+        library.normalizer = tokenizers.normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, show_progress=False, special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    library.train_from_iterator(LINES * 2, trainer)
+    library.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    return library
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_texts_are_split_as_by_published_tokenizers(name: str, tmp_path: Path) -> None:
+    theirs = trained(name)
+    tree = json.loads(theirs.to_str())
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_byte_level(writer, tree, name)
+        writer.add_eos_token_id(0)
+
+    mine = ours(write_vocabulary(tmp_path / "v.gguf", "llama", add))
+    for text in [*LINES, "a<think>b<|end|>c", "x<think> 12345"]:
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert mine.encode(text, parse_special=True) == expected, text
+    assert mine.special_ids == {0} and mine.id("<think>") == theirs.token_to_id("<think>")
+    assert mine.encode("a<|end|>") != mine.encode("a<|end|>", parse_special=True)
+    assert mine.vocab_size == theirs.get_vocab_size()  # what fills a table up is no token
+
+
+VOCABULARIES = ("llama-bpe", "llama-spm", "gpt-2", "qwen2", "starcoder", "phi-3", "refact", "mpt")
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_vocabularies_that_llama_cpp_brings_give_the_ids_that_it_brings(
+    name: str, data: Callable[[str], Path]
+) -> None:
+    """Its `models/ggml-vocab-*`: the ids are those of transformers."""
+    file = data("llama_cpp_vocabularies") / f"ggml-vocab-{name}.gguf"
+    mine = ours(file)
+    texts = Path(f"{file}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    rows = Path(f"{file}.out").read_text(encoding="utf-8").split("\n")
+    for text, row in zip(texts, rows, strict=False):
+        assert mine.encode(text) == [int(index) for index in row.split()], text
+
+
+def byte_level_file(path: Path, change: Callable[[gguf.GGUFWriter], object]) -> Path:
+    """A small byte-level vocabulary, with some of its keys written over."""
+    tree = json.loads(trained("gpt-2").to_str())
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        change(writer)
+        given = dict(writer.kv_data[0])
+        writer.kv_data[0].clear()
+        add_byte_level(writer, tree, "gpt-2")
+        writer.kv_data[0].update(given)
+
+    return write_vocabulary(path, "llama", add)
+
+
+def test_special_ids_and_what_a_prompt_begins_with(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+        writer.add_pad_token_id(5)
+
+    mine = ours(byte_level_file(tmp_path / "a.gguf", add))
+    assert (mine.bos_id, mine.eos_id, mine.pad_id, mine.adds_bos) == (0, 0, 5, False)
+    assert mine.special_ids == {0}  # a character that fills rows stays a character
+    says = byte_level_file(tmp_path / "b.gguf", lambda w: (add(w), w.add_add_bos_token(True)))
+    assert ours(says).adds_bos
+
+
+def test_the_chat_template_finds_its_special_tokens(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_eos_token_id(0)
+        writer.add_chat_template(
+            "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        )
+
+    texts = texts_of_gguf(byte_level_file(tmp_path / "a.gguf", add))
+    assert not isinstance(texts.chat_template, Exception)
+    assert texts.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi<|end|>"
+    none = texts_of_gguf(byte_level_file(tmp_path / "b.gguf", lambda w: None))
+    assert isinstance(none.chat_template, TemplateError)
+
+
+def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
+    file = write_vocabulary(tmp_path / "a.gguf", "llama", lambda w: w.add_tokenizer_model("none"))
+    assert texts_of_gguf(file).tokenizer is None
+
+
+BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
+    "another kind": (lambda w: w.add_tokenizer_model("bert"), "'bert' is not supported"),
+    "an unknown way to split": (lambda w: w.add_tokenizer_pre("new-bpe"), "'new-bpe' is not"),
+    "an id that is none": (lambda w: w.add_eos_token_id(9999), "eos_token_id 9999 is none of"),
+    "types for others": (lambda w: w.add_token_types([1, 2]), "one a token"),
+    "a token twice": (lambda w: w.add_token_list(["a", "a"]), "should be 2 numbers|'a' twice"),
+    "a merge of three": (lambda w: w.add_token_merges(["a b c"]), "'a b c', no two pieces"),
+    "no texts": (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), "list of texts"),
+    "pieces without scores": (lambda w: w.add_tokenizer_model("llama"), "scores are missing"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_vocabulary_that_is_wrong_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    change, said = BAD[what]
+    with pytest.raises(CheckpointError, match=said):
+        texts_of_gguf(byte_level_file(tmp_path / "a.gguf", change))
+
+
+def test_without_a_way_to_split_only_gpt2_is_read(tmp_path: Path) -> None:
+    tree = json.loads(trained("gpt-2").to_str())
+    file = write_vocabulary(tmp_path / "a.gguf", "llama", lambda w: add_byte_level(w, tree, None))
+    with pytest.raises(CheckpointError, match="gguf-new-metadata --pre-tokenizer"):
+        texts_of_gguf(file)
+
+
+def test_scores_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "a"])
+        writer.add_token_scores([0.0, float("nan")])
+
+    with pytest.raises(CheckpointError, match="no finite numbers"):
+        texts_of_gguf(write_vocabulary(tmp_path / "a.gguf", "llama", add))
+
+
+def test_every_way_to_split_is_one_that_is_read() -> None:
+    from jaxllm.text.regexes import check_regex
+
+    for name, pre in PRE.items():
+        for regex in pre.regexes:
+            check_regex(regex, name)
+    assert all(pre.regexes for pre in PRE.values())

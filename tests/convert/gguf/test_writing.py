@@ -1,0 +1,313 @@
+"""What is written as GGUF is what the `gguf` package, and our own reader, read back."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file
+
+import jaxllm
+from jaxllm.api import open_checkpoint
+from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.convert.gguf.opening import open_gguf
+from jaxllm.convert.gguf.writing import write_gguf
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.formats import dense
+from jaxllm.weights.paths import flatten
+from tests.conftest import Run
+from tests.convert.gguf.made import raw_of, write
+from tests.convert.gguf.test_opening import SMALL
+from tests.convert.gguf.test_vocabulary import LINES, PUBLISHED, ours, trained
+from tests.twins import random_model, save_random, tokens
+
+KINDS = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0")]
+GPT2 = {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def find(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            save_random(made[family], family, **(GPT2 if family == "gpt2" else SMALL))
+        return made[family]
+
+    return find
+
+
+def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """The type and the bytes of every tensor of a file, as the package reads it."""
+    return {
+        tensor.name: (tensor.tensor_type.name, np.asarray(tensor.data).reshape(-1).view(np.uint8))
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+def assert_same(one: Path, other: Path) -> None:
+    found, expected = raw_tensors(one), raw_tensors(other)
+    assert {n: kind for n, (kind, _) in found.items()} == {
+        n: kind for n, (kind, _) in expected.items()
+    }
+    for name, (_, raw) in found.items():
+        np.testing.assert_array_equal(raw, expected[name][1], name)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+def test_a_file_of_ours_is_the_packages_own(
+    kind: gguf.GGMLQuantizationType, family: str, directory: Any, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "ours.gguf", open_hf(directory(family)), kind.name)
+    write(tmp_path / "theirs.gguf", directory(family), raw_of(kind))
+    assert_same(tmp_path / "ours.gguf", tmp_path / "theirs.gguf")
+    fields = {
+        path: {
+            name: field.contents()
+            for name, field in gguf.GGUFReader(path).fields.items()
+            if name.startswith(("llama.", "gpt2.", "general.architecture"))
+        }
+        for path in (tmp_path / "ours.gguf", tmp_path / "theirs.gguf")
+    }
+    mine, theirs = fields.values()
+    assert theirs.items() <= mine.items()
+    opened, again = (open_gguf(path) for path in fields)
+    assert opened.config == again.config == open_hf(directory(family)).config
+    for path, tensor in again.tensors.items():
+        np.testing.assert_array_equal(opened.tensors[path].read(), tensor.read(), path)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+def test_integers_that_are_kept_go_back_as_they_came(
+    name: str, directory: Any, tmp_path: Path
+) -> None:
+    """Also where rounding again would choose another scale: the largest code is none of -8."""
+
+    def raw(tensor: str, array: np.ndarray) -> Any:
+        data, kind = raw_of(gguf.GGMLQuantizationType[name])(tensor, array)
+        if array.ndim > 1:
+            data = data.copy().reshape(-1, 34 if name == "Q8_0" else 18)
+            data[:, 2:] &= 0x77 if name == "Q4_0" else 0x3F
+            data = data.reshape(len(array), -1)
+        return data, kind
+
+    theirs = write(tmp_path / "theirs.gguf", directory("mistral"), raw)
+    write_gguf(tmp_path / "ours.gguf", open_checkpoint(theirs), name)
+    assert_same(tmp_path / "ours.gguf", theirs)
+    jaxllm.load(theirs).save(tmp_path / "native")
+    write_gguf(tmp_path / "from native.gguf", open_checkpoint(tmp_path / "native"), name)
+    assert_same(tmp_path / "from native.gguf", theirs)
+
+
+def test_a_file_becomes_a_hugging_face_directory_and_back(directory: Any, tmp_path: Path) -> None:
+    for family in ("mistral", "gpt2"):
+        file = write(tmp_path / f"{family}.gguf", directory(family))
+        write_hf(tmp_path / family, open_checkpoint(file))
+        found = load_file(tmp_path / family / "model.safetensors")
+        expected = load_file(directory(family) / "model.safetensors")
+        prefix = "transformer." if family == "gpt2" else ""
+        assert found.keys() == {name.removeprefix(prefix) for name in expected}
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name.removeprefix(prefix)], array, name)
+        write_gguf(tmp_path / "again.gguf", open_checkpoint(tmp_path / family), "F32")
+        assert_same(tmp_path / "again.gguf", file)
+        (tmp_path / "again.gguf").unlink()
+
+
+def test_rotary_divisors_go_to_transformers_and_back(tmp_path: Path) -> None:
+    import torch
+
+    factors = (1.0, 1.5, 2.0, 4.0)
+    rope = jaxllm.Rope(rope_type="divisors", rope_theta=1e4, divisors=factors)
+    model, params = random_model("llama", **SMALL)
+    config = jaxllm.LlamaConfig(**{**vars(model.config), "rope": rope})
+    lm = jaxllm.api.LM(config, jaxllm.build(config), params, None, {}, tmp_path)
+    lm.save(tmp_path / "native")
+    opened = open_checkpoint(tmp_path / "native")
+    assert opened.config == config
+    write_hf(tmp_path / "hf", opened)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = tokens(1, 20)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids)).logits.numpy()
+    found = jaxllm.forward(lm.model, lm.params, None, ids).logits
+    np.testing.assert_allclose(np.asarray(found), expected, atol=1e-4, rtol=1e-4)
+    write_gguf(tmp_path / "a.gguf", opened, "F32")
+    assert open_checkpoint(tmp_path / "a.gguf").config == config
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}]
+)
+def test_rotary_settings_come_back(rope: dict[str, Any], tmp_path: Path) -> None:
+    save_random(tmp_path / "hf", "llama", **SMALL, rope_parameters=rope)
+    opened = open_hf(tmp_path / "hf")
+    write_gguf(tmp_path / "a.gguf", opened, "F16")
+    assert open_gguf(tmp_path / "a.gguf").config == opened.config
+
+
+def spoken(directory: Path, library: Any, **config: Any) -> None:
+    """A tokenizer as transformers saves it, beside a model."""
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_byte_level_tokenizer_goes_along_both_ways(
+    name: str, directory: Any, tmp_path: Path, run: Run
+) -> None:
+    import shutil
+
+    shutil.copytree(directory("gpt2"), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    library = trained(name)
+    sizes = {**config, "vocab_size": library.get_vocab_size() + 2}
+    shutil.rmtree(tmp_path / "hf")
+    save_random(tmp_path / "hf", "gpt2", **{**GPT2, "vocab_size": sizes["vocab_size"]})
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    spoken(
+        tmp_path / "hf", library, eos_token="<|end|>", bos_token="<|end|>", add_bos_token=True,
+        chat_template=template,
+    )  # fmt: skip
+    file = tmp_path / "a.gguf"
+    status, _, said = run("convert", tmp_path / "hf", file, "--to-gguf", "q8_0")
+    assert status == 0 and "with its tokenizer" in said, said
+    keys = gguf.GGUFReader(file).fields
+    assert keys["tokenizer.ggml.pre"].contents() == name
+    mine = ours(file)
+    for text in [*LINES, "a<think>b<|end|>c"]:
+        expected = library.encode(text, add_special_tokens=False).ids
+        assert mine.encode(text, parse_special=True) == expected, text
+    assert mine.adds_bos and mine.eos_id == 0
+    if name not in ("llama-bpe", "qwen2"):
+        return
+    status, _, said = run("convert", file, tmp_path / "back", "--to-hf")
+    assert status == 0 and "with its tokenizer" in said, said
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    for text in LINES:
+        assert theirs.encode(text, add_special_tokens=False) == library.encode(text).ids, text
+    assert theirs.encode("a") == [0, *library.encode("a").ids]
+    messages = [{"role": "user", "content": "Hi"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "Hi<|end|>"
+
+
+def test_a_sentencepiece_tokenizer_goes_along_both_ways(
+    data: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from jaxllm.convert.gguf.vocabulary_keys import tokenizer_keys
+    from jaxllm.convert.gguf.writing import write_file
+    from jaxllm.text.formats import read_tree
+    from jaxllm.text.tokenizer import Tokenizer
+
+    directory = data("llama_tokenizer")
+    tree, whole = read_tree(directory), Tokenizer.from_directory(directory)
+    keys = tokenizer_keys(tree, None, {"eos_token_id": [2, 5]}, 32_000)
+    assert keys["tokenizer.ggml.eot_token_id"] == 5
+    write_file(tmp_path / "a.gguf", {"general.architecture": "llama", **keys}, {})
+    mine = ours(tmp_path / "a.gguf")
+    for text in [*LINES, *(f"a{' ' * n}b" for n in range(40))]:
+        assert mine.encode(text) == whole.encode(text), text
+        assert mine.decode(mine.encode(text)) == whole.decode(whole.encode(text))
+    assert (mine.bos_id, mine.eos_id, mine.unk_id, mine.adds_bos) == (1, 2, 0, True)
+    import sentencepiece
+
+    library = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    kinds = keys["tokenizer.ggml.token_type"]
+    checks = ((2, library.is_unknown), (3, library.is_control), (6, library.is_byte))
+    for number, check in checks:
+        assert {i for i, kind in enumerate(kinds) if kind == number} == {
+            i for i in range(32_000) if check(i)
+        }
+
+
+NO_FORM: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an exact GELU": ("gpt2", {**GPT2, "activation_function": "gelu"}, "hidden_act 'gelu'"),
+    "scores scaled by layer": (
+        "gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse",
+    ),
+    "a stretch": (
+        "llama",
+        {**SMALL, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "'dynamic'",
+    ),
+    "a magnitude": (
+        "llama", {**SMALL, "rope_parameters": {**YARN, "attention_factor": 1.3}}, "attention_factor"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_FORM)
+def test_what_has_no_gguf_form_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    family, changes, said = NO_FORM[what]
+    save_random(tmp_path / "hf", family, **changes)
+    with pytest.raises(ConfigError, match=said):
+        write_gguf(tmp_path / "a.gguf", open_hf(tmp_path / "hf"), "F16")
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "there.gguf").touch()
+    for arguments, said in {
+        ("--to-gguf", "Q4_K"): "GGUF is written in F32, F16, BF16, Q8_0, Q4_0, got 'Q4_K'",
+        ("--to-gguf", "F16", "--to-hf"): "two forms",
+        ("--to-gguf", "F16", "--dtype", "bfloat16"): "leave --dtype out",
+    }.items():
+        status, _, error = run("convert", "demo:llama", tmp_path / "a.gguf", *arguments)
+        assert status and said in error, error
+    status, _, error = run("convert", "demo:llama", tmp_path / "there.gguf", "--to-gguf", "F16")
+    assert status and "is there already" in error
+
+
+def test_numbers_that_a_type_cannot_hold_are_refused(directory: Any, tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    large = {n: x.copy() for n, x in load_file(directory("gpt2") / "model.safetensors").items()}
+    name = next(name for name in large if "c_fc.weight" in name)
+    large[name][3, 5] = 1e5
+    import shutil
+
+    shutil.copytree(directory("gpt2"), tmp_path / "hf")
+    save_file(large, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"c_fc\.weight: 100000\.0 is not a finite number of"):
+        write_gguf(tmp_path / "a.gguf", open_hf(tmp_path / "hf"), "F16")
+    assert not (tmp_path / "a.gguf").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_commands_take_a_file_where_they_take_a_directory(
+    family: str, shallow: Callable[[str], Path], tmp_path: Path, run: Run
+) -> None:
+    file = tmp_path / "a.gguf"
+    assert run("convert", shallow(family), file, "--to-gguf", "F32")[0] == 0
+    told = {}
+    for model in (file, shallow(family)):
+        status, out, error = run(
+            "generate", "-m", model, "-p", "One day", "-n", 12, "--dtype", "float32"
+        )
+        assert status == 0, error
+        told[model] = out
+    assert told[file] == told[shallow(family)] != ""
+    status, out, _ = run("info", file, "--json")
+    facts = json.loads(out)
+    assert facts["form"] == "GGUF" and facts["tokenizer"] is True
+    lm, hf = jaxllm.load(file), jaxllm.load(shallow(family))
+    for path, weight in flatten(hf.params):
+        array = np.asarray(dense(dict(flatten(lm.params))[path]))
+        np.testing.assert_array_equal(array, np.asarray(dense(weight)), path)
+    text = "Once upon a time, there was a girl.\n"
+    assert lm.encode(text) == hf.encode(text)

@@ -1,0 +1,230 @@
+"""Mixtures of experts: routing, files, what is lost to a capacity, and upcycling."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import jaxllm
+from jaxllm import bench, models
+from jaxllm.api import LM
+from jaxllm.checkpoint import dequantized, open_native
+from jaxllm.convert.engine import open_hf, read_config, write_hf
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.experts import route, within_capacity
+from jaxllm.weights.formats import dense
+from jaxllm.weights.paths import flatten, map_leaves
+from tests.twins import Twin, assert_close, load_twin, random_model, save_random, theirs, tokens
+
+STACK = "layers.0.mlp.experts.{}.weight"
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp("mixtral")
+    save_random(directory, "mixtral", num_hidden_layers=1)
+    return load_twin(directory)
+
+
+def logits(model: Any, params: Any, ids: np.ndarray) -> np.ndarray:
+    return np.asarray(jaxllm.forward(model, params, None, ids).logits)
+
+
+def test_of_equal_scores_the_first_experts_are_taken() -> None:
+    """torch takes any of them, as it happens: on a CPU often the last."""
+    scores = np.zeros((3, 8), np.float32)
+    scores[1, [2, 5, 6]] = 1.0
+    scores[2, 7] = -1.0
+    weight, expert = route(jnp.asarray(scores), 3, True)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :3]
+    np.testing.assert_array_equal(expert, order)
+    of_torch = torch.topk(torch.tensor(scores).softmax(-1), 3, dim=-1)
+    np.testing.assert_allclose(weight.sum(axis=1), 1, rtol=1e-6)
+    # The softmax over all and then of the chosen is the softmax of the chosen.
+    chosen = np.take_along_axis(scores, order, 1)
+    np.testing.assert_allclose(weight, jax.nn.softmax(jnp.asarray(chosen)), rtol=1e-6)
+    raw, _ = route(jnp.asarray(scores), 3, False)
+    np.testing.assert_allclose(raw, of_torch.values, rtol=1e-6)
+
+
+def rewritten(twin: Twin, directory: Path, change: Any) -> Path:
+    """The checkpoint with other tensors."""
+    directory.mkdir()
+    tensors = change(load_file(twin.directory / "model.safetensors"))
+    save_file(tensors, directory / "model.safetensors")
+    config = (twin.directory / "config.json").read_text(encoding="utf-8")
+    (directory / "config.json").write_text(config, encoding="utf-8")
+    return directory
+
+
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As transformers 5 holds them."""
+    at = "model.layers.0.block_sparse_moe."
+    each = [
+        np.stack([tensors.pop(f"{at}experts.{e}.{n}.weight") for e in range(5)])
+        for n in ("w1", "w3", "w2")
+    ]
+    mlp = "model.layers.0.mlp."
+    tensors[f"{mlp}gate.weight"] = tensors.pop(f"{at}gate.weight")
+    tensors[f"{mlp}experts.gate_up_proj"] = np.concatenate(each[:2], axis=1)
+    return {**tensors, f"{mlp}experts.down_proj": each[2]}
+
+
+def test_both_spellings_are_the_same_model(twin: Twin, tmp_path: Path) -> None:
+    names = set(load_file(twin.directory / "model.safetensors"))
+    assert "model.layers.0.block_sparse_moe.experts.4.w3.weight" in names  # the published one
+    other = open_hf(rewritten(twin, tmp_path / "fused", fused))
+    ours = open_hf(twin.directory)
+    assert set(other.tensors) == set(ours.tensors)
+    for path, tensor in other.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), ours.tensors[path].read(), path)
+        np.testing.assert_array_equal(np.concatenate([*tensor.blocks(3)]).reshape(-1),
+                                      ours.tensors[path].read().reshape(-1))  # fmt: skip
+    twin.torch_model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    sharded = load_twin(tmp_path / "shards")
+    np.testing.assert_array_equal(*(dict(flatten(t.params))[STACK.format("up_proj")]
+                                    for t in (sharded, twin)))  # fmt: skip
+
+
+def without(name: str) -> Any:
+    return lambda tensors: {k: v for k, v in tensors.items() if name not in k}
+
+
+def test_experts_that_are_not_as_the_configuration_says_are_refused(
+    twin: Twin, tmp_path: Path
+) -> None:
+    one = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+    whole = {"model.layers.0.mlp.experts.down_proj": np.zeros((5, 48, 56), np.float32)}
+    narrow = {"model.layers.0.mlp.experts.gate_up_proj": np.zeros((5, 56, 48), np.float32)}
+    cases = {
+        "missing": (without("experts.3.w2"), r"has experts \[0, 1, 2, 4\], config.json says 5"),
+        "shape": (lambda t: {**t, one: t[one][:, :-1].copy()}, "expert 3 is float32 .48, 55., exp"),
+        "twice": (lambda t: {**t, **whole}, "down_proj.weight is there twice"),
+        "narrow": (lambda t: {**t, **narrow}, r"config.json makes it \(5, 112, 48\)"),
+        "router": (without("block_sparse_moe.gate"), "layers.0.mlp.gate.weight is missing"),
+        "more": (lambda t: {**t, one.replace("3", "7"): t[one]}, r"has experts \[0, .* 4, 7\]"),
+    }
+    for name, (change, message) in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            open_hf(rewritten(twin, tmp_path / name, change))
+
+
+def test_configurations_are_read_in_either_spelling_and_impossible_ones_refused() -> None:
+    mixtral, qwen = (theirs(kind).to_dict() for kind in ("mixtral", "qwen3_moe"))
+    qwen = {k: v for k, v in qwen.items() if k not in ("num_experts", "num_local_experts")}
+    read = [read_config({**qwen, name: 7})[0] for name in ("num_experts", "num_local_experts")]
+    assert read[0] == read[1] and read[0].num_experts == 7
+    assert [read[0].routed(i) for i in range(2)] == [False, True]
+    sparse = read_config({**qwen, "num_experts": 7, "decoder_sparse_step": 2})[0]
+    assert sparse.mlp_layer_types == ("dense", "sparse")
+    for change, message in (
+        ({"num_experts": 6}, "num_experts 6 and num_local_experts 5 differ|num_local_experts"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is more than num_experts \(5\)"),
+        ({"num_local_experts": 0}, "num_experts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_config({**mixtral, **change})
+    with pytest.raises(ConfigError, match="decoder_sparse_step must be a number from 1"):
+        read_config({**qwen, "num_experts": 7, "decoder_sparse_step": 0})
+
+
+@pytest.mark.parametrize("format", ["int4", pytest.param("int8", marks=pytest.mark.full)])
+def test_quantized_stacks_are_saved_loaded_and_written_for_others(
+    twin: Twin, tmp_path: Path, format: str
+) -> None:
+    ids, path = tokens(1, 9), STACK.format("gate_proj")
+    lm = jaxllm.load(twin.directory, quantize=format)
+    leaves = dict(flatten(lm.params))
+    assert leaves[path].shape == (5, 56, 48) and leaves["layers.0.mlp.gate.weight"].ndim == 2
+    assert leaves["layers.0.mlp.gate.weight"].dtype == jnp.float32  # the router stays
+    bytes_each = {"int8": 128 + 4, "int4": 64 + 8}[format]  # rows of 48 are padded to 128
+    assert leaves[path].nbytes == 5 * 56 * bytes_each
+    lm.save(tmp_path / "own")
+    again = jaxllm.load(tmp_path / "own")
+    np.testing.assert_array_equal(
+        logits(again.model, again.params, ids), logits(lm.model, lm.params, ids)
+    )
+    write_hf(tmp_path / "hf", dequantized(open_native(tmp_path / "own")))
+    wide = map_leaves(lambda _, leaf: dense(leaf, jnp.float32), lm.params)
+    back = load_twin(tmp_path / "hf")
+    jax.tree.map(np.testing.assert_array_equal, dict(flatten(back.params)), dict(flatten(wide)))
+    assert_close(logits(lm.model, lm.params, ids), back.logits(ids))
+
+
+def test_a_token_gets_the_same_whatever_runs_with_it_and_padding_runs_no_expert(
+    twin: Twin,
+) -> None:
+    ids = tokens(3, 5)
+    at = np.where(np.arange(5) < [[5], [3], [0]], np.arange(5), -1).astype(np.int32)
+    length = np.array([5, 3, 0], np.int32)
+    run = jax.jit(lambda *given: twin.model.apply({"params": twin.params}, *given))
+    together, alone = run(ids, at, length), run(ids[:1], at[:1], length[:1])
+    np.testing.assert_allclose(together.logits[:1], alone.logits, rtol=1e-5, atol=1e-5)
+    mlp = np.asarray(together.layers[0].mlp)
+    np.testing.assert_array_equal(mlp.any(axis=2), at >= 0)
+
+
+def test_weights_that_are_not_renormalised_are_those_of_transformers(tmp_path: Path) -> None:
+    changes = {"norm_topk_prob": False, "mlp_only_layers": [], "sliding_window": 4}
+    save_random(tmp_path, "qwen3_moe", num_hidden_layers=1, use_sliding_window=True, **changes)
+    raw = load_twin(tmp_path)
+    ids = tokens(2, 11)
+    assert_close(logits(raw.model, raw.params, ids), raw.logits(ids))
+    same = models.build(replace(raw.config, norm_topk_prob=True))
+    assert np.abs(logits(same, raw.params, ids) - raw.logits(ids)).max() > 1e-2
+
+
+def test_a_token_reads_its_own_experts_alone(twin: Twin) -> None:
+    lm = LM(twin.config, twin.model, twin.params, None, {}, Path("mixture"))
+    sizes = {path: leaf.nbytes for path, leaf in flatten(twin.params) if "embed" not in path}
+    stacks = sum(size for path, size in sizes.items() if ".experts." in path)
+    assert stacks == 3 * 5 * 56 * 48 * 4
+    rest = sum(sizes.values()) - stacks
+    assert bench.weight_bytes(lm) == rest + stacks * 2 // 5
+    assert bench.weight_bytes(lm, 2) == rest + stacks * 4 // 5  # at most
+    assert bench.weight_bytes(lm, 3) == rest + stacks
+
+
+def test_a_capacity_takes_first_choices_first_and_drops_the_rest() -> None:
+    rng = np.random.default_rng(0)
+    expert_Tk = np.stack([rng.permutation(4)[:2] for _ in range(19)]).astype(np.int32)
+    for factor in (0.5, 1.0, 4.0):
+        room, wanted = int(np.ceil(factor * 19 * 2 / 4)), expert_Tk.copy()
+        count = np.zeros(4, int)
+        for choice in range(2):
+            for token in range(19):
+                expert = expert_Tk[token, choice]
+                count[expert] += 1
+                if count[expert] > room:
+                    wanted[token, choice] = -1
+        found = within_capacity(jnp.asarray(expert_Tk), 4, factor)
+        np.testing.assert_array_equal(found, wanted)
+    assert (np.asarray(found) == expert_Tk).all()
+    padded = jnp.asarray(expert_Tk).at[:10].set(-1)  # takes no room
+    np.testing.assert_array_equal(within_capacity(padded, 4, 1.0), padded)
+
+
+def test_what_a_capacity_drops_goes_on_by_the_residual_alone() -> None:
+    model, params = random_model("mixtral", num_hidden_layers=1)
+    tight = models.build(replace(model.config, capacity_factor=1e-9))  # one token an expert
+    ids = tokens(1, 30)
+    at, length = np.arange(30, dtype=np.int32)[None], np.full(1, 30, np.int32)
+    free, bound = (m.apply({"params": params}, ids, at, length).layers[0] for m in (model, tight))
+    dropped = ~np.asarray(bound.mlp).any(axis=2)[0]
+    assert 20 <= dropped.sum() < 30
+    stream = np.asarray(free.x - free.mlp)
+    np.testing.assert_allclose(np.asarray(bound.x)[0, dropped], stream[0, dropped], atol=1e-5)
+
+
+def test_own_config_json_keeps_the_capacity() -> None:
+    model, _ = random_model("mixtral")
+    config = replace(model.config, capacity_factor=1.25)
+    assert models.config_from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -1,0 +1,159 @@
+"""Every family equals transformers, and all that the library does works for it.
+
+What holds for any model is tested with Llama and GPT-2 elsewhere; here is what a family could get
+wrong: its arithmetic, its files, and what its configuration says of positions and windows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.cache import shift
+from jaxllm.checkpoint import open_native
+from jaxllm.convert.engine import TABLES, open_hf, read_config, write_hf
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.equivalence.compare import verify
+from jaxllm.evaluate.equivalence.reference import Transformers
+from jaxllm.evaluate.equivalence.sides import Ours, padded
+from jaxllm.models import FAMILIES, config_from_dict
+from jaxllm.weights.files import open_tensors
+from jaxllm.weights.paths import flatten
+from tests.twins import KINDS, Twin, assert_close, load_twin, save_random, theirs, tokens
+
+NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
+TEXTS = [tokens(1, 9)[0].tolist(), tokens(1, 6, 1)[0].tolist()]
+
+
+@pytest.fixture(scope="module", params=NEW)
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_random(directory, request.param)
+    return load_twin(directory)
+
+
+def test_every_family_has_a_twin_and_a_table() -> None:
+    assert set(FAMILIES) == set(KINDS) - {"mistral"} == set(TABLES)
+
+
+def test_every_stage_and_the_text_equal_transformers(twin: Twin) -> None:
+    ours = Ours("ours", twin.model, twin.params)
+    report = verify(ours, Transformers.load(twin.directory), padded(TEXTS), new_tokens=24)
+    assert report.holds, report.first
+
+
+def test_a_long_text_equals_transformers(twin: Twin) -> None:
+    """Beyond every window, and beyond what LongRoPE was trained on."""
+    ids = tokens(2, 61)
+    found = jaxllm.forward(twin.model, twin.params, None, ids).logits
+    assert_close(found, twin.logits(ids))
+
+
+def test_longrope_changes_its_divisors_past_the_border(tmp_path: Path) -> None:
+    save_random(tmp_path, "phi3")
+    phi = load_twin(tmp_path)
+    for length in (40, 41):
+        ids = tokens(1, length)
+        assert_close(jaxllm.forward(phi.model, phi.params, None, ids).logits, phi.logits(ids))
+
+
+def test_a_prompt_in_chunks_and_cached_steps_are_the_whole_text(twin: Twin) -> None:
+    ids = tokens(1, 30)
+    whole = jaxllm.forward(twin.model, twin.params, None, ids).logits
+    cache = jaxllm.init_cache(twin.config, 1, 32)
+    logits, cache = jaxllm.prefill(twin.model, twin.params, cache, ids[:, :27], chunk=8)
+    assert_close(logits, np.asarray(whole[:, 26]))
+    for place in (27, 28):
+        logits, cache = jaxllm.decode_step(twin.model, twin.params, cache, ids[:, place])
+        assert_close(logits, np.asarray(whole[:, place]))
+
+
+def test_half_precision_is_as_close_as_transformers_is(twin: Twin) -> None:
+    ids = tokens(2, 31)
+    exact = twin.logits(ids)
+    for dtype in ("bfloat16", "float16"):
+        half = load_twin(twin.directory, dtype)
+        mine = np.asarray(jaxllm.forward(half.model, half.params, None, ids).logits)
+        rms = [float(np.sqrt(np.mean(np.square(x - exact)))) for x in (mine, half.logits(ids))]
+        assert rms[0] <= 1.5 * rms[1], (dtype, rms)
+
+
+def test_files_are_read_back_as_they_were(twin: Twin, tmp_path: Path) -> None:
+    opened = open_hf(twin.directory)
+    write_hf(tmp_path / "hf", opened)
+    before, after = (
+        open_tensors(d / "model.safetensors") for d in (twin.directory, tmp_path / "hf")
+    )
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(tensor.read(), after[name].read())
+    assert open_hf(tmp_path / "hf").config == opened.config
+    # What transformers makes of the configuration that we wrote is what it made of its own.
+    again = load_twin(tmp_path / "hf")
+    ids = tokens(1, 45)
+    np.testing.assert_array_equal(again.logits(ids), twin.logits(ids))
+    assert config_from_dict(json.loads(json.dumps(opened.config.to_dict()))) == opened.config
+    lm = jaxllm.load(twin.directory)
+    lm.save(tmp_path / "own")
+    assert open_native(tmp_path / "own").config == opened.config
+
+
+def test_defaults_are_those_of_transformers(twin: Twin) -> None:
+    """A config.json that says only what it must is read as transformers reads it."""
+    kind = twin.config.model_type
+    full = theirs(kind).to_dict()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    heads = ("num_attention_heads", "num_key_value_heads")
+    least = {n: full[n] for n in (*sizes, *heads) if n in full}
+    if kind == "phi3":  # its default is what few checkpoints have: no heads are shared
+        least["num_key_value_heads"] = least["num_attention_heads"]
+    whole = type(theirs(kind))(**least).to_dict()
+    assert read_config({"model_type": kind, **least})[0] == read_config(whole)[0]
+
+
+def test_positions_can_be_moved_where_angles_allow_it(twin: Twin) -> None:
+    ids = tokens(1, 12)
+    cache = jaxllm.init_cache(twin.config, 1, 24)
+    _, cache = jaxllm.prefill(twin.model, twin.params, cache, ids)
+    if twin.config.angles_follow_length:
+        with pytest.raises(ConfigError, match="follow the text's length"):
+            shift(cache, 7)
+        return
+    moved = shift(cache, 7)
+    at = np.arange(12, dtype=np.int32)[None] + 7
+    far = jaxllm.forward(twin.model, twin.params, None, ids, positions_BT=at)
+    for mine, fresh in zip(moved.tail.k, far.delta.k, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(mine)[:, :12], np.asarray(fresh), atol=2e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantized_weights_are_those_that_the_dense_ones_round_to(twin: Twin, format: str) -> None:
+    from jaxllm.weights.formats import dense
+    from jaxllm.weights.paths import map_leaves
+    from jaxllm.weights.quantize import quantize
+
+    small = quantize(twin.params, format)
+    wide = map_leaves(lambda _, leaf: dense(leaf, jnp.float32), small)
+    ids = tokens(1, 9)
+    mine, same = (jaxllm.forward(twin.model, p, None, ids).logits for p in (small, wide))
+    assert_close(mine, np.asarray(same))
+
+
+def test_gradients_reach_every_parameter(twin: Twin) -> None:
+    ids = tokens(2, 13)
+
+    def loss(params: Any) -> jax.Array:
+        at = np.broadcast_to(np.arange(13, dtype=np.int32), ids.shape)
+        logits = twin.model.apply({"params": params}, ids, at, np.full(2, 13)).logits
+        return jnp.square(logits).mean()
+
+    grads = jax.jit(jax.grad(loss))(twin.params)
+    still = [path for path, g in flatten(grads) if not np.abs(np.asarray(g)).max() > 0]
+    assert still == []

@@ -1,0 +1,139 @@
+"""LongRoPE has two lists of angles, and a cached text stays with the one that it began with."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm.decode.batching.serve import Request, serve
+from jaxllm.decode.loops.contrastive import contrastive_search
+from jaxllm.decode.loops.guidance import guided_generate
+from jaxllm.errors import CapacityError
+from jaxllm.models import build
+from tests.twins import Twin, assert_close, load_twin, save_random, tokens
+
+BORDER = 40  # of the twin: original_max_position_embeddings
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp("phi3")
+    save_random(directory, "phi3", num_hidden_layers=1)
+    return load_twin(directory)
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(32, 9), (45, 9)])
+def test_on_either_side_the_text_is_that_of_transformers(twin: Twin, prompt: int, new: int) -> None:
+    ids = tokens(1, prompt)
+    with torch.no_grad():
+        theirs = twin.torch_model.generate(
+            torch.tensor(ids),
+            attention_mask=torch.ones(ids.shape, dtype=torch.long),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    ours = jaxllm.generate(twin.model, twin.params, ids, max_new_tokens=new)
+    assert ours.token_BT[0].tolist() == theirs[0, prompt:].tolist()
+
+
+def test_a_long_prompt_in_chunks_is_turned_as_a_whole(twin: Twin) -> None:
+    ids = tokens(1, 45)
+    cache = jaxllm.init_cache(twin.config, 1, 48)
+    logits, _ = jaxllm.prefill(twin.model, twin.params, cache, ids, chunk=16)
+    assert_close(logits, twin.logits(ids)[:, -1])
+
+
+def _from_cache(twin: Twin) -> None:
+    cache = jaxllm.init_cache(twin.config, 1, 64)
+    cache = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 30))[1]
+    jaxllm.generate(twin.model, twin.params, tokens(1, 12), max_new_tokens=2, cache=cache)
+
+
+PROMPT = tokens(1, 36)
+CROSSING: dict[str, Callable[[Twin], object]] = {
+    "generate": lambda t: jaxllm.generate(t.model, t.params, PROMPT, max_new_tokens=6),
+    "one of two rows": lambda t: jaxllm.generate(
+        t.model, t.params, tokens(2, 45), lengths_B=np.array([45, 36]), max_new_tokens=6
+    ),
+    "from a cache": _from_cache,
+    "beams": lambda t: jaxllm.beam_search(t.model, t.params, PROMPT, num_beams=2, max_new_tokens=6),
+    "speculation": lambda t: jaxllm.speculative_generate(
+        t.model, t.params, PROMPT, draft=(t.model, t.params), max_new_tokens=6
+    ),
+    "guidance": lambda t: guided_generate(
+        t.model, t.params, PROMPT[0].tolist(), guidance_scale=2.0, max_new_tokens=6
+    ),
+    "contrastive": lambda t: contrastive_search(
+        t.model, t.params, PROMPT[0].tolist(), penalty_alpha=0.5, top_k=2, max_new_tokens=6
+    ),
+    "LM": lambda t: jaxllm.load(t.directory).generate(PROMPT, max_new_tokens=6),
+}
+
+
+@pytest.mark.parametrize("way", CROSSING)
+def test_no_way_of_decoding_crosses_the_border(twin: Twin, way: str) -> None:
+    with pytest.raises(CapacityError, match=r"cannot go on to 4\d.*long_factor in config\.json"):
+        CROSSING[way](twin)
+
+
+@pytest.mark.full
+def test_what_is_drafted_beyond_the_end_turns_nothing(twin: Twin) -> None:
+    """The last tokens before the border: a pass over more of them would be a long text's."""
+    ids = tokens(1, 32)
+    plain = jaxllm.generate(twin.model, twin.params, ids, max_new_tokens=9)
+    drafted = jaxllm.speculative_generate(
+        twin.model, twin.params, ids, draft=(twin.model, twin.params), max_new_tokens=9
+    )
+    assert drafted.token_BT.tolist() == plain.token_BT.tolist()
+
+
+@pytest.mark.full
+def test_a_served_request_that_would_cross_is_refused_alone(twin: Twin) -> None:
+    prompts = {"crossing": 36, "short": 20}
+    requests = [
+        Request(id=n, prompt=tokens(1, size)[0], max_new_tokens=6) for n, size in prompts.items()
+    ]
+    events = list(serve(twin.model, twin.params, requests, rows=2, capacity=64))
+    (refusal,) = (event for event in events if event.id == "crossing")
+    assert "cannot go on to 41" in str(refusal.error)
+    assert sum(event.token is not None for event in events if event.id == "short") == 6
+
+
+def test_by_default_a_text_ends_at_the_border(twin: Twin) -> None:
+    lm = jaxllm.load(twin.directory)
+    assert len(lm.generate(PROMPT[0].tolist(), eos_token_id=None).tokens) == BORDER - 36 + 1
+
+
+def test_the_border_is_between_two_lists(twin: Twin) -> None:
+    rope = twin.config.rope
+    assert twin.config.border == BORDER
+    assert dataclasses.replace(rope, short_factor=rope.long_factor).border is None
+    assert jaxllm.Rope(rope_type="default", rope_theta=1e4).border is None
+
+
+@pytest.mark.full
+def test_with_one_list_there_is_no_border(twin: Twin) -> None:
+    """The way out that the message names: all texts are turned as long ones."""
+    rope = twin.config.rope
+    rope = dataclasses.replace(rope, short_factor=rope.long_factor)
+    config = dataclasses.replace(twin.config, rope=rope)
+    model: Any = build(config)
+    ids = jaxllm.generate(model, twin.params, PROMPT, max_new_tokens=6).token_BT
+    text = np.concatenate([PROMPT, np.asarray(ids)], axis=1)[:, :-1]
+    # One token short of the border and one past it, the same program without a cache agrees.
+    whole = np.asarray(jaxllm.forward(model, twin.params, None, text).logits)
+    assert ids[0].tolist() == whole[0, 35:].argmax(-1).tolist()
+
+
+def test_the_list_is_of_each_text(twin: Twin) -> None:
+    """A long and a short row together: each is what transformers makes of it alone."""
+    ids, lengths = tokens(2, 45), np.array([45, 20])
+    cache = jaxllm.init_cache(twin.config, 2, 48)
+    logits, _ = jaxllm.prefill(twin.model, twin.params, cache, ids, lengths_B=lengths, chunk=16)
+    for row, size in enumerate(lengths):
+        assert_close(logits[row], twin.logits(ids[row : row + 1, :size])[0, -1])

@@ -1,0 +1,97 @@
+"""Each family's files in their variants, and what its configuration asks and is not there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+import jaxllm
+from jaxllm.convert.engine import open_hf
+from jaxllm.errors import ConfigError, JaxllmError
+from tests.models.test_families import NEW
+from tests.twins import assert_close, load_twin, save_random, theirs, tokens
+
+# What transformers itself cannot write, or ties whatever it is told.
+TIED = {"gemma2", "gemma3_text"}
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_shards_and_tied_heads_load_as_one_file_does(family: str, tmp_path: Path) -> None:
+    """Tied where the gate's twin is not, in shards and not: the same tensors, and transformers'."""
+    tied = family in TIED or not theirs(family).tie_word_embeddings
+    save_random(tmp_path / "one", family, num_hidden_layers=1, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    shards = sorted((tmp_path / "shards").glob("model-*.safetensors"))
+    assert len(shards) >= 2
+    one, several = open_hf(tmp_path / "one"), open_hf(tmp_path / "shards")
+    assert one.config == several.config
+    assert one.config.tie_word_embeddings is tied
+    assert set(one.tensors) == set(several.tensors)
+    assert ("lm_head.weight" in one.tensors) is not tied
+    for path, tensor in one.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), several.tensors[path].read(), path)
+    shards[0].unlink()
+    with pytest.raises(JaxllmError, match=f"{shards[0].name} is missing"):
+        open_hf(tmp_path / "shards")
+    if family in ("qwen2", "gpt_neox"):  # the others' head is the same code
+        twin, ids = load_twin(tmp_path / "one"), tokens(2, 9)
+        assert_close(jaxllm.forward(twin.model, twin.params, None, ids).logits, twin.logits(ids))
+
+
+def refused(family: str, directory: Path, changes: dict[str, Any]) -> str:
+    """What is said of a config.json with these fields; there is no file of tensors at all."""
+    directory.mkdir()
+    config = theirs(family).to_dict()
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError) as caught:
+        open_hf(directory)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_what_a_configuration_asks_and_we_lack_is_refused_before_any_weight(
+    family: str, tmp_path: Path
+) -> None:
+    said = refused(family, tmp_path / "a", {"attention_sinks": 4, "use_mystery": True})
+    assert "attention_sinks is not supported (got 4)" in said
+    assert "use_mystery is not supported (got True)" in said
+    key = "full_attention" if family == "gemma3_text" else None
+    for number, (settings, message) in enumerate(
+        (
+            ({"rope_type": "proportional", "rope_theta": 1e4}, "'proportional' is not supported"),
+            ({"rope_type": "linear", "rope_theta": 1e4}, "'linear' needs factor"),
+            ({"rope_type": "default", "rope_theta": 1e4, "odd": 1}, "odd are not known"),
+        )
+    ):
+        changes = {"rope_parameters": {key: settings} if key else settings}
+        assert message in refused(family, tmp_path / str(number), changes)
+    head = {"architectures": [f"{family}ForSequenceClassification"]}
+    assert "which is no plain causal model" in refused(family, tmp_path / "b", head)
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
+    assert "which is never run" in refused(family, tmp_path / "c", code)
+
+
+OWN: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping must be None"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    ("phi3", {"attention_bias": True}, "attention_bias must be False"),
+    ("smollm3", {"no_rope_layers": [1]}, "1 entries for 3"),
+    ("granite", {"embedding_multiplier": 0}, "embedding_multiplier"),
+    ("olmo2", {"hidden_act": "quick_gelu"}, "hidden_act"),
+    ("gpt_neox", {"num_key_value_heads": 1}, "num_key_value_heads is not supported"),
+    ("gpt_neox", {"use_parallel_residual": "yes"}, "use_parallel_residual"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), OWN)
+def test_a_familys_own_fields_are_held_to_what_we_have(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    assert message in refused(family, tmp_path / "a", changes)

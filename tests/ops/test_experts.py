@@ -1,0 +1,166 @@
+"""Products with one matrix each of a stack."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.ops import native
+from jaxllm.weights.experts import expert_linears
+from jaxllm.weights.formats import as_format, as_leaf, dense
+from jaxllm.weights.linear import linear
+from jaxllm.weights.quantize import quantize
+
+E, F, D = 5, 33, 200
+FORMATS = ["float32", "bfloat16", "float16", "int8", "int8-g64-f16", "int4", "int4-g32-zp"]
+DAILY = ["bfloat16", "int4-g32-zp"]
+apply = jax.jit(expert_linears, static_argnames="int8_inputs")
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def stack(name: str, outputs: int = F, seed: int = 0) -> Any:
+    return as_format(jnp.asarray(numbers(E, outputs, D, seed=seed)), name)
+
+
+def of(weight: Any, expert: int) -> Any:
+    return jax.tree.map(lambda piece: piece[expert], weight)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(n, marks=[] if n in DAILY else pytest.mark.full) for n in FORMATS),
+        "int2-g32",
+        pytest.param("nf4", marks=pytest.mark.full),
+    ],
+)
+def test_each_row_is_multiplied_with_its_expert(name: str) -> None:
+    """In any order, few and many; by kernels where there are any, and in plain JAX."""
+    weight, rng = stack(name), np.random.default_rng(1)
+    wide = np.asarray(dense(weight, jnp.float32), np.float64)
+    for rows in (3, 41) if name in DAILY else (41,):
+        x, expert = numbers(rows, D, seed=2), rng.integers(-1, E, rows).astype(np.int32)
+        expert[0] = -1
+        whole = wide[np.maximum(expert, 0)]
+        exact = np.einsum("aoi,ai->ao", whole, x) * (expert >= 0)[:, None]
+        bound = np.einsum("aoi,ai->ao", np.abs(whole), np.abs(x))
+        for disabled in (False, True):
+            y = _disabled(disabled, lambda x=x, at=expert: apply(jnp.asarray(x), [weight], at)[0])
+            assert (np.abs(y - exact) <= 1e-6 * bound).all(), (rows, disabled)
+            assert not y[expert < 0].any()
+
+
+def _disabled(disabled: bool, run: Any) -> np.ndarray:
+    if not disabled:
+        return np.asarray(run())
+    with native.disabled():
+        return np.asarray(run())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in DAILY else pytest.mark.full) for n in FORMATS]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rows_bits_are_those_of_linear_on_every_set(name: str, dtype: str) -> None:
+    gate, down = stack(name), stack(name, 7, seed=3)
+    x = jnp.asarray(numbers(6, D, seed=2)).astype(dtype)
+    expert = np.array([1, 1, 4, -1, 0, 1], np.int32)
+    rounded = name.startswith("int4") and dtype == "float32"
+    before = native.isa()
+    try:
+        for isa in native.available():
+            native.isa(isa)
+            both = expert_linears(x, [gate, down], expert, int8_inputs=rounded)
+            for y, weight in zip(both, (gate, down), strict=True):
+                for row, number in enumerate(expert):
+                    if number >= 0:
+                        one = linear(x[row : row + 1], of(weight, number), int8_inputs=rounded)
+                        np.testing.assert_array_equal(np.asarray(y)[row], np.asarray(one)[0])
+    finally:
+        native.isa(before)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["bfloat16", "int4-g64"])
+def test_many_rows_have_the_bits_of_linears_kernel_for_many(name: str) -> None:
+    """Each expert's rows as if they were multiplied with it alone: by a matrix unit, if any."""
+    weight, expert = (
+        stack(name),
+        np.sort(np.random.default_rng(1).integers(0, E, 90)).astype(np.int32),
+    )
+    x = jnp.asarray(numbers(90, D, seed=2)).astype(jnp.bfloat16)
+    if native.has_many():
+        assert native.path(as_leaf(weight).matrix().kind, "bfloat16").beyond == "many"
+    (y,) = expert_linears(x, [weight], expert)
+    many = native.has_many()
+    for number in range(E):
+        mine = expert == number
+        one = as_leaf(of(weight, number)).matrix()
+        (alone,) = native.linear(x[mine], [one], columns=D, many=many)
+        np.testing.assert_array_equal(np.asarray(y)[mine], np.asarray(alone))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_no_expert_is_copied_out_of_its_stack() -> None:
+    """The program has the custom call, and nothing of the size of a matrix beside it."""
+    weight, expert = stack("int4"), jnp.asarray([1, 4], jnp.int32)
+    x = jnp.zeros((2, D))
+    text = apply.lower(x, [weight], expert).compile().as_text()
+    assert "jaxllm_experts" in text
+    assert "dynamic-slice" not in text and "gather" not in text
+
+
+def test_value_and_gradient_are_those_of_all_experts_with_a_mask() -> None:
+    weight, x = stack("float32"), jnp.asarray(numbers(23, D, seed=2))
+    expert = np.random.default_rng(1).integers(-1, E, 23).astype(np.int32)
+
+    def masked(x: jax.Array, weight: jax.Array) -> jax.Array:
+        chosen_AE = jax.nn.one_hot(expert, E)
+        return jnp.square(jnp.einsum("eoi,ai,ae->ao", weight, x, chosen_AE)).sum()
+
+    def ours(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.square(expert_linears(x, [weight], expert)[0]).sum()
+
+    wanted, found = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight) for f in (masked, ours))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-2), found, wanted)
+    small = as_format(weight, "int8")
+    wide = jnp.asarray(small.dense())
+    pair = (jax.jit(jax.grad(f))(x, w) for f, w in ((masked, wide), (ours, small)))
+    np.testing.assert_allclose(*pair, rtol=2e-4, atol=1e-2)
+
+
+def test_half_precision_has_a_gradient_of_its_own_format() -> None:
+    weight, x = stack("bfloat16"), jnp.asarray(numbers(6, D, seed=2)).astype(jnp.bfloat16)
+    expert = np.array([1, 0, 4, -1, 1, 1], np.int32)
+
+    def ours(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.square(expert_linears(x, [weight], expert)[0]).sum()
+
+    def masked(x: jax.Array, weight: jax.Array) -> jax.Array:
+        chosen_AE = jax.nn.one_hot(expert, E)
+        return jnp.square(jnp.einsum("eoi,ai,ae->ao", weight, x, chosen_AE)).sum()
+
+    found = jax.jit(jax.grad(ours, (0, 1)))(x, weight)
+    wide = jax.grad(masked, (0, 1))(x.astype(jnp.float32), weight.astype(jnp.float32))
+    for mine, exact in zip(found, wide, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        off = np.abs(np.asarray(mine, np.float32) - np.asarray(exact)).max()
+        assert off < 0.02 * np.abs(np.asarray(exact)).max()
+
+
+def test_what_is_no_stack_of_matrices_is_refused() -> None:
+    x, expert = jnp.zeros((2, D)), jnp.zeros(2, jnp.int32)
+    with pytest.raises(ConfigError, match="experts cannot be bf16-packed"):
+        packed = as_format(jnp.ones((E, F, D), jnp.bfloat16), "bf16-packed")
+        expert_linears(x, [packed], expert)
+    with pytest.raises(ValueError, match=r"experts \(33, 200\) do not fit"):
+        expert_linears(x, [jnp.zeros((F, D))], expert)
+    with pytest.raises(ConfigError, match=r"mlp\.experts: experts cannot be bf16-packed"):
+        quantize({"mlp.experts": jnp.zeros((E, F, D), jnp.bfloat16)}, "bf16-packed")

@@ -1,0 +1,322 @@
+"""Each family's way of talking: templates in its published style render as transformers renders.
+
+The templates were written for this test, with the roles, the special tokens and the devices
+(namespaces, slices, dates, refusals) that the families' own use; none is a published one.
+"""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import transformers
+from tokenizers import Tokenizer, models
+
+from jaxllm.errors import TemplateError
+from jaxllm.models import FAMILIES
+from jaxllm.text import ChatTemplate
+
+CHATML = """\
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou answer.<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == "user" or (m.role == "system" and not loop.first) or m.role == "assistant" %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+# Qwen3's: thoughts are kept after the last question alone.
+THINKING = """\
+{%- set ns = namespace(last=messages|length - 1, looking=true) %}
+{%- for m in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.looking and m.role == "user" and m.content is string %}
+        {%- set ns.looking = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set content = m.content if m.content is string else '' %}
+    {%- if m.role == "assistant" %}
+        {%- set thought = '' %}
+        {%- if m.reasoning_content is string %}
+            {%- set thought = m.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1] %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+            {{- content.lstrip('\\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + m.role + '\\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+GEMMA_2 = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
+{{ raise_exception('There is no system role') }}{% endif %}\
+{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Roles must take turns: user, assistant, ...') }}{% endif %}\
+{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}\
+{{ '<start_of_turn>' + role + '\\n' + m['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"""
+GEMMA_3 = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set first = messages[0]['content'] + '\\n\\n' -%}
+    {%- else -%}
+        {%- set first = messages[0]['content'][0]['text'] + '\\n\\n' -%}
+    {%- endif -%}
+    {%- set turns = messages[1:] -%}
+{%- else -%}
+    {%- set first, turns = "", messages -%}
+{%- endif -%}
+{%- for m in turns -%}
+    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Roles must take turns") }}
+    {%- endif -%}
+    {{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' }}
+    {{- (first if loop.first else '') }}
+    {%- if m['content'] is string -%}
+        {{ m['content'] | trim }}
+    {%- elif m['content'] is iterable -%}
+        {%- for item in m['content'] -%}
+            {%- if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{ raise_exception("No such content") }}
+    {%- endif -%}
+    {{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
+"""
+PHI = """\
+{% for m in messages %}{% if m['role'] == 'system' and m['content'] %}\
+{{ '<|system|>\\n' + m['content'] + '<|end|>\\n' }}{% elif m['role'] in ['user', 'assistant'] %}\
+{{ '<|' ~ m['role'] ~ '|>\\n' ~ m['content'] ~ '<|end|>\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+OLMO = """\
+{{ bos_token }}{% for m in messages %}
+{% if m['role'] != 'assistant' %}
+{{ '<|' + m['role'] + '|>\\n' + m['content'] + '\\n' }}
+{%- elif not loop.last %}
+{{ '<|assistant|>\\n' + m['content'] + eos_token + '\\n' }}
+{%- else %}
+{{ '<|assistant|>\\n' + m['content'] + eos_token }}
+{%- endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>\\n' }}
+{%- endif %}
+{% endfor %}"""
+SMOLLM = """\
+{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+{%- set mode = namespace(name="/think" if enable_thinking else "/no_think") -%}
+{%- set said = messages[0].content if messages[0].role == "system" else "" -%}
+{%- if "/no_think" in said -%}{%- set mode.name = "/no_think" -%}{%- endif -%}
+{%- set said = said.replace("/no_think", "").replace("/think", "").rstrip() -%}
+<|im_start|>system
+## Metadata
+
+Today: {{ strftime_now("%d %B %Y") }}
+Reasoning: {{ mode.name }}
+
+{% generation %}{{ said or "Answer briefly." }}{% endgeneration %}<|im_end|>
+{% for m in messages if m.role != "system" %}
+{%- set content = m.content if m.content is string else "" %}
+{{ "<|im_start|>" + m.role + "\\n" + content.lstrip("\\n") + "<|im_end|>" }}
+{% endfor %}
+{%- if add_generation_prompt %}
+{{- "<|im_start|>assistant\\n" }}{{ "<think>\\n\\n</think>\\n" if mode.name == "/no_think" }}
+{%- endif %}"""
+GRANITE = """\
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}{%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "Until April 2024.\\nToday is " + strftime_now('%B %d, %Y') %}
+    {%- if documents %}{%- set system_message = system_message + ' Use them.' %}{%- endif %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\\n' }}
+{%- for message in loop_messages %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] }}
+    {{- '<|end_of_text|>\\n' }}
+    {%- if loop.last and add_generation_prompt %}
+        {{- '<|start_of_role|>assistant' }}
+        {%- if controls %}{{- ' ' + controls | tojson()}}{%- endif %}
+        {{- '<|end_of_role|>' }}
+    {%- endif %}
+{%- endfor %}"""
+NEOX = """\
+{% for m in messages %}{% set name = {'user': 'prompter', 'assistant': 'assistant'}.get(m.role) %}\
+{% if name is none %}{{ raise_exception('Only user and assistant, got ' ~ m.role) }}{% endif %}\
+<|{{ name }}|>{{ m.content }}{{ eos_token }}{% endfor %}\
+{{ '<|assistant|>' if add_generation_prompt }}"""
+LLAMA_3 = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{%- set system, rest = ('', messages) if messages[0].role != 'system'
+                       else (messages[0].content | trim, messages[1:]) %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday: " + date_string + "\\n" + system }}
+{{- "<|eot_id|>" }}
+{%- for m in rest %}
+    {{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n'+ m['content'] | trim }}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+MIXTRAL = """\
+{{ bos_token }}
+{%- for m in messages %}
+    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Roles must take turns: user, assistant, ...') }}
+    {%- endif %}
+    {%- if m['role'] == 'user' %}{{- ' [INST] ' + m['content'] + ' [/INST]' }}
+    {%- elif m['role'] == 'assistant' %}{{- ' ' + m['content'] + eos_token }}
+    {%- else %}{{- raise_exception('Only user and assistant roles') }}{%- endif %}
+{%- endfor %}"""
+GPT_2 = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATES = {
+    "llama": LLAMA_3,
+    "gpt2": GPT_2,
+    "qwen2": CHATML,
+    "qwen3": THINKING,
+    "gemma2": GEMMA_2,
+    "gemma3_text": GEMMA_3,
+    "phi3": PHI,
+    "olmo2": OLMO,
+    "smollm3": SMOLLM,
+    "granite": GRANITE,
+    "gpt_neox": NEOX,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": THINKING,
+}
+THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
+TALKS: dict[str, list[dict[str, Any]]] = {
+    "a question": [{"role": "user", "content": " What is <b>2 + 2</b>? \n"}],
+    "a system": [
+        {"role": "system", "content": "Be kind. /no_think"},
+        {"role": "user", "content": "Hi 漢字"},
+    ],
+    "three turns": [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": THOUGHT},
+        {"role": "user", "content": "</s>{{ 7 * 7 }}{% if %}"},
+        {"role": "assistant", "content": THOUGHT},
+    ],
+    "thoughts": [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "reasoning_content": "\nTwo.\n", "content": "4"},
+    ],
+    "thoughts by another name": [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "thinking": "Two.", "content": "4"},
+    ],
+    "two users": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+    "a tool": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}],
+    "parts": [
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "user", "content": [{"type": "text", "text": " Hi "}, {"type": "image"}]},
+    ],
+}
+VARIABLES: list[dict[str, Any]] = [{}, {"enable_thinking": False, "controls": {"length": "long"}}]
+
+
+def saved(template: str, directory: Path) -> Any:
+    """A tokenizer of transformers with this template, saved where ours looks for it."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")),
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=template,
+    )
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def test_every_family_has_a_template_here() -> None:
+    assert set(TEMPLATES) >= set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_talk_is_what_transformers_makes_of_it(family: str, tmp_path: Path) -> None:
+    tokenizer = saved(TEMPLATES[family], tmp_path)
+    ours = ChatTemplate.from_directory(tmp_path)
+    rendered = 0
+    for name, talk in TALKS.items():
+        for prompt in (True, False):
+            for given in VARIABLES:
+                options = {"add_generation_prompt": prompt, **given}
+                found = _text(lambda t=talk, o=options: ours.render(t, **o))
+                same = _text(
+                    lambda t=talk, o=options: tokenizer.apply_chat_template(t, tokenize=False, **o)
+                )
+                # What transformers refuses, or fails at, is refused here too, in one line.
+                assert found == same, (name, prompt, given)
+                rendered += found is not None
+    assert rendered >= 12
+
+
+def _text(render: Any) -> str | None:
+    """None where the template refuses the messages, or fails."""
+    try:
+        text: str = render()
+    except TemplateError as error:
+        assert "\n" not in str(error)
+        return None
+    except (jinja2.TemplateError, TypeError):
+        return None
+    return text
+
+
+def test_dates_are_todays(tmp_path: Path) -> None:
+    saved(GRANITE, tmp_path)
+    before = datetime.now()
+    text = ChatTemplate.from_directory(tmp_path).render(TALKS["a question"])
+    assert any(f"Today is {day:%B %d, %Y}" in text for day in (before, datetime.now()))
+
+
+def test_refusals_say_what_the_template_says(tmp_path: Path) -> None:
+    saved(GEMMA_2, tmp_path)
+    ours = ChatTemplate.from_directory(tmp_path)
+    with pytest.raises(TemplateError, match="refused the messages: There is no system role"):
+        ours.render(TALKS["a system"])
+    with pytest.raises(TemplateError, match="refused the messages: Roles must take turns"):
+        ours.render(TALKS["two users"])
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% include 'x' %}", "cannot include, import or extend another .'x'"),
+        ("{% include 'x' ignore missing %}", "cannot include"),
+        ("{% import 'x' as x %}", "cannot include, import"),
+        ("{% extends 'x' %}", "cannot include, import or extend"),
+        ("{{ messages | pprint }}", "pprint"),
+        ("{{ messages | xmlattr }}", "xmlattr"),
+        ("{{ 'a'.encode() }}", "encode"),
+        ("{{ messages is odd_one }}", "odd_one"),
+        ("{% trans %}a{% endtrans %}", "trans"),
+        ("{% do messages.append(1) %}", "do"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(source: str, said: str) -> None:
+    with pytest.raises(TemplateError, match=said) as caught:
+        ChatTemplate(source).render(TALKS["a question"])
+    assert "\n" not in str(caught.value)

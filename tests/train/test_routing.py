@@ -1,0 +1,234 @@
+"""Training mixtures: the auxiliary loss as transformers has it, a capacity, adapters, upcycling."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import jaxllm
+from jaxllm import api, models
+from jaxllm.adapters import LoraConfig
+from jaxllm.api import LM
+from jaxllm.errors import ConfigError
+from jaxllm.train import jobs
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.routing import Balanced, balanced, router_loss
+from jaxllm.train.step import Setup, start, train_step
+from jaxllm.train.trained import join, split
+from jaxllm.train.upcycle import upcycled
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.quantize import quantize
+from tests.train.test_step import BATCHES, KEY, stacked
+from tests.twins import Twin, load_twin, random_model, save_random, tokens
+
+OPTIMIZER = Optimizer(steps=2, rate=1e-3)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp("mixtral")
+    save_random(directory, "mixtral", num_hidden_layers=1)
+    return load_twin(directory)
+
+
+def lm_of(model: Any, params: Any) -> LM:
+    return LM(model.config, model, params, None, {}, Path("mixture"))
+
+
+def scores(layers: int = 3) -> tuple[list[np.ndarray], np.ndarray]:
+    rng = np.random.default_rng(0)
+    real_BT = np.arange(7)[None] >= [[0], [3]]  # padding on the left, as generation has it
+    return [rng.normal(0, 2, (2, 7, 5)).astype(np.float32) for _ in range(layers)], real_BT
+
+
+def theirs(each: list[np.ndarray], real_BT: np.ndarray | None) -> float:
+    mask = None if real_BT is None else torch.tensor(real_BT.astype(np.int64))
+    gates = tuple(torch.tensor(x.reshape(-1, 5)) for x in each)
+    return float(load_balancing_loss_func(gates, 5, 2, mask))
+
+
+def test_the_auxiliary_loss_is_that_of_transformers_and_padding_counts_nothing() -> None:
+    each, real_BT = scores()
+    ours = [jnp.asarray(x) for x in each]
+    for real in (real_BT, np.ones_like(real_BT)):
+        found = float(router_loss(ours, jnp.asarray(real), 2))
+        assert found == pytest.approx(theirs(each, real), rel=1e-5)
+    assert float(router_loss(ours, jnp.ones((2, 7), bool), 2)) == pytest.approx(
+        theirs(each, None), rel=1e-5
+    )
+    alone = [theirs([x], real_BT) for x in each]
+    by_layer = float(router_loss(ours, jnp.asarray(real_BT), 2, by_layer=True))
+    assert by_layer == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_layers_that_err_against_each_other_show_by_layer_alone() -> None:
+    """One layer sends all to experts 0 and 1, the other to 2 and 3: pooled it looks even."""
+    first = np.full((1, 8, 4), -9.0, np.float32)
+    first[..., :2] = 9.0
+    both, real = [jnp.asarray(first), jnp.asarray(-first)], jnp.ones((1, 8), bool)
+    assert float(router_loss(both, real, 2)) == pytest.approx(2.0, rel=1e-3)  # k: as good as even
+    assert float(router_loss(both, real, 2, by_layer=True)) == pytest.approx(4.0, rel=1e-3)
+
+
+def test_a_step_has_the_gradient_of_torch_with_the_auxiliary_loss(twin: Twin) -> None:
+    rows = BATCHES[0]
+    ids = torch.tensor(np.asarray(rows.token_BT, np.int64))
+    real = torch.tensor(np.asarray(rows.position_BT >= 0).astype(np.int64))
+    labels = torch.tensor(np.asarray(rows.label_BT, np.int64))
+    twin.torch_model.zero_grad()
+    out = twin.torch_model(ids, attention_mask=real, output_router_logits=True)
+    text = torch.nn.functional.cross_entropy(
+        out.logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+    )
+    loss = text + 0.5 * out.aux_loss
+    loss.backward()
+    trained, rest = split(twin.params)
+    setup = Setup(twin.model, Balanced(0.5), OPTIMIZER)
+
+    def ours(trained: Any) -> jax.Array:
+        measured = setup.objective(twin.model, join(trained, rest), None, rows, KEY)
+        return measured.total / measured.weight
+
+    value, slopes = jax.jit(jax.value_and_grad(ours))(trained)
+    assert float(value) == pytest.approx(loss.item(), rel=1e-5)
+    named = dict(twin.torch_model.named_parameters())
+    wanted = {
+        "layers.0.mlp.gate.weight": named["model.layers.0.mlp.gate.weight"].grad,
+        "layers.0.mlp.experts.gate_proj.weight": named[
+            "model.layers.0.mlp.experts.gate_up_proj"
+        ].grad[:, :56],
+        "layers.0.mlp.experts.down_proj.weight": named["model.layers.0.mlp.experts.down_proj"].grad,
+        "layers.0.self_attn.q_proj.weight": named["model.layers.0.self_attn.q_proj.weight"].grad,
+    }
+    for path, gradient in wanted.items():
+        size = gradient.abs().max().item()
+        np.testing.assert_allclose(slopes[path], gradient, atol=2e-5 * size + 1e-7, err_msg=path)
+    np.testing.assert_allclose(
+        np.sqrt(sum(float((g**2).sum()) for g in slopes.values())),
+        torch.nn.utils.get_total_norm([p.grad for p in named.values()]).item(),
+        rtol=1e-4,
+    )
+
+
+def one_step(job: jobs.Job) -> dict[str, np.ndarray]:
+    trained, rest = split(job.params, job.rules, job.like)
+    setup = Setup(job.model, job.objective, OPTIMIZER)
+    state, metrics = train_step(
+        start(trained, setup), rest, job.given, stacked(BATCHES[0]), KEY, setup=setup
+    )
+    assert bool(metrics.finite) and float(metrics.norm) > 0
+    assert ("router" in metrics.also) == isinstance(job.objective, Balanced)
+    return {path: np.asarray(x) for path, x in state.trained.items()}
+
+
+@pytest.mark.full
+def test_an_adapter_beside_a_mixtures_attention_trains_over_quantized_experts(twin: Twin) -> None:
+    small = quantize(twin.params, "int8")
+    lm = lm_of(twin.model, small)
+    config = LoraConfig(r=2, target_modules="all-linear")
+    job = balanced(jobs.lora(lm, config), 0.01, capacity=1.0)
+    before, after = split(job.params, job.rules)[0], one_step(job)
+    assert {path.split(".")[3] for path in after} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert any((after[path] != np.asarray(before[path])).any() for path in after)
+
+
+def test_experts_and_routers_take_no_adapter(twin: Twin) -> None:
+    lm = lm_of(twin.model, twin.params)
+    for name in ("w1", "gate", "experts", "gate_proj"):
+        with pytest.raises(ConfigError, match="experts and routers take none"):
+            jobs.lora(lm, LoraConfig(r=2, target_modules=(name,)))
+
+
+def test_a_capacity_and_a_loss_are_for_mixtures_and_stay_out_of_the_result(twin: Twin) -> None:
+    job = jobs.full(lm_of(twin.model, twin.params))
+    bound = balanced(job, capacity=1.25)
+    assert (bound.model.config.capacity_factor, bound.lm.config) == (1.25, twin.config)
+    assert balanced(job) is job
+    model, params = random_model("llama", num_hidden_layers=1)
+    for asked in ({"factor": 0.1}, {"capacity": 2.0}):
+        with pytest.raises(ConfigError, match="this llama has none"):
+            balanced(jobs.full(lm_of(model, params)), **asked)
+    with pytest.raises(ConfigError, match="a number above 0"):
+        balanced(job, -1.0)
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [("llama", "float32"), pytest.param("llama", "int4", marks=FULL),
+     pytest.param("qwen3", "int8", marks=FULL)],
+)  # fmt: skip
+def test_an_upcycled_model_says_what_the_dense_one_said(family: str, format: str) -> None:
+    """The weights of a token's experts add up to 1 but for their rounding: 1e-6 of the logits."""
+    model, params = random_model(family, num_hidden_layers=1)
+    ids, some = tokens(2, 17), quantize(params, format)
+    dense = logits(model, some, ids)
+    made = upcycled(lm_of(model, some), 5, 2, seed=3)
+    mixed = logits(made.model, made.params, ids)
+    np.testing.assert_allclose(mixed, dense, rtol=0, atol=1e-6 * np.abs(dense).max())
+    alone = upcycled(lm_of(model, some), 5, 1)  # one expert's weight is 1: the same bits
+    np.testing.assert_array_equal(logits(alone.model, alone.params, ids), dense)
+    wanted = models.param_shapes(made.model)
+    assert [p for p, _ in flatten(made.params)] == [p for p, _ in flatten(wanted)]
+    again = upcycled(lm_of(model, some), 5, 2, seed=3).params["layers.0"]["mlp"]["gate"]["weight"]
+    np.testing.assert_array_equal(again, made.params["layers.0"]["mlp"]["gate"]["weight"])
+
+
+def logits(model: Any, params: Any, ids: np.ndarray) -> np.ndarray:
+    return np.asarray(jaxllm.forward(model, params, None, ids).logits)
+
+
+def test_what_no_mixture_can_be_made_of_is_refused() -> None:
+    for family, changes, experts, message in (
+        ("gpt2", {}, 4, "a gpt2 has no mixture to become"),
+        ("llama", {"mlp_bias": True}, 4, "Mixtral's linears have no biases"),
+        ("llama", {}, 1, r"num_experts_per_tok \(2\) is more than num_experts \(1\)"),
+    ):
+        model, params = random_model(family, **changes)
+        with pytest.raises(ConfigError, match=message):
+            upcycled(lm_of(model, params), experts, 2)
+
+
+def test_the_command_writes_a_mixture_and_info_says_what_a_token_runs(
+    run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    made = tmp_path / "made"
+    status, _, err = run("upcycle", "demo:llama", made, "--experts", 3)
+    assert (status, "a mixtral of 3 experts, 2 for each token" in err) == (0, True), err
+    assert jaxllm.load(made).tokenizer is not None
+    status, said, err = run("info", made, "--json")
+    assert status == 0, err
+    facts, dense = json.loads(said), json.loads(run("info", "demo:llama", "--json")[1])
+    mlp = 3 * dense["hidden_size"] * dense["intermediate_size"]  # of an expert
+    routers = 3 * dense["hidden_size"]
+    layers = dense["num_hidden_layers"]
+    assert facts["parameters"] == dense["parameters"] + layers * (2 * mlp + routers)
+    assert facts["parameters_per_token"] == dense["parameters"] + layers * (mlp + routers)
+    assert facts["bytes"] == 4 * facts["parameters"] * (1 if facts["dtype"] == "float32" else 0.5)
+    assert "parameters_per_token" not in dense
+
+
+@pytest.mark.full
+def test_the_command_trains_a_mixture(
+    run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
+    text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
+    assert run("upcycle", "demo:llama", made, "--experts", 3)[0] == 0
+    arguments = ("train", "full", made, tuned, "--data", text, "--length", 32, "--batch", 2)
+    more = ("--steps", 1, "--router-loss", 0.01, "--router-loss-by-layer", "--held-out", 0)
+    status, _, err = run(*arguments, *more, "--capacity-factor", 2)
+    assert status == 0, err
+    assert jaxllm.load(tuned).config == jaxllm.load(made).config
+    status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:], *more)
+    assert (status, "this llama has none" in err) == (1, True), err

@@ -1,0 +1,136 @@
+"""Affine groups, and groups of 16: their numbers, products, rows, stacks and files."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.formats import dense, format_of, parse
+from jaxllm.weights.leaves.offset import Offset
+from jaxllm.weights.linear import embed, linear
+from jaxllm.weights.paths import map_leaves
+from jaxllm.weights.precision import exactly
+from tests.twins import random_model
+
+FORMATS = ["offset/int4-g32-zp", "offset/int4-g32-zp-f16", "offset/int8-g32"]
+ROWS, COLUMNS = 7, 96  # of a chunk of 128 columns, 32 are added
+
+
+def pieces(name: str, lead: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
+    rng, found = np.random.default_rng(0), {}
+    for piece, (shape, dtype) in parse(name).expected((*lead, ROWS, COLUMNS)).items():
+        size = tuple(n or 0 for n in shape)
+        if piece.endswith(".data"):
+            found[piece] = rng.integers(0, 100, size).astype(dtype)
+        elif piece.endswith(".zero"):
+            found[piece] = np.zeros(size, dtype)
+        else:
+            found[piece] = rng.standard_normal(size).astype(dtype)
+    return found
+
+
+def made(name: str, lead: tuple[int, ...] = ()) -> tuple[Any, np.ndarray]:
+    """A leaf, and the numbers that it should stand for, one at a time."""
+    given, shape = pieces(name, lead), (*lead, ROWS, COLUMNS)
+    leaf = parse(name).assemble("w", shape, given)
+    data = given[".weight.data"]
+    if "int4" in name:  # byte j of each 16 has columns j and j + 16
+        byte = data.reshape(*lead, ROWS, -1, 16)
+        data = np.concatenate([byte & 15, byte >> 4], axis=-1).reshape(*lead, ROWS, -1)
+    scale, offset = (
+        np.repeat(given[key].astype(np.float32), 32, axis=-1)
+        for key in (".weight.scale", ".offset")
+    )
+    numbers = data.astype(np.float32) * scale + offset
+    return leaf, numbers[..., :COLUMNS]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_products_and_rows(name: str) -> None:
+    leaf, numbers = made(name)
+    assert format_of(leaf) == name and leaf.shape == (ROWS, COLUMNS)
+    np.testing.assert_array_equal(dense(leaf), numbers)
+    for rows in (1, 3):
+        x = np.random.default_rng(1).standard_normal((rows, COLUMNS)).astype(np.float32)
+        exact = x.astype(np.float64) @ numbers.astype(np.float64).T
+        for product in (linear(jnp.asarray(x), leaf), leaf.product(jnp.asarray(x))):
+            assert np.abs(np.asarray(product) - exact).max() <= 1e-6 * np.abs(exact).max()
+    taken = embed(leaf, jnp.array([[3, 0, ROWS]]))
+    np.testing.assert_array_equal(taken[0, :2], numbers[[3, 0]])
+    assert np.isnan(taken[0, 2]).all()
+
+
+def test_a_stack_of_them() -> None:
+    leaf, numbers = made("offset/int4-g32-zp", (2,))
+    assert leaf.shape == (2, ROWS, COLUMNS)
+    np.testing.assert_array_equal(dense(leaf), numbers)
+
+
+def test_they_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, params = random_model("llama", num_hidden_layers=1, hidden_size=COLUMNS)
+    name, path = "offset/int4-g32-zp", "layers.0.self_attn.q_proj.weight"
+
+    def leaf(where: str, x: Any) -> Any:
+        if where != path:
+            return x
+        given = {}
+        for piece, (shape, dtype) in parse(name).expected(x.shape).items():
+            given[piece] = np.ones(tuple(n or 0 for n in shape), dtype)
+        return parse(name).assemble(where, x.shape, given)
+
+    params = map_leaves(leaf, params)
+    model = jaxllm.build(model.config, exactly(params, model.precision))
+    lm = jaxllm.api.LM(model.config, model, params, None, {}, tmp_path)
+    lm.save(tmp_path / "saved")
+    again = jaxllm.load(tmp_path / "saved")
+    found = again.params["layers.0"]["self_attn"]["q_proj"]["weight"]
+    assert isinstance(found, Offset)
+    np.testing.assert_array_equal(
+        dense(found), dense(dict(jaxllm.weights.paths.flatten(params))[path])
+    )
+
+
+def test_what_is_none_is_refused() -> None:
+    for name in ("offset/int8", "offset/bfloat16"):
+        with pytest.raises(ConfigError, match="integers in groups"):
+            parse(name)
+    with pytest.raises(ConfigError, match="a GGUF file brings it"):
+        parse("offset/int4-g32-zp").make(jnp.zeros((2, 32)))
+    given = pieces("offset/int4-g32-zp")
+    given[".offset"][0, 0] = np.inf
+    with pytest.raises(CheckpointError, match=r"w\.offset holds NaN or infinity"):
+        parse("offset/int4-g32-zp").assemble("w", (ROWS, COLUMNS), given)
+
+
+def test_groups_of_16() -> None:
+    rng, found = np.random.default_rng(0), {}
+    for piece, (shape, dtype) in parse("int8-g16").expected((2, ROWS, COLUMNS)).items():
+        size = tuple(n or 0 for n in shape)
+        drawn = rng.integers(-127, 128, size) if piece == ".data" else rng.standard_normal(size)
+        found[piece] = drawn.astype(dtype)
+    stack = parse("int8-g16").assemble("w", (2, ROWS, COLUMNS), found)
+    scale = np.stack([found[".first"], found[".second"]], axis=-1).reshape(2, ROWS, -1)
+    numbers = (found[".data"] * np.repeat(scale, 16, axis=-1))[..., :COLUMNS]
+    np.testing.assert_array_equal(dense(stack), numbers)
+    leaf: Any = jax.tree.map(lambda x: x[1], stack)
+    assert format_of(leaf) == "int8-g16" and leaf.shape == (ROWS, COLUMNS)
+    for rows in (1, 3):
+        x = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
+        exact = x.astype(np.float64) @ numbers[1].astype(np.float64).T
+        for product in (linear(jnp.asarray(x), leaf), leaf.product(jnp.asarray(x))):
+            assert np.abs(np.asarray(product) - exact).max() <= 1e-6 * np.abs(exact).max()
+    taken = embed(leaf, jnp.array([[3, ROWS]]))
+    np.testing.assert_array_equal(taken[0, 0], numbers[1, 3])
+    assert np.isnan(taken[0, 1]).all()
+    with pytest.raises(ConfigError, match="a GGUF file brings it"):
+        parse("int8-g16").make(jnp.zeros((2, 32)))
+    for piece, wrong in {".data": -128, ".first": np.nan, ".second": np.inf}.items():
+        bad = {name: array.copy() for name, array in found.items()}
+        bad[piece][0, 0, 0] = wrong
+        with pytest.raises(CheckpointError, match=f"w{piece} holds"):
+            parse("int8-g16").assemble("w", (2, ROWS, COLUMNS), bad)
