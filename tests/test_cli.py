@@ -181,7 +181,7 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
 def test_keys_and_values_can_be_int8(run: Run) -> None:
     status, out, _ = run("generate", "-p", "Once upon a time", "-n", 20, "--cache-dtype", "int8")
     assert status == 0
-    assert len(out.split()) > 8
+    assert len(out.strip()) > 20
     status, _, err = run("generate", "--cache-dtype", "int3")
     assert status == 1
     assert "a dtype must be one of" in err
@@ -418,7 +418,7 @@ def test_bench_in_every_form(run: Run) -> None:
     assert "pp600: left out, the model's context is 512" in err
     found = json.loads(out)
     assert [row["test"] for row in found["rows"]] == ["pp8"]
-    assert found["weights_mb"] == 2.8
+    assert found["weights_mb"] == 2.1
     assert {"backend", "threads", "kernels", "peak_mb", "load_s", "jax"} <= found.keys()
     (row,) = found["rows"]
     assert row["tokens_per_second"] > 0
@@ -426,15 +426,15 @@ def test_bench_in_every_form(run: Run) -> None:
 
     status, out, err = run(*tiny, "--prompts", "", "--depths", 3, "-o", "csv")
     assert status == 0
-    assert "weights_mb 2.8" in err
+    assert "weights_mb 2.1" in err
     ((name, rate, spread, compiling, streamed, bus, share),) = list(csv.reader(out.splitlines()))[
         1:
     ]
     assert out.splitlines()[0] == ",".join(row)
     assert name == "tg2 @ d3"
     assert float(compiling) >= 0 <= float(spread)
-    # 2.8 MB of weights a token: what is read a second and the share of the bus follow.
-    assert float(streamed) == pytest.approx(float(rate) * 2.76e-3, rel=0.02, abs=0.01)
+    # 2.1 MB of weights a token: what is read a second and the share of the bus follow.
+    assert float(streamed) == pytest.approx(float(rate) * 2.10e-3, rel=0.02, abs=0.01)
     assert float(share) == pytest.approx(float(streamed) / float(bus), abs=0.002)
 
     _, out, _ = run(*tiny, "--prompts", "", "--depths", 0, "--cache-dtype", "int8")

@@ -15,7 +15,7 @@ def test_a_process_is_watched_while_it_loads_and_decodes(tmp_path: Path) -> None
         "demo:llama", "int8", "int8", prompt=20, new=4, programs=str(tmp_path)
     )
     assert any(tmp_path.iterdir())  # its programs
-    assert 1.4e6 < found.weights < 2e6  # 1.4 million of 8 bits, and the norms
+    assert 1.0e6 < found.weights < 1.6e6  # a million of 8 bits, and the norms
     assert 0 < found.cache < 1e6
     assert 1e8 < found.imported <= found.loaded <= found.peak.resident < 1e9
     assert found.peak.anonymous < found.peak.resident
