@@ -24,7 +24,7 @@ from ..tables import REQUIRED, Field
 from . import names
 from .architecture import SIZES, Architecture
 
-MAX_LAYERS = 1 << 12
+MAX_LAYERS = 1024  # that a configuration may have
 RMS = (*SIZES, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
 LAYER_NORM = (*SIZES, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
 SLIDING = Field("attention.sliding_window", "sliding_window", None)
