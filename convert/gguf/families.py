@@ -71,8 +71,8 @@ def _gemma(
     if count == largest and type(hidden) is int and type(heads) is int and heads > 0:
         share = hidden // heads
     pattern = data.get("attention.sliding_window_pattern", period)
-    if isinstance(pattern, tuple):  # of each layer, whether it sees a window
-        slides = _layer_types(count, lambda i: bool(pattern[i : i + 1] and pattern[i]))
+    if isinstance(pattern, tuple) and len(pattern) == count:  # whether each sees a window
+        slides = _layer_types(count, lambda i: pattern[i])
     elif type(pattern) is int and pattern > 0:
         slides = _layer_types(count, lambda i: (i + 1) % pattern != 0)
     else:  # no such thing: no layer has a type

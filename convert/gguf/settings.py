@@ -33,7 +33,8 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
             f"{header.path}: general.architecture {name!r:.40} is not supported"
             f" (known: {', '.join(ARCHITECTURES)})"
         )
-    if name in MIXTURES and header.settings.get(f"{name}.expert_count"):
+    experts = header.settings.get(f"{name}.expert_count")
+    if name in MIXTURES and type(experts) is int and experts:
         return name, MIXTURES[name]
     return name, ARCHITECTURES[name]
 

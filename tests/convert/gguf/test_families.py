@@ -198,6 +198,13 @@ BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
         "gemma3_text", lambda w: w.add_uint32("gemma3.attention.sliding_window_pattern", 0),
         "layer_types has 0 entries",
     ),
+    "a pattern of fewer layers": (
+        "gemma3_text", lambda w: w.add_sliding_window_pattern([True, False]),
+        "layer_types has 0 entries",
+    ),
+    "experts by layer": (
+        "llama", lambda w: w.add_array("llama.expert_count", [4, 8]), "differs from layer",
+    ),
     "fewer rows in one tensor": (
         "phi3", lambda w: w.add_head_count_kv(1), "blk.0.attn_qkv.weight has shape",
     ),
