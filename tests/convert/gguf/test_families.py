@@ -101,7 +101,9 @@ def test_logits_are_those_of_transformers(family: str, directory: Any, tmp_path:
     found = dict(flatten(lm.params))
     assert found.keys() == expected.keys()
     for path, weight in found.items():  # 1 + w in float32 has fewer bits than w
-        atol = 2.0**-24 if family.startswith("gemma") and "norm" in path else 0
+        plus = np.float32(family.startswith("gemma") and "norm" in path)
+        np.testing.assert_array_equal(weight + plus, expected[path] + plus, path)
+        atol = 2.0**-24 if plus else 0
         np.testing.assert_allclose(weight, expected[path], rtol=0, atol=atol, err_msg=path)
     ours = jaxllm.forward(lm.model, lm.params, None, IDS).logits
     assert_close(ours, logits(source))
