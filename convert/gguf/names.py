@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 
 Order = Callable[[ModelConfig], np.ndarray]  # of a module's rows: ours, for each of theirs
+Part = Callable[[ModelConfig], tuple[int, int, int]]  # of a tensor's rows: first, end, how many
 
 
 class Module(NamedTuple):
@@ -21,7 +22,7 @@ class Module(NamedTuple):
 
     order: for each row there the number of that row here; None: as they are. plus: what numbers
     have there more than here (norms of 1 + w). single: written in F32 whatever others are written
-    in, as llama.cpp has it.
+    in, as llama.cpp has it. part: of a tensor that is several modules here, the rows of this one.
     """
 
     ours: str
@@ -29,6 +30,7 @@ class Module(NamedTuple):
     order: Order | None = None
     plus: float = 0.0
     single: bool = False
+    part: Part | None = None
 
 
 class Named(NamedTuple):
@@ -53,19 +55,121 @@ def interleaved(heads: str) -> Order:
     return order
 
 
-LLAMA = (
+def part_of(rows: Callable[[ModelConfig], tuple[int, ...]], number: int) -> Part:
+    """The rows of one of several modules that lie one below the other. rows: how many each has."""
+
+    def part(config: ModelConfig) -> tuple[int, int, int]:
+        counts = rows(config)
+        begin = sum(counts[:number])
+        return begin, begin + counts[number], sum(counts)
+
+    return part
+
+
+def _of_heads(config: ModelConfig) -> tuple[int, ...]:
+    K = config.num_key_value_heads * config.head_dim
+    return (config.num_attention_heads * config.head_dim, K, K)
+
+
+def _gate_and_up(config: ModelConfig) -> tuple[int, ...]:
+    return (config.intermediate_size,) * 2
+
+
+_ATTENTION, _MLP = "layers.*.self_attn", "layers.*.mlp"
+_QUERIES, _KEYS = interleaved("num_attention_heads"), interleaved("num_key_value_heads")
+_ENDS = (
     Module("embed_tokens", "token_embd"),
     Module("norm", "output_norm"),
     Module("lm_head", "output"),
+)
+_QKVO = (
+    Module(f"{_ATTENTION}.q_proj", "blk.*.attn_q"),
+    Module(f"{_ATTENTION}.k_proj", "blk.*.attn_k"),
+    Module(f"{_ATTENTION}.v_proj", "blk.*.attn_v"),
+    Module(f"{_ATTENTION}.o_proj", "blk.*.attn_output"),
+)
+_TURNED = (
+    _QKVO[0]._replace(order=_QUERIES),
+    _QKVO[1]._replace(order=_KEYS),
+    *_QKVO[2:],
+)
+_NORMED = (
+    Module(f"{_ATTENTION}.q_norm", "blk.*.attn_q_norm"),
+    Module(f"{_ATTENTION}.k_norm", "blk.*.attn_k_norm"),
+)
+_NORMS = (
     Module("layers.*.input_layernorm", "blk.*.attn_norm"),
-    Module("layers.*.self_attn.q_proj", "blk.*.attn_q", interleaved("num_attention_heads")),
-    Module("layers.*.self_attn.k_proj", "blk.*.attn_k", interleaved("num_key_value_heads")),
-    Module("layers.*.self_attn.v_proj", "blk.*.attn_v"),
-    Module("layers.*.self_attn.o_proj", "blk.*.attn_output"),
     Module("layers.*.post_attention_layernorm", "blk.*.ffn_norm"),
-    Module("layers.*.mlp.gate_proj", "blk.*.ffn_gate"),
-    Module("layers.*.mlp.up_proj", "blk.*.ffn_up"),
-    Module("layers.*.mlp.down_proj", "blk.*.ffn_down"),
+)
+_GATED = (
+    Module(f"{_MLP}.gate_proj", "blk.*.ffn_gate"),
+    Module(f"{_MLP}.up_proj", "blk.*.ffn_up"),
+    Module(f"{_MLP}.down_proj", "blk.*.ffn_down"),
+)
+_EXPERTS = (
+    Module(f"{_MLP}.gate", "blk.*.ffn_gate_inp", single=True),
+    Module(f"{_MLP}.experts.gate_proj", "blk.*.ffn_gate_exps"),
+    Module(f"{_MLP}.experts.up_proj", "blk.*.ffn_up_exps"),
+    Module(f"{_MLP}.experts.down_proj", "blk.*.ffn_down_exps"),
+)
+_AFTER = (
+    Module("layers.*.post_attention_layernorm", "blk.*.post_attention_norm"),
+    Module("layers.*.post_feedforward_layernorm", "blk.*.post_ffw_norm"),
+)
+_AROUND = (
+    Module("layers.*.input_layernorm", "blk.*.attn_norm"),
+    Module("layers.*.pre_feedforward_layernorm", "blk.*.ffn_norm"),
+    *_AFTER,
+)
+
+
+def _plus_one(modules: tuple[Module, ...]) -> tuple[Module, ...]:
+    """Norms as Gemma's converter writes them, 1 + w.
+
+    What a model multiplies by is what the file has, bit for bit: 1 + (x - 1) = x in float32 for x
+    from 1/2, and x - 1 is exact for what lies below, if it was made as 1 + w. w itself comes back
+    where 1 + w was exact: bfloat16 from 2^-16, float16 from 2^-13 in size.
+    """
+    return tuple(m._replace(plus=1.0) if "norm" in m.theirs else m for m in modules)
+
+
+# llama.cpp turns neighbours in these, so that rows of queries and keys lie otherwise: its converter
+# permutes whatever is made from its `LlamaModel` (Mistral, Mixtral, Granite, SmolLM3).
+LLAMA = (*_ENDS, *_NORMS, *_TURNED, *_GATED)
+MIXTRAL = (*_ENDS, *_NORMS, *_TURNED, *_EXPERTS)
+# In all others it turns the halves of a head, as we do.
+QWEN2 = (*_ENDS, *_NORMS, *_QKVO, *_GATED)
+QWEN3 = (*QWEN2, *_NORMED)
+QWEN3_MOE = (*_ENDS, *_NORMS, *_QKVO, *_NORMED, *_EXPERTS)
+GEMMA2 = _plus_one((*_ENDS[:2], *_AROUND, *_QKVO, *_GATED))  # always tied
+GEMMA3 = _plus_one((*_ENDS, *_AROUND, *_QKVO, *_NORMED, *_GATED))
+OLMO2 = (*_ENDS, *_AFTER, *_QKVO, *_NORMED, *_GATED)
+PHI3 = (
+    *_ENDS,
+    *_NORMS,
+    *(
+        Module(f"{_ATTENTION}.{x}_proj", "blk.*.attn_qkv", part=part_of(_of_heads, i))
+        for i, x in enumerate("qkv")
+    ),
+    _QKVO[3],
+    *(
+        Module(f"{_MLP}.{name}", "blk.*.ffn_up", part=part_of(_gate_and_up, i))
+        for i, name in enumerate(("gate_proj", "up_proj"))
+    ),
+    _GATED[2],
+)
+GPT_NEOX = (  # which has them head by head in Hugging Face's files, and here one below the other
+    Module("embed_in", "token_embd"),
+    Module("final_layer_norm", "output_norm"),
+    Module("lm_head", "output"),
+    *_NORMS,
+    *(
+        Module(f"layers.*.attention.{x}_proj", "blk.*.attn_qkv", part=part_of(_of_heads, i))
+        for i, x in enumerate("qkv")
+    ),
+    Module("layers.*.attention.dense", "blk.*.attn_output"),
+    Module("layers.*.mlp.dense_h_to_4h", "blk.*.ffn_up"),
+    Module("layers.*.mlp.dense_4h_to_h", "blk.*.ffn_down"),
 )
 GPT2 = (
     Module("wte", "token_embd"),
@@ -83,15 +187,18 @@ GPT2 = (
 
 def ours(modules: Iterable[Module], names: Iterable[str]) -> Iterator[Named | str]:
     """Their names as parameters of ours, or as they are where no row knows them."""
-    known = {row.theirs: row for row in modules}
+    known: dict[str, list[Module]] = {}
+    for row in modules:
+        known.setdefault(row.theirs, []).append(row)
     for name in names:
         stem, _, what = name.rpartition(".")
         number = re.search(r"(?<=\.)\d+(?=\.|$)", stem)
         general = stem if number is None else f"{stem[: number.start()]}*{stem[number.end() :]}"
-        row = known.get(general)
-        if row is None or what not in ("weight", "bias"):
+        rows = known.get(general)
+        if rows is None or what not in ("weight", "bias"):
             yield name
-        else:
+            continue
+        for row in rows:
             path = row.ours.replace("*", number[0] if number else "*")
             yield Named(f"{path}.{what}", name, row)
 

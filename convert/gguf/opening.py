@@ -22,10 +22,11 @@ from jaxllm.weights.precision import Override, Precision
 
 from ..quantized import rules
 from . import names
+from .architecture import Architecture
 from .header import Entry, Header, is_gguf, read_header
 from .names import Named
-from .rotary import FREQS
-from .settings import Architecture, architecture_of, read_config
+from .rotary import DIVISORS
+from .settings import architecture_of, read_config
 from .stored import Stored
 
 FORM = "GGUF"
@@ -50,13 +51,14 @@ def open_gguf(path: Path) -> Checkpoint:
     stored = {name: (h, entry) for h in headers for name, entry in h.entries.items()}
     entries: Mapping[str, Entry] = {name: entry for name, (_, entry) in stored.items()}
     _, row = architecture_of(first)
-    freqs = _divisors(*stored[FREQS]) if FREQS in stored and row.rotary else None
-    config = read_config(first, entries, freqs)
+    known = [name for name in DIVISORS if name in stored and row.rotary]
+    divisors = {name: _divisors(name, *stored[name]) for name in known}
+    config = read_config(first, entries, divisors)
     tensors: dict[str, LazyTensor] = {}
     formats: dict[str, str] = {}
     complaints: list[str] = []
     kept = _quantizable(config, row)
-    for found in names.ours(row.modules, (name for name in stored if name != FREQS)):
+    for found in names.ours(row.modules, (name for name in stored if name not in divisors)):
         if isinstance(found, str):
             complaints.append(f"{found} is not part of this model")
             continue
@@ -117,6 +119,14 @@ def _placed(
 ) -> Stored:
     """A tensor, its rows in our order."""
     order, plus = found.module.order, found.module.plus
+    if found.module.part is not None:
+        begin, end, total = found.module.part(config)
+        if not entry.shape or entry.shape[0] != total:
+            complaints.append(
+                f"{found.name} has shape {entry.shape}, the configuration says {total} rows"
+            )
+            return Stored(header.whole, entry)
+        return Stored(header.whole, entry, np.arange(begin, end))
     if order is None:
         return Stored(header.whole, entry, plus=plus)
     back = order(config)
@@ -155,9 +165,9 @@ def _precision(
     )
 
 
-def _divisors(header: Header, entry: Entry) -> np.ndarray:
+def _divisors(name: str, header: Header, entry: Entry) -> np.ndarray:
     if len(entry.shape) != 1 or entry.block.dtype is None:
-        raise CheckpointError(f"{header.path}: {FREQS} should be a vector of numbers")
+        raise CheckpointError(f"{header.path}: {name} should be a vector of numbers")
     return np.asarray(Stored(header.whole, entry).numbers().read(), np.float32)
 
 

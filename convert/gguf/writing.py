@@ -24,7 +24,6 @@ from jaxllm.weights.leaves.leaf import ROWS
 from . import names
 from .blocks import BY_NAME, WRITTEN, Block
 from .names import Named
-from .rotary import FREQS
 from .settings import write_config
 from .stored import LEAVES, blocks_of
 from .vocabulary_keys import tokenizer_keys
@@ -68,7 +67,7 @@ def write_gguf(
     if kind not in FILE_TYPES:
         raise ConfigError(f"GGUF is written in {', '.join(WRITTEN)}, got {kind!r:.40}")
     config = checkpoint.config
-    architecture, row, keys, freqs = write_config(config)
+    architecture, row, keys, divisors = write_config(config)
     spoken: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
     if tokenizer is not None:
         spoken = tokenizer_keys(tokenizer, template, checkpoint.generation, config.vocab_size)
@@ -83,14 +82,21 @@ def write_gguf(
         **spoken,
     }
     plain = dequantized(checkpoint) if checkpoint.formats else checkpoint
-    tensors = []
+    tensors, parts = list[Written](), dict[str, list[tuple[int, Written]]]()
     for found in names.theirs(row.modules, plain.tensors):
         if isinstance(found, str):
             raise ConfigError(f"{found} has no name in GGUF")
         held = _held(checkpoint, found, kind)
-        tensors.append(held or _rounded(plain.tensors[found.path], found, kind, config))
-    if freqs is not None:
-        tensors.append(_vector(FREQS, freqs))
+        made = held or _rounded(plain.tensors[found.path], found, kind, config)
+        if found.module.part is None:
+            tensors.append(made)
+        else:
+            parts.setdefault(found.name, []).append((found.module.part(config)[0], made))
+    tensors += [
+        _joined([made for _, made in sorted(each, key=lambda part: part[0])])
+        for each in parts.values()
+    ]
+    tensors += [_vector(name, vector) for name, vector in divisors.items()]
     _write(path, settings, tensors, show_progress)
 
 
@@ -155,6 +161,18 @@ def _rounded(tensor: LazyTensor, found: Named, kind: str, config: ModelConfig) -
             yield checked(whole[index])
 
     return Written(found.name, block, tensor.shape, rows)
+
+
+def _joined(parts: list[Written]) -> Written:
+    """Tensors one below the other."""
+    first, count = parts[0], sum(part.shape[0] for part in parts)
+    assert {part.block.name for part in parts} == {first.block.name}, first.name
+
+    def rows() -> Iterator[np.ndarray]:
+        for part in parts:
+            yield from part.rows()
+
+    return first._replace(shape=(count, *first.shape[1:]), rows=rows)
 
 
 def _vector(name: str, array: np.ndarray) -> Written:

@@ -19,10 +19,12 @@ from jaxllm.adapters.config import LoraConfig
 from jaxllm.adapters.targets import Target, plan, shortest, targets_of
 from jaxllm.config import ModelConfig
 from jaxllm.convert.gguf import names
+from jaxllm.convert.gguf.architecture import Architecture
+from jaxllm.convert.gguf.families import ARCHITECTURES
 from jaxllm.convert.gguf.header import Header, read_header
 from jaxllm.convert.gguf.names import Module, Named
 from jaxllm.convert.gguf.opening import recognises
-from jaxllm.convert.gguf.settings import ARCHITECTURES, Architecture, write_config
+from jaxllm.convert.gguf.settings import write_config
 from jaxllm.convert.gguf.stored import Stored
 from jaxllm.convert.gguf.writing import check_absent, write_file
 from jaxllm.errors import CheckpointError, ConfigError
@@ -50,7 +52,7 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
             what = found if isinstance(found, str) else found.name
             complaints.append(f"{what} has an adapter, and is nothing that can have one here")
     known = {f"{found.name}.{piece}": (found, piece) for found in _targets(row.modules, targets)
-             for piece in _PIECES}  # fmt: skip
+             for piece in _PIECES if found.module.part is None}  # fmt: skip
     for name in header.entries:
         if name in known:
             found, piece = known[name]
@@ -91,6 +93,8 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
         module = found.path.removesuffix(".weight")
         if module not in lows:
             continue
+        if found.module.part is not None:
+            raise ConfigError(f"{found.name} is several linears here, which have one adapter there")
         low, (a, b, _) = lows[module], adapter.matrices[module]
         times = np.float32(low.scale * low.rank / alpha)
         first, second = (np.asarray(x, np.float32) for x in (a, b))

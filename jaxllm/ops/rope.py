@@ -34,7 +34,7 @@ def rope_angles(
         )
         border = _given(rope.original_max_position_embeddings)
         inverse_BF = jnp.where(length_B[:, None] > border, long_F[None], short_F[None])
-        magnitude = _longrope_magnitude(rope, max_position_embeddings)
+        magnitude = longrope_magnitude(rope, max_position_embeddings)
     else:
         inverse_F, magnitude = inverse_frequencies(rope, head_dim=head_dim)
         inverse_BF = jnp.asarray(inverse_F)[None]
@@ -99,7 +99,7 @@ def _divided(rope: Rope, divisors: tuple[float, ...] | None, width: int) -> np.n
     return (_frequencies(rope, width) / np.asarray(divisors)).astype(np.float32)
 
 
-def _longrope_magnitude(rope: Rope, max_position_embeddings: int) -> float:
+def longrope_magnitude(rope: Rope, max_position_embeddings: int) -> float:
     """sqrt(1 + ln(f) / ln(L)), f the context over its original length L (Ding et al. 2024)."""
     if rope.attention_factor is not None:
         return rope.attention_factor

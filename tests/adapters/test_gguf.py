@@ -127,6 +127,16 @@ def test_dora_has_no_form(tmp_path: Path) -> None:
         write_gguf_adapter(tmp_path / "a.gguf", adapter, model.config)
 
 
+def test_what_is_one_matrix_there_and_several_here_has_no_form(tmp_path: Path) -> None:
+    """Phi-3's queries, keys and values would need one `lora_a`."""
+    model, params = random_model("phi3", num_hidden_layers=1)
+    for name, module in {"q_proj": "attn_qkv", "gate_proj": "ffn_up"}.items():
+        lora = LoraConfig(r=2, target_modules=[name])
+        adapter = random_adapter(model.config, params, lora)
+        with pytest.raises(ConfigError, match=f"blk.0.{module}.weight is several linears here"):
+            write_gguf_adapter(tmp_path / "a.gguf", adapter, model.config)
+
+
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "a model": (lambda w: w.add_type("model"), "are no LoRA adapter's"),
     "another architecture": (lambda w: w.add_string("general.architecture", "gpt2"), "'gpt2'"),

@@ -3,6 +3,7 @@ lays them out.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +13,15 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-ARCHS = {"llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA,
-         "gpt2": gguf.MODEL_ARCH.GPT2}  # fmt: skip
+A = gguf.MODEL_ARCH
+ARCHS = {
+    "llama": A.LLAMA, "mistral": A.LLAMA, "mixtral": A.LLAMA, "gpt2": A.GPT2, "qwen2": A.QWEN2,
+    "qwen3": A.QWEN3, "qwen3_moe": A.QWEN3MOE, "gemma2": A.GEMMA2, "gemma3_text": A.GEMMA3,
+    "phi3": A.PHI3, "olmo2": A.OLMO2, "smollm3": A.SMOLLM3, "granite": A.GRANITE,
+    "gpt_neox": A.GPTNEOX,
+}  # fmt: skip
+PERMUTED = {"llama", "mistral", "mixtral", "granite", "smollm3"}  # classes of `LlamaModel`
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(w\d|\w+_proj)\.weight")
 CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's matrices that are `[in, out]`
 Bytes = Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]]
 
@@ -31,16 +39,34 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     known = gguf.get_tensor_name_map(ARCHS[kind], layers)
     found = {}
-    for name, array in load_file(directory / "model.safetensors").items():
+    for name, array in stacked(load_file(directory / "model.safetensors")).items():
         if kind == "gpt2" and CONV1D.search(name):
             array = array.T
-        if kind != "gpt2" and ("q_proj" in name or "k_proj" in name):
+        if kind in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             array = permuted(array, config[heads])
+        if kind.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + np.float32(1)
+        if "query_key_value" in name:  # head by head there, all queries first here
+            apart = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
+            array = apart.swapaxes(0, 1).reshape(array.shape)
         theirs = known.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         found[theirs] = np.ascontiguousarray(array)
     return found
+
+
+def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The experts of a layer in one tensor, under the names that the converter gives them."""
+    found, experts = dict[str, np.ndarray](), dict[str, dict[int, np.ndarray]]()
+    for name, array in tensors.items():
+        if one := EXPERT.fullmatch(name):
+            module = one[1].replace("block_sparse_moe", "feed_forward")
+            module = module.removeprefix("model.") if "feed_forward" in module else module
+            experts.setdefault(f"{module}.experts.{one[3]}.weight", {})[int(one[2])] = array
+        else:
+            found[name] = array
+    return found | {n: np.stack([each[i] for i in range(len(each))]) for n, each in experts.items()}
 
 
 def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -52,20 +78,66 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_head_count(config["n_head"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
+    if config["model_type"] == "gpt_neox":
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        rope = config["rope_parameters"]
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_parallel_residual(config["use_parallel_residual"])
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+        return
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    if config.get("sliding_window"):
+    kind, rope = config["model_type"], config["rope_parameters"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if kind == "gemma3_text":
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind == "phi3":
+        add_longrope(writer, config, head_dim)
+    elif config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if kind in PERMUTED:
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_vocab_size(config["vocab_size"])
+    if config.get("sliding_window") and kind in ("mistral", "phi3", "gemma2", "gemma3_text"):
         writer.add_sliding_window(config["sliding_window"])
+    if experts := config.get("num_local_experts", config.get("num_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if kind == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if kind == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+
+
+def add_longrope(writer: gguf.GGUFWriter, config: Mapping[str, Any], head_dim: int) -> None:
+    rope = config["rope_parameters"]
+    share, original = rope["partial_rotary_factor"], rope["original_max_position_embeddings"]
+    scale = config["max_position_embeddings"] / original
+    writer.add_rope_dimension_count(int(share * head_dim))
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+    for which in ("long", "short"):
+        factors = np.array(rope[f"{which}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{which}.weight", factors)
 
 
 def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
@@ -75,7 +147,7 @@ def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
     rng = np.random.default_rng(seed)
 
     def made(name: str, array: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-        if array.ndim < 2 or "position_embd" in name:
+        if array.ndim < 2 or "position_embd" in name or "ffn_gate_inp" in name:
             return array.astype(np.float32), gguf.GGMLQuantizationType.F32
         if not kind.name.endswith("_K"):
             return gguf.quants.quantize(array.astype(np.float32), kind), kind

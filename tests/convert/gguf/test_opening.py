@@ -218,7 +218,7 @@ def test_of_a_file_in_parts_any_opens_all(directory: Any, tmp_path: Path) -> Non
 
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "an unknown key": (lambda w: w.add_uint32("llama.expert_feed", 3), "llama.expert_feed is not"),
-    "experts": (lambda w: w.add_expert_count(8), "expert_count must be 0, got 8"),
+    "experts": (lambda w: w.add_expert_count(8), "llama.expert_used_count is missing"),
     "a scale of attention": (lambda w: w.add_attention_scale(0.5), "attention.scale must be"),
     "layers that differ": (
         lambda w: w.add_array("llama.attention.head_count_kv", [1, 2]), "differs from layer",

@@ -1,0 +1,244 @@
+"""The families that GGUF has, a row each: what llama.cpp computes for an architecture."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm.config import Rope
+from jaxllm.models import (
+    gemma2,
+    gemma3_text,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
+
+from ..tables import REQUIRED, Field
+from . import names
+from .architecture import SIZES, Architecture
+
+MAX_LAYERS = 1024  # that a configuration may have
+RMS = (*SIZES, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
+LAYER_NORM = (*SIZES, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
+SLIDING = Field("attention.sliding_window", "sliding_window", None)
+EXPERTS = (
+    Field("expert_count", "num_experts", REQUIRED),
+    Field("expert_used_count", "num_experts_per_tok", REQUIRED),
+)
+SILU = {"hidden_act": "silu"}
+BIASES = {"attention_bias": "blk.0.attn_q.bias"}
+MLP_BIASES = {**BIASES, "mlp_bias": "blk.0.ffn_gate.bias"}
+# What says of experts what llama.cpp does to them anyway.
+ROUTING: dict[str, tuple[Any, ...]] = {
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+}
+
+
+def _layers(count: Any) -> range:
+    """The numbers of layers; none where that is no number of layers, which is refused later."""
+    return range(count) if type(count) is int and count <= MAX_LAYERS else range(0)
+
+
+def _layer_types(count: Any, slides: Callable[[int], bool]) -> tuple[str, ...]:
+    kinds = ("full_attention", "sliding_attention")
+    return tuple(kinds[slides(i)] for i in _layers(count))
+
+
+def _all_full(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _layer_types(fields["num_hidden_layers"], lambda i: False)}
+
+
+def _gemma(
+    fields: Mapping[str, Any], data: Mapping[str, Any], period: int, largest: int
+) -> dict[str, Any]:
+    """Each `period`th layer sees all. Queries are divided by the root of a head's numbers, but in
+    the largest model, which is known by its layers, by that of a head's share of the stream.
+    """
+    count, share = fields["num_hidden_layers"], fields["head_dim"]
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if count == largest and type(hidden) is int and type(heads) is int and heads > 0:
+        share = hidden // heads
+    pattern = data.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, tuple) and len(pattern) == count:  # whether each sees a window
+        slides = _layer_types(count, lambda i: pattern[i])
+    elif type(pattern) is int and pattern > 0:
+        slides = _layer_types(count, lambda i: (i + 1) % pattern != 0)
+    else:  # no such thing: no layer has a type
+        slides = ()
+    return {"query_pre_attn_scalar": share, "layer_types": slides}
+
+
+def _gemma2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    return _gemma(fields, data, 2, 46)
+
+
+def _gemma3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    theta = data.get("rope.freq_base_swa", 10000.0)
+    local = Rope(rope_type="default", rope_theta=theta)
+    return {**_gemma(fields, data, 6, 62), "local_rope": local}
+
+
+def _smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Every fourth layer turns nothing."""
+    count = fields["num_hidden_layers"]
+    turns = tuple((i + 1) % 4 != 0 for i in _layers(count))
+    return {**_all_full(fields, data), "turns": turns}
+
+
+def _qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    count = fields["num_hidden_layers"]
+    return {"mlp_layer_types": tuple("sparse" for _ in _layers(count))}
+
+
+LLAMA = Architecture(
+    family=llama.FAMILY,
+    modules=names.LLAMA,
+    fields=(*RMS, SLIDING),
+    constants=SILU,
+    says=MLP_BIASES,
+)
+MIXTRAL = Architecture(
+    family=mixtral.FAMILY,
+    modules=names.MIXTRAL,
+    fields=(*RMS, SLIDING, *EXPERTS),
+    constants=SILU,
+    says={},
+    allowed=ROUTING,
+)
+GPT2 = Architecture(
+    family=gpt2.FAMILY,
+    modules=names.GPT2,
+    fields=LAYER_NORM,
+    constants={
+        "hidden_act": "gelu_new",  # ggml's GELU is the one by tanh
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
+    says={},
+    rotary=False,
+)
+QWEN2 = Architecture(
+    family=qwen2.FAMILY,
+    modules=names.QWEN2,
+    fields=RMS,
+    constants={**SILU, "sliding_window": None},
+    follows=_all_full,
+    says={},
+)
+QWEN3 = Architecture(
+    family=qwen3.FAMILY,
+    modules=names.QWEN3,
+    fields=RMS,
+    constants={**SILU, "sliding_window": None},
+    follows=_all_full,
+    says=BIASES,
+)
+QWEN3_MOE = Architecture(
+    family=qwen3_moe.FAMILY,
+    modules=names.QWEN3_MOE,
+    fields=(
+        *RMS,
+        *EXPERTS,
+        Field("expert_feed_forward_length", "moe_intermediate_size", REQUIRED),
+    ),
+    constants={**SILU, "sliding_window": None, "norm_topk_prob": True},
+    follows=_qwen3_moe,
+    says=BIASES,
+    allowed=ROUTING,
+)
+GEMMA2 = Architecture(
+    family=gemma2.FAMILY,
+    modules=names.GEMMA2,
+    fields=(
+        *RMS,
+        Field("attention.sliding_window", "sliding_window", 4096),
+        Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+        Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
+    ),
+    constants={"hidden_act": "gelu_pytorch_tanh"},
+    follows=_gemma2,
+    says=BIASES,
+)
+GEMMA3 = Architecture(
+    family=gemma3_text.FAMILY,
+    modules=names.GEMMA3,
+    fields=(
+        *RMS,
+        Field("attention.sliding_window", "sliding_window", REQUIRED),
+        Field("final_logit_softcapping", "final_logit_softcapping", None),
+    ),
+    constants={"hidden_act": "gelu_pytorch_tanh"},
+    follows=_gemma3,
+    known=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
+    says=BIASES,
+)
+PHI3 = Architecture(
+    family=phi3.FAMILY,
+    modules=names.PHI3,
+    fields=(*RMS, SLIDING),
+    constants=SILU,
+    says={},
+    partial=True,
+)
+OLMO2 = Architecture(
+    family=olmo2.FAMILY, modules=names.OLMO2, fields=RMS, constants=SILU, says=BIASES
+)
+SMOLLM3 = Architecture(
+    family=smollm3.FAMILY,
+    modules=names.LLAMA,
+    fields=RMS,
+    constants={**SILU, "sliding_window": None},
+    follows=_smollm3,
+    says=MLP_BIASES,
+)
+GRANITE = Architecture(
+    family=granite.FAMILY,
+    modules=names.LLAMA,
+    fields=(
+        *RMS,
+        Field("attention.scale", "attention_multiplier", None),  # 1 / sqrt(head_dim)
+        Field("embedding_scale", "embedding_multiplier", 1.0),
+        Field("residual_scale", "residual_multiplier", 1.0),
+        Field("logit_scale", "logits_scaling", 1.0),  # what logits are divided by
+    ),
+    constants=SILU,
+    says=MLP_BIASES,
+    # Of Granite this is a switch: without it nothing is turned.
+    allowed={"rope.scaling.finetuned": (True,)},
+)
+GPT_NEOX = Architecture(
+    family=gpt_neox.FAMILY,
+    modules=names.GPT_NEOX,
+    fields=(*LAYER_NORM, Field("use_parallel_residual", "use_parallel_residual", True)),
+    # What Pythia was trained with, and no file says; llama.cpp comes near to it by tanh.
+    constants={"hidden_act": "gelu"},
+    says={"attention_bias": "blk.0.attn_qkv.bias"},
+    partial=True,
+)
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3moe": QWEN3_MOE,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi3": PHI3,
+    "olmo2": OLMO2,
+    "smollm3": SMOLLM3,
+    "granite": GRANITE,
+    "gptneox": GPT_NEOX,
+}
+MIXTURES: dict[str, Architecture] = {"llama": MIXTRAL}  # where a file has experts

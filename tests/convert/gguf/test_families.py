@@ -1,0 +1,264 @@
+"""Every family that llama.cpp names: files as its converter writes them, and as we write them."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+import jaxllm
+from jaxllm.api import open_checkpoint
+from jaxllm.config import Rope
+from jaxllm.convert.gguf.opening import open_gguf
+from jaxllm.convert.gguf.writing import write_gguf
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.formats import dense, format_of
+from jaxllm.weights.paths import flatten
+from tests.convert.gguf.made import ARCHS, raw_of, write
+from tests.twins import assert_close, save_random, tokens
+
+# Heads of other sizes than the stream's share where a family may have them; rows of whole blocks.
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "rms_norm_eps": 1e-3, "max_position_embeddings": 97,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 8},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 8},
+    # Of a layer that sees a window, and one that does not.
+    "gemma2": {
+        "head_dim": 8, "num_hidden_layers": 2, "query_pre_attn_scalar": 8,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "head_dim": 8, "num_hidden_layers": 6, "query_pre_attn_scalar": 8,
+        "sliding_window_pattern": 6,
+    },
+    "phi3": {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 500.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.5, 1.75, 2.0],
+        "long_factor": [2.0, 3.5, 4.0, 5.0, 6.0, 7.0], "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 40,
+    }},
+    "mixtral": {"sliding_window": None},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
+    "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [], "moe_intermediate_size": 32},
+    "gpt_neox": {},
+}  # fmt: skip
+IDS = tokens(2, 9)
+# Those whose tensors lie otherwise than Llama's; the others by `make test-full`.
+EVERY_DAY = [
+    pytest.param(
+        family,
+        marks=[] if family in ("gemma2", "phi3", "mixtral", "gpt_neox") else [pytest.mark.full],
+    )
+    for family in FAMILIES
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The Hugging Face directory of a tiny model, by its family."""
+    made: dict[str, Path] = {}
+
+    def find(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            sizes = {**SIZES, **FAMILIES[family]}
+            if family == "gpt_neox":
+                sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
+            save_random(made[family], family, spread=0.1, **sizes)
+        return made[family]
+
+    return find
+
+
+def logits(directory: Path) -> np.ndarray:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return np.asarray(model.eval()(torch.tensor(IDS)).logits.numpy())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, directory: Any, tmp_path: Path) -> None:
+    source = directory(family)
+    lm = jaxllm.load(write(tmp_path / "a.gguf", source))
+    hf = jaxllm.load(source)
+    assert lm.config == hf.config  # and so all else that follows from it
+    expected = dict(flatten(hf.params))
+    found = dict(flatten(lm.params))
+    assert found.keys() == expected.keys()
+    for path, weight in found.items():  # 1 + w in float32 has fewer bits than w
+        plus = np.float32(family.startswith("gemma") and "norm" in path)
+        np.testing.assert_array_equal(weight + plus, expected[path] + plus, path)
+        atol = 2.0**-24 if plus else 0
+        np.testing.assert_allclose(weight, expected[path], rtol=0, atol=atol, err_msg=path)
+    ours = jaxllm.forward(lm.model, lm.params, None, IDS).logits
+    assert_close(ours, logits(source))
+
+
+def snapped(source: Path, target: Path) -> Path:
+    """The same model with matrices that Q8_0 holds exactly, as the package quantizes them."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    for name, array in tensors.items():
+        if array.ndim > 1 and not name.endswith(".gate.weight"):  # a router, which stays
+            raw = gguf.quants.quantize(array.astype(np.float32), kind)
+            tensors[name] = gguf.quants.dequantize(raw, kind).reshape(array.shape)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("family", EVERY_DAY)
+def test_quantized_models_are_those_of_transformers(
+    family: str, directory: Any, tmp_path: Path
+) -> None:
+    source = snapped(directory(family), tmp_path / "hf")
+    raw = raw_of(gguf.GGMLQuantizationType.Q8_0)
+    lm = jaxllm.load(write(tmp_path / "a.gguf", source, raw))
+    expected = dict(flatten(jaxllm.load(source).params))
+    kept = {path for path, x in flatten(lm.params) if format_of(x) == "int8-g32-f16"}
+    vectors = ("norm", "bias", "mlp.gate.weight")
+    assert kept == {path for path in expected if not any(name in path for name in vectors)}
+    for path in kept:  # bit for bit, rows in their places
+        np.testing.assert_array_equal(dense(dict(flatten(lm.params))[path]), expected[path], path)
+    assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(source))
+
+
+def raw_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The type, the shape and the bytes of every tensor of a file, as the package reads it."""
+    return {
+        t.name: (t.tensor_type.name, tuple(map(int, t.shape)), np.asarray(t.data).tobytes())
+        for t in gguf.GGUFReader(path).tensors
+    }
+
+
+@pytest.mark.parametrize("name", [pytest.param("F32", marks=pytest.mark.full), "Q8_0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_is_what_the_converter_writes(
+    family: str, name: str, directory: Any, tmp_path: Path
+) -> None:
+    source = directory(family)
+    there = write(tmp_path / "a.gguf", source, raw_of(gguf.GGMLQuantizationType[name]))
+    checkpoint = open_checkpoint(source)
+    write_gguf(tmp_path / "b.gguf", checkpoint, name)
+    assert raw_tensors(tmp_path / "b.gguf") == raw_tensors(there)
+    assert open_checkpoint(tmp_path / "b.gguf").config == checkpoint.config
+    # Again, from the leaves: integers stay, and what lies in one tensor is joined.
+    write_gguf(tmp_path / "c.gguf", open_checkpoint(there), name)
+    assert raw_tensors(tmp_path / "c.gguf") == raw_tensors(there)
+    first, second = (gguf.GGUFReader(tmp_path / f"{x}.gguf").fields for x in "ab")
+    arch = gguf.MODEL_ARCH_NAMES[ARCHS[checkpoint.config.model_type]]
+    for key, field in first.items():  # we write more: what others leave to be computed
+        if key.startswith(f"{arch}."):
+            assert second[key].contents() == field.contents(), key
+
+
+def test_gemma_3_may_say_which_layers_see_a_window(directory: Any, tmp_path: Path) -> None:
+    says = [False, True, True, False, True, True]
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window_pattern(says)
+        writer.add_float32("gemma3.rope.freq_base_swa", 500.0)
+
+    config: Any = open_gguf(write(tmp_path / "a.gguf", directory("gemma3_text"), also=also)).config
+    assert [config.slides(i) for i in range(6)] == says
+    assert config.local_rope.rope_theta == 500
+    period = lambda writer: writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)  # noqa: E731
+    config = open_gguf(write(tmp_path / "b.gguf", directory("gemma3_text"), also=period)).config
+    assert [config.slides(i) for i in range(6)] == [True, False] * 3
+
+
+BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
+    "Granite that turns nothing": (
+        "granite", lambda w: w.add_rope_scaling_finetuned(False), "finetuned must be True",
+    ),
+    "experts by another rule": (
+        "qwen3_moe", lambda w: w.add_expert_weights_norm(False), "expert_weights_norm must be True",
+    ),
+    "experts that all run": (
+        "mixtral", lambda w: w.add_expert_shared_count(1), "expert_shared_count must be 0",
+    ),
+    "more experts": ("mixtral", lambda w: w.add_expert_count(6), "experts.down_proj.weight"),
+    "a window's layers in a family without": (
+        "qwen3", lambda w: w.add_sliding_window(5), "qwen3.attention.sliding_window is not supp",
+    ),
+    "a pattern of no layers": (
+        "gemma3_text", lambda w: w.add_uint32("gemma3.attention.sliding_window_pattern", 0),
+        "layer_types has 0 entries",
+    ),
+    "a pattern of fewer layers": (
+        "gemma3_text", lambda w: w.add_sliding_window_pattern([True, False]),
+        "layer_types has 0 entries",
+    ),
+    "experts by layer": (
+        "llama", lambda w: w.add_array("llama.expert_count", [4, 8]), "differs from layer",
+    ),
+    "fewer rows in one tensor": (
+        "phi3", lambda w: w.add_head_count_kv(1), "blk.0.attn_qkv.weight has shape",
+    ),
+    "one list of two": (
+        "llama", lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)),
+        "go together",
+    ),
+    "more turned than there is": (
+        "gpt_neox", lambda w: w.add_rope_dimension_count(18), "rope.dimension_count is 18",
+    ),
+    "many layers": ("smollm3", lambda w: w.add_block_count(2**32 - 1), "<= 1024, got 4294967295"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_wrong_is_refused_by_name(what: str, directory: Any, tmp_path: Path) -> None:
+    family, change, said = BAD[what]
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        kept = dict(writer.kv_data[0])
+        writer.kv_data[0].clear()  # so that a key can be written over
+        change(writer)
+        for key, value in kept.items():
+            writer.kv_data[0].setdefault(key, value)
+
+    file = write(tmp_path / "a.gguf", directory(family), also=also)
+    with pytest.raises((CheckpointError, ConfigError), match=said):
+        open_gguf(file)
+
+
+UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "windows": ("qwen2", {"sliding_window": 5}, "sliding_window 5"),
+    "other layers without angles": ("smollm3", {"turns": (True,) * 4}, "turns"),
+    "another local base": (
+        "gemma3_text", {"local_rope": Rope(rope_type="default", rope_theta=500.0)}, "local_rope",
+    ),
+    "another scale": ("gemma2", {"query_pre_attn_scalar": 9}, "query_pre_attn_scalar 9"),
+    "raw probabilities": ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+    "an activation": ("gpt_neox", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+    "heads in part": (
+        "olmo2",
+        {"rope": Rope(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)},
+        "turned in part",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNWRITTEN)
+def test_what_has_no_words_is_not_written(what: str, directory: Any, tmp_path: Path) -> None:
+    family, changes, said = UNWRITTEN[what]
+    checkpoint = open_checkpoint(directory(family))
+    config: Any = dataclasses.replace(checkpoint.config, **changes)
+    with pytest.raises(ConfigError, match=said):
+        write_gguf(tmp_path / "a.gguf", dataclasses.replace(checkpoint, config=config), "F32")
+    assert not (tmp_path / "a.gguf").exists()
