@@ -278,7 +278,10 @@ def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
             " they cannot be moved. Run the tokens again where they are to stand"
         )
     if config.angles_follow_length:
-        raise ConfigError("rotary settings that follow the text's length: keys are not movable")
+        raise ConfigError(
+            "rotary settings that follow the text's length (dynamic, longrope): keys are not"
+            " movable"
+        )
     return tuple(config.rotary(i) for i in range(config.num_hidden_layers))
 
 

@@ -50,7 +50,9 @@ def rotate(x_BTNH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Arr
     F = cos_BTF.shape[-1]
     first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), (F, 2 * F), axis=-1)
     cos, sin = cos_BTF[:, :, None, :], sin_BTF[:, :, None, :]
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if rest.shape[-1]:  # rows that x shares may be turned differently
+        turned.append(jnp.broadcast_to(rest, (*turned[0].shape[:-1], rest.shape[-1])))
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 
 

@@ -230,7 +230,8 @@ def check(vectors: Vectors, ours: Ours, *, tolerance: Tolerance | None = None) -
     Raises ConfigError for a model of another form, TokenError for ids that it does not have.
     """
     identity = _identity(ours)
-    differs = tuple(name for name, value in vectors.identity.items() if identity[name] != value)
+    said = {name: _said(value) for name, value in vectors.identity.items()}
+    differs = tuple(name for name, value in said.items() if identity[name] != value)
     with steps_bar("checking", len(vectors.cases)) as advance:
         reports = {}
         for name, (case, rows) in vectors.cases.items():
@@ -277,21 +278,22 @@ def _cases(texts: Sequence[Sequence[int]]) -> dict[str, tuple[Case, list[int]]]:
 
 
 def _identity(ours: Ours) -> dict[str, Any]:
-    """Which model this is, as JSON has it, without the options that are off.
-
-    An option that a later version adds is off in what an earlier one wrote.
-    """
-
-    def said(options: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in options.items() if value not in (None, False, ())}
-
+    """Which model this is, as JSON has it, without the options that are off."""
     identity = {
-        "config": said(ours.model.config.to_dict()),
-        "precision": said(dataclasses.asdict(ours.model.precision)),
+        "config": ours.model.config.to_dict(),
+        "precision": dataclasses.asdict(ours.model.precision),
         "weights": fingerprint(ours.params),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(identity))
+    plain: dict[str, Any] = _said(json.loads(json.dumps(identity)))
     return plain
+
+
+def _said(options: Any) -> Any:
+    """Without those that are off: one that a later version adds is off in what an earlier wrote."""
+    if not isinstance(options, dict):
+        return options
+    found = {name: _said(value) for name, value in options.items()}
+    return {name: value for name, value in found.items() if value not in (None, False, (), [])}
 
 
 def _is_of(case: Case, texts: list[list[int]]) -> bool:
