@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.models.layers import Trace, leaf
+from jaxllm.models.layers import Trace
 from jaxllm.models.llama import LlamaConfig
+from jaxllm.models.modules import leaf
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import run
 from jaxllm.weights.precision import Precision
