@@ -33,7 +33,8 @@ from jaxllm.files import (
     read_json,
 )
 from jaxllm.models import FAMILIES, build, family, param_shapes
-from jaxllm.weights.files import LazyTensor, open_tensors
+from jaxllm.weights.files import open_tensors
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.experts import MixtureConfig
-from jaxllm.weights.files import LazyTensor, stacked
+from jaxllm.weights.lazy import LazyTensor, stacked
 
 from .layouts import Tensors
 from .tables import refuse

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.files import open_regular
-from jaxllm.weights.files import DTYPES, LazyTensor, aligned, tensor_at
+from jaxllm.weights.files import DTYPES, aligned, tensor_at
+from jaxllm.weights.lazy import LazyTensor
 
 NAME = "flax_model.msgpack"
 INDEX = "flax_model.msgpack.index.json"

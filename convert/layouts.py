@@ -8,7 +8,7 @@ from typing import Protocol
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.files import LazyTensor, joined
+from jaxllm.weights.lazy import LazyTensor, joined
 
 Tensors = dict[str, LazyTensor]
 

@@ -16,8 +16,8 @@ from collections.abc import Container, Iterable, Mapping, MutableMapping
 
 import numpy as np
 
-from jaxllm.weights.files import LazyTensor
 from jaxllm.weights.formats import Format
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves import digits
 from jaxllm.weights.leaves.integers import GROUPS, Integer
 from jaxllm.weights.leaves.leaf import up

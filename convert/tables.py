@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.lazy import LazyTensor
 
 from .layouts import Layout
 

@@ -1,7 +1,6 @@
 """The front door: load a checkpoint, turn text into text. Everything it does, the steps can do."""
 
 import dataclasses
-import re
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,22 +36,19 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
-from jaxllm.files import is_there
 from jaxllm.forms import open_path, read_texts, texts_files
+from jaxllm.located import resolve
 from jaxllm.options import GenerateOptions, Kind, check_options, described, row_options
 from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
 from jaxllm.settings import UNSUPPORTED, Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
-from jaxllm.text.formats import TOKENIZER_FILES
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Place, flatten
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
-
-DEMOS = Path(__file__).parent / "demo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,9 +342,9 @@ def load(
     own form.
 
     path: a directory, or a GGUF file (of one in parts, any of them); "demo:llama" or "demo:gpt2"
-    for the checkpoints that jaxllm brings; or "hf:owner/name", the only spelling for which anything
-    is downloaded. dtype: "float32", "bfloat16", "float16" for weights, activations and cache alike,
-    or a `Precision`; by default as the checkpoint keeps its weights. quantize: a format ("int8",
+    for the checkpoints that jaxllm brings; or "hf:owner/name" (or "hf:owner/name/file.gguf"), the
+    only spelling for which anything is downloaded. dtype: "float32", "bfloat16", "float16" for
+    weights, activations and cache alike, or a `Precision`; by default as the checkpoint keeps its weights. quantize: a format ("int8",
     "int4", "bf16-packed", ...) or ordered rules, as `jaxllm.quantize` takes them, applied tensor by
     tensor while loading. adapters: PEFT's directories (LoRA, DoRA) or GGUF's files beside the
     weights, by the names that `generate` is to know them by, or a list of them, which go by their
@@ -408,37 +404,3 @@ def load_opened(
 def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
     """Open a checkpoint in any form, and check all but its numbers; `path` as for `load`."""
     return open_path(resolve(path))
-
-
-def resolve(path: str | Path) -> Path:
-    """The directory or file that `path` of `load` stands for; downloads only for "hf:..."."""
-    text = str(path)
-    if text.startswith("demo:"):
-        demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
-        if text not in demos:
-            raise CheckpointError(f"no demo {text!r:.60}: there are {', '.join(sorted(demos))}")
-        return demos[text]
-    if text.startswith("hf:"):
-        return _download(text[3:])
-    if is_there(found := Path(path)):
-        return found
-    hint = f" To download from the hub, write hf:{text}" if re.fullmatch(_REPO, text) else ""
-    raise CheckpointError(f"{text:.200} is not a directory, nor a file.{hint}")
-
-
-_REPO = r"[\w.-]+/[\w.-]+"
-
-
-def _download(repo: str) -> Path:
-    if not re.fullmatch(_REPO, repo):
-        raise CheckpointError(f"hf:{repo} does not name a repository (hf:owner/name)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        wanted = ["*.safetensors", "*.json", *TOKENIZER_FILES]
-        found = Path(snapshot_download(repo, allow_patterns=wanted))
-        if not any(found.glob("*.safetensors")):
-            snapshot_download(repo, allow_patterns=["flax_model*.msgpack"])
-        return found
-    except Exception as error:  # whatever the network brings, one line of it is what helps
-        raise CheckpointError(f"hf:{repo} could not be downloaded: {error!s:.200}") from error

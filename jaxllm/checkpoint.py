@@ -29,8 +29,9 @@ from jaxllm.files import (
 )
 from jaxllm.progress import bytes_bar
 from jaxllm.weights import ahead
-from jaxllm.weights.files import LazyTensor, write_tensors
+from jaxllm.weights.files import write_tensors
 from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, Place, flatten, map_leaves, put
 from jaxllm.weights.precision import Precision

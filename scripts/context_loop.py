@@ -29,7 +29,8 @@ from jaxllm import Delta, KVCache, Output, Sampler, errors, process
 from jaxllm import cache as surgery
 from jaxllm.cli import run_command
 from jaxllm.text.detokenizer import Detokenizer
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.files import open_tensors, write_tensors
+from jaxllm.weights.lazy import LazyTensor
 
 EXAMPLE = "Example: python scripts/context_loop.py -p 'One day' --steps 48 --keep 24 --out loop"
 SPARE = 16  # slots beyond the budget: how many tokens are committed from one compaction to the next

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import write_hf
-from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision
 

@@ -23,7 +23,8 @@ import numpy as np
 from jaxllm.files import write_json
 from jaxllm.progress import bytes_bar
 from jaxllm.text.formats import TOKENIZER_FILES, tokenizer_files
-from jaxllm.weights.files import LazyTensor, write_tensors
+from jaxllm.weights.files import write_tensors
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 
 DEVIATION = 0.02

@@ -341,6 +341,26 @@ def test_flax_files_are_downloaded_where_there_are_no_others(
     assert len(asked) == 3
 
 
+def test_one_gguf_file_of_a_repository_is_downloaded_with_its_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def hub(repo: str, allow_patterns: list[str]) -> str:
+        asked.append((repo, *allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    for name in ("m.Q4_0.gguf", "Q8_0/m-00001-of-00002.gguf"):
+        with pytest.raises(CheckpointError, match=name):
+            jaxllm.load(f"hf:owner/name/{name}")
+    assert asked == [("owner/name", "m.Q4_0.gguf"), ("owner/name", "Q8_0/m-*-of-00002.gguf")]
+    with pytest.raises(CheckpointError, match="does not name a repository"):
+        jaxllm.load("hf:owner/name/file.bin")
+
+
 def test_every_public_name_is_there() -> None:
     """And the same one where a type checker looks: in the imports that are never run."""
     (typed,) = (node for node in ast.parse(Path(jaxllm.__file__).read_text()).body

@@ -16,7 +16,7 @@ from jaxllm.checkpoint import open_native, save
 from jaxllm.cli.convert import convert
 from jaxllm.convert.engine import open_hf, write_hf
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.lazy import LazyTensor
 from tests.convert.test_convert import edit_config
 from tests.twins import random_model, save_random
 

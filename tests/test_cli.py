@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 import jaxllm
 from jaxllm import api, cli
-from jaxllm.api import DEMOS
 from jaxllm.cli.options import dtype_named
+from jaxllm.located import DEMOS
 from jaxllm.text.chat import ChatTemplate
 from tests.conftest import ROOT, Run
 from tests.twins import save_random

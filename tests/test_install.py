@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jaxllm.api import DEMOS
+from jaxllm.located import DEMOS
 from jaxllm.ops.native import INSTRUCTION_SETS
 from tests.conftest import ROOT
 from tests.twins import load_twin

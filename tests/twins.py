@@ -21,10 +21,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import models
-from jaxllm.api import DEMOS
 from jaxllm.checkpoint import load_params
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import open_hf, read_config
+from jaxllm.located import DEMOS
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 

@@ -16,7 +16,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.files import inside
 from jaxllm.models import build, param_shapes
-from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.weights.files import ALIGNMENT, LazyTensor, aligned, mapped_at
+from jaxllm.weights.files import ALIGNMENT, aligned, mapped_at
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.digits import CHUNK
 from jaxllm.weights.leaves.fine import FineFormat
 from jaxllm.weights.leaves.integers import Integer

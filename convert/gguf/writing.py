@@ -17,7 +17,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import is_there, writing
 from jaxllm.progress import bytes_bar
 from jaxllm.text.formats import TokenizerTree
-from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import ROWS
 

@@ -29,8 +29,9 @@ from jaxllm.files import (
     write_json,
     writing_directory,
 )
-from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.files import first_non_finite, open_tensors, write_tensors
 from jaxllm.weights.formats import as_leaf
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.adapted import bare
 from jaxllm.weights.leaves.arrays import DTYPES, Dense
 from jaxllm.weights.paths import Params, flatten

@@ -24,7 +24,8 @@ from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
 from jaxllm.files import as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
 from jaxllm.weights import files
-from jaxllm.weights.files import LazyTensor, open_tensors, read_header, write_tensors
+from jaxllm.weights.files import open_tensors, read_header, write_tensors
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.adapted import alone
 from jaxllm.weights.paths import Params
 from jaxllm.whole import check_ids

@@ -131,7 +131,8 @@ def recast(opened: Any, dtype: str) -> Any:
     """
     import numpy as np
 
-    from jaxllm.weights.files import LazyTensor, first_non_finite
+    from jaxllm.weights.files import first_non_finite
+    from jaxllm.weights.lazy import LazyTensor
     from jaxllm.weights.leaves.arrays import DTYPES
     from jaxllm.weights.precision import Precision
 

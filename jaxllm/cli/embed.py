@@ -82,7 +82,8 @@ def _save(out: Path, array: Any) -> None:
     import numpy as np
 
     from jaxllm.files import writing
-    from jaxllm.weights.files import LazyTensor, write_tensors
+    from jaxllm.weights.files import write_tensors
+    from jaxllm.weights.lazy import LazyTensor
 
     if out.suffix == ".safetensors":
         write_tensors(out, {"embeddings": LazyTensor.of(array)}, aligned=False)

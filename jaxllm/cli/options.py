@@ -42,7 +42,11 @@ def cache_dtype_named(name: str | None) -> str | None:
 
 Model = Annotated[
     str,
-    typer.Option("--model", "-m", help="A directory, demo:llama, demo:gpt2, or hf:owner/name."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="A directory, a GGUF file, demo:llama, demo:gpt2, hf:owner/name.",
+    ),
 ]
 Dtype = Annotated[
     str | None,

@@ -19,8 +19,9 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.files import as_schema, is_there, locked, parse_json, sweep
-from jaxllm.weights.files import LazyTensor, digest, open_tensors, read_header, write_tensors
+from jaxllm.weights.files import digest, open_tensors, read_header, write_tensors
 from jaxllm.weights.formats import as_leaf, parse
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import Params
 

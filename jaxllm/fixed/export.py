@@ -25,7 +25,8 @@ from jaxllm.models import family
 from jaxllm.ops.native import disabled
 from jaxllm.progress import bytes_bar, steps_bar
 from jaxllm.steps import forward
-from jaxllm.weights.files import LazyTensor, write_tensors
+from jaxllm.weights.files import write_tensors
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import Params, named_arrays
 from jaxllm.whole import whole
 

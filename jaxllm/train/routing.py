@@ -46,7 +46,8 @@ def _shares(x_BTE: jax.Array, real_BT: jax.Array, count: int) -> tuple[jax.Array
     real_BT1 = real_BT[..., None].astype(jnp.float32)
     chosen_BTE = jax.nn.one_hot(expert_BTk, x_BTE.shape[-1]).sum(axis=2)
     tokens = jnp.maximum(real_BT1.sum(), 1.0)
-    return tuple((x * real_BT1).sum(axis=(0, 1)) / tokens for x in (chosen_BTE, p_BTE))  # type: ignore[return-value]
+    chosen_E, mean_E = ((x * real_BT1).sum(axis=(0, 1)) / tokens for x in (chosen_BTE, p_BTE))
+    return chosen_E, mean_E
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxllm.errors import JaxllmError
 from jaxllm.files import inside, is_there, read_json
-from jaxllm.weights.files import FLOATS, LazyTensor, first_non_finite, open_tensors
+from jaxllm.weights.files import FLOATS, first_non_finite, open_tensors
+from jaxllm.weights.lazy import LazyTensor
 
 Tensors = dict[str, LazyTensor]
 RUN = 1 << 28  # bytes that one call looks at, where tensors are smaller

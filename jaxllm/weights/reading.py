@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.weights.files import LazyTensor, first_non_finite
+from jaxllm.weights.files import first_non_finite
 from jaxllm.weights.formats import Weight, parse
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.leaves.leaf import ROWS
 

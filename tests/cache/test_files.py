@@ -14,7 +14,8 @@ import jaxllm
 from jaxllm.cache import drop_range, fingerprint, fork, load_cache, save_cache
 from jaxllm.cache.files import digest
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError, JaxllmError
-from jaxllm.weights.files import LazyTensor, read_header
+from jaxllm.weights.files import read_header
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import KINDS, entries, filled, lm_of, peek
 from tests.twins import random_model, tokens

@@ -14,6 +14,7 @@ from jaxllm.compress.recipe import check_recipe, parse_lines
 from jaxllm.compress.steps import STEPS
 from jaxllm.compress.structure import structure
 from jaxllm.errors import ConfigError
+from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 from jaxllm.train.fake.prepare import prepare
 from jaxllm.weights.formats import as_format, dense, format_of
 from jaxllm.weights.paths import flatten
@@ -97,5 +98,6 @@ def test_experts_are_not_trained_for_integers(lm: LM) -> None:
 def test_layers_of_two_forms_are_cut_by_their_form() -> None:
     both = tiny("qwen3_moe")
     config, params = structure.cut_layers(both.config, both.params, [1])
-    assert config.mlp_layer_types == ("sparse",)  # type: ignore[attr-defined]
+    assert isinstance(config, Qwen3MoeConfig)
+    assert config.mlp_layer_types == ("sparse",)
     assert set(params["layers.0"]["mlp"]) == {"gate", "experts"}

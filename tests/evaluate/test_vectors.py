@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm.api import DEMOS
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
 from jaxllm.evaluate.equivalence.difference import Tolerance
 from jaxllm.evaluate.equivalence.reference import Transformers
 from jaxllm.evaluate.equivalence.sides import Case, Decoded, Ours, padded
 from jaxllm.evaluate.equivalence.stages import stage_names
 from jaxllm.evaluate.equivalence.vectors import check, make, read
+from jaxllm.located import DEMOS
 from jaxllm.weights.paths import map_leaves
 from tests.conftest import ROOT
 from tests.twins import random_model, save_random

@@ -32,7 +32,7 @@ from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TokenizerTree
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights.files import LazyTensor
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import rules_of

@@ -22,10 +22,10 @@ from safetensors import safe_open
 
 import jaxllm
 from jaxllm import bench
-from jaxllm.api import DEMOS
 from jaxllm.bench import Test as Work  # a name that pytest does not collect
 from jaxllm.cli import run_command
 from jaxllm.errors import ConfigError
+from jaxllm.located import DEMOS
 
 READ, WROTE = Work(prompt=8), Work(decode=2, depth=8)
 MS = 1_000_000

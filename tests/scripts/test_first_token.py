@@ -3,7 +3,7 @@
 import first_token
 import pytest
 
-from jaxllm.api import DEMOS
+from jaxllm.located import DEMOS
 from jaxllm.text.tokenizer import Tokenizer
 
 

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 import transformers
 
-from jaxllm.api import DEMOS
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TemplateError, TokenError
+from jaxllm.located import DEMOS
 from jaxllm.text import ChatTemplate, Tokenizer
 from jaxllm.train.data.conversations import assistant_spans, conversation
 from jaxllm.train.data.dataset import Dataset

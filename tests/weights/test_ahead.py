@@ -10,7 +10,8 @@ import pytest
 import jaxllm
 from jaxllm.errors import CheckpointError
 from jaxllm.weights import ahead
-from jaxllm.weights.files import LazyTensor, first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.files import first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.lazy import LazyTensor
 
 FORMATS = (np.float32, np.float16, np.float64, ml_dtypes.bfloat16)
 

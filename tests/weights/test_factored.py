@@ -12,8 +12,9 @@ import pytest
 import jaxllm
 from jaxllm.checkpoint import load_params, open_native
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.files import open_tensors, write_tensors
 from jaxllm.weights.formats import as_format, dense, format_of, parse
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.factored import Factored
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.paths import flatten

@@ -15,8 +15,9 @@ import pytest
 from jaxllm.checkpoint import save
 from jaxllm.cli.convert import recast
 from jaxllm.convert.engine import open_hf, write_hf
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.files import open_tensors, write_tensors
 from jaxllm.weights.formats import as_format
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.reading import read_leaf
 from tests.conftest import ROOT
 from tests.twins import save_random

@@ -10,8 +10,9 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.files import open_tensors, write_tensors
 from jaxllm.weights.formats import as_format, format_of, parse
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, NF4
 from jaxllm.weights.linear import linear
 from jaxllm.weights.paths import flatten

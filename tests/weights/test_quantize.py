@@ -13,8 +13,9 @@ import jaxllm
 from jaxllm import Override, Precision
 from jaxllm.checkpoint import in_memory, load_params, open_native, save
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.files import LazyTensor, open_tensors, write_tensors
+from jaxllm.weights.files import open_tensors, write_tensors
 from jaxllm.weights.formats import as_format, dense, format_of, parse
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.packed import NAME
 from jaxllm.weights.paths import flatten, map_leaves
 from tests.twins import assert_close, load_twin, save_random, tokens

@@ -32,7 +32,8 @@ from jaxllm.files import (
     writing_directory,
 )
 from jaxllm.progress import steps_bar
-from jaxllm.weights.files import LazyTensor, digest, open_tensors, write_tensors
+from jaxllm.weights.files import digest, open_tensors, write_tensors
+from jaxllm.weights.lazy import LazyTensor
 
 FORMAT = "jaxllm-vectors"
 VERSION = 1

@@ -29,7 +29,8 @@ from jaxllm.train.distill.buckets import Buckets, buckets, ids_dtype
 from jaxllm.train.distill.objectives import Taught
 from jaxllm.train.objective import run
 from jaxllm.weights import files
-from jaxllm.weights.files import LazyTensor, open_tensors, read_header, write_tensors
+from jaxllm.weights.files import open_tensors, read_header, write_tensors
+from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import Params
 
 FORMAT = "jaxllm-teacher"

@@ -177,7 +177,10 @@ def test_gemma_3_may_say_which_layers_see_a_window(directory: Any, tmp_path: Pat
     config: Any = open_gguf(write(tmp_path / "a.gguf", directory("gemma3_text"), also=also)).config
     assert [config.slides(i) for i in range(6)] == says
     assert config.local_rope.rope_theta == 500
-    period = lambda writer: writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)  # noqa: E731
+
+    def period(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
+
     config = open_gguf(write(tmp_path / "b.gguf", directory("gemma3_text"), also=period)).config
     assert [config.slides(i) for i in range(6)] == [True, False] * 3
 
