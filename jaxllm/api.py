@@ -344,10 +344,11 @@ def load(
     path: a directory, or a GGUF file (of one in parts, any of them); "demo:llama" or "demo:gpt2"
     for the checkpoints that jaxllm brings; or "hf:owner/name" (or "hf:owner/name/file.gguf"), the
     only spelling for which anything is downloaded. dtype: "float32", "bfloat16", "float16" for
-    weights, activations and cache alike, or a `Precision`; by default as the checkpoint keeps its weights. quantize: a format ("int8",
-    "int4", "bf16-packed", ...) or ordered rules, as `jaxllm.quantize` takes them, applied tensor by
-    tensor while loading. adapters: PEFT's directories (LoRA, DoRA) or GGUF's files beside the
-    weights, by the names that `generate` is to know them by, or a list of them, which go by their
+    weights, activations and cache alike, or a `Precision`; by default as the checkpoint keeps its
+    weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
+    `jaxllm.quantize` takes them, applied tensor by tensor while loading. adapters: PEFT's
+    directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that `generate` is to
+    know them by, or a list of them, which go by their
     own; the first is taken where none is named. place: told an array's path and the array, says its
     device or its sharding, None for the default. show_progress: by default where stderr is a
     terminal.
