@@ -61,7 +61,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": SQUARE,
     "granite": SQUARE,
     "mixtral": {**SQUARE, **EXPERTS, "num_local_experts": 8, "intermediate_size": 2816},
-    "qwen3_moe": {**SIZES, **EXPERTS, "num_experts": 8, "moe_intermediate_size": 2816},
+    "qwen3_moe": {
+        **SIZES, **EXPERTS, "num_experts": 8, "moe_intermediate_size": 2816,
+        "norm_topk_prob": True,
+    },
     "gpt_neox": {
         **{n: size for n, size in SQUARE.items() if n != "num_key_value_heads"},
         "intermediate_size": 8192,

@@ -63,6 +63,8 @@ def row(name: str, scratch: Path, new_tokens: int) -> str:
     twin = load_twin(scratch)
     case = padded([tokens(1, 9)[0].tolist(), tokens(1, 6, 1)[0].tolist()])
     ours = Ours("ours", twin.model, twin.params)
+    if (border := twin.config.border) is not None:  # no cached text can go on beyond it
+        new_tokens = min(new_tokens, border - case.token_BT.shape[1])
     report = verify(ours, Transformers.load(scratch), case, new_tokens=new_tokens)
     far = " | ".join(f"{value:.0e}" for value in differences(report, FAMILIES[name]).values())
     ids = tokens(2, 31)

@@ -192,9 +192,10 @@ class Stored:
                 rows = rows.view(np.uint8)
             for raw in self._raw(ROWS):
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
-                made = kept.parts[name](blocks).reshape(len(raw), -1)
-                rows[done : done + len(raw), : made.shape[1]] = made
-                rows[done : done + len(raw), made.shape[1] :] = empty
+                made = kept.parts[name](blocks)  # of each block; often a view, copied once
+                made = made.reshape(len(raw), -1, made.shape[1])
+                into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
+                into[:, : made.shape[1]], into[:, made.shape[1] :] = made, empty
                 done += len(raw)
             return array
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.config import ModelConfig
+from jaxllm.decode.loops.text import check_border
 from jaxllm.errors import TokenError
 from jaxllm.evaluate.equivalence.stages import check_tokens, stages
 from jaxllm.ops.entries import dense
@@ -49,7 +50,9 @@ class Case:
         ]
 
     def check(self, config: ModelConfig, new_tokens: int = 0) -> None:
-        """Raise TokenError unless this, and `new_tokens` after it, can be run by the model."""
+        """Raise TokenError unless this, and `new_tokens` after it, can be run by the model;
+        CapacityError where they cross LongRoPE's border.
+        """
         check_tokens(config, self.token_BT, self.position_BT)
         if not all((position >= 0).any(axis=1).all() for _, position in self.pieces):
             raise TokenError("every row of a case needs a real token, before and after `cached`")
@@ -59,6 +62,8 @@ class Case:
                 f"a text of {last - new_tokens + 1} tokens and {new_tokens} new ones exceed the"
                 f" model's context of {config.position_limit}"
             )
+        length_B = self.position_BT.max(axis=1) + 1
+        check_border(length_B, length_B + new_tokens, config)
 
 
 class Decoded(NamedTuple):
