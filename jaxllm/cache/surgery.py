@@ -141,7 +141,8 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
     positions; deeper layers equal it too where the whole text moves.
 
     Raises ConfigError for models whose keys do not rotate (learned positions, `dynamic` scaling),
-    and where attention's segments would be others (`LongAttention.period`); TokenError where two tokens would share a position or one leaves the model.
+    and where attention's segments would be others (`LongAttention.period`); TokenError where two
+    tokens would share a position or one leaves the model.
     """
     check_usable(cache)
     end_B = cache.next_position_B

@@ -85,8 +85,9 @@ def dense_attend(
 ) -> jax.Array:
     """`dilated.attend` as one softmax under the logarithm of `multiplicity`, `[B, T, N, H]`."""
     B, T, N, H = q_BTNH.shape
-    settings = {"scale": scale, "cap": cap, "dedupe": dedupe}
-    weight_BNTS = dense_weights(q_BTNH, position_BT, parts, dilations, **settings)  # type: ignore
+    weight_BNTS = dense_weights(
+        q_BTNH, position_BT, parts, dilations, scale=scale, cap=cap, dedupe=dedupe
+    )
     v_BSKH = side_by_side([dense(p.v_BSKH).astype(jnp.float32) for p in parts], B)
     position_BS = side_by_side([p.position_BS for p in parts], B)
     v_BSKH = jnp.where(position_BS[:, :, None, None] >= 0, v_BSKH, 0.0)  # zero times NaN is NaN

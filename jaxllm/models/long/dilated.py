@@ -43,7 +43,7 @@ def attend(
     kind: of this layer, `ModelConfig.long_attention`. The rest: see `layers.attend`. The mass costs
     dense attention's weights. Raises ConfigError for a mask, which says nothing of positions.
     """
-    at_BT, settings = scope.position_BT, {"scale": scale, "cap": cap, "dedupe": bool(kind.dedupe)}
+    at_BT, once = scope.position_BT, bool(kind.dedupe)
     if scope.mask_BTS is not None:
         raise ConfigError(
             "attention of kind 'dilated' goes by positions and takes no mask: leave mask_BTS out"
@@ -54,11 +54,13 @@ def attend(
         at_BT,
         parts,
         shown,
+        scale=scale,
+        cap=cap,
+        dedupe=once,
         frozen_mixture=bool(kind.frozen_mixture),
         document_BT=scope.document_BT,
-        **settings,
     )
     if not scope.mass or scope.document_BT is not None:
         return out, None
-    weight_BNTS = dense_weights(q_BTNH, at_BT, parts, shown, **settings)
+    weight_BNTS = dense_weights(q_BTNH, at_BT, parts, shown, scale=scale, cap=cap, dedupe=once)
     return out, weight_BNTS if scope.mass == "heads" else weight_BNTS.sum(axis=(1, 2))
