@@ -96,4 +96,4 @@ def main(
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_command(main, EXAMPLE))
+    run_command(main, "receptive_field.py", EXAMPLE)

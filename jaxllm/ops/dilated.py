@@ -395,7 +395,7 @@ def _heads_of(d: Dilation, kv_heads: int, share: bool) -> tuple[np.ndarray, np.n
     N = len(d.offsets)
     if share and d.ratio == 1 and min(d.offsets) >= 0:
         group = N // kv_heads
-        return np.arange(0, N, group, np.int32)[None], np.arange(N) // group, True
+        return (np.arange(kv_heads, dtype=np.int32) * group)[None], np.arange(N) // group, True
     each = [[j for j in range(N) if d.offsets[j] == o] for o in range(d.ratio)]
     heads = np.full((d.ratio, max(map(len, each))), -1, np.int32)
     rank_N = np.zeros(N, int)
