@@ -345,8 +345,12 @@ def _each(
     """Tokens that each gather what they see: only the heads to which a dilation shows something."""
     B, T, N, _ = q_BTNH.shape
     K = parts[0].k_BSKH.shape[2]
+    itself = None
     if finders is None:  # of one token
         first_B = position_BT[:, 0] - sight.reach + 1
+        if len(parts) > 1 and parts[-1].position_BS.shape == (B, 1):  # it sees itself: no search
+            *rest, itself = parts
+            parts = tuple(rest)
         finders = [_finder(p.position_BS, first_B, sight.reach) for p in parts]
     found = []
     for number, d in enumerate(sight.dilations):
@@ -360,6 +364,18 @@ def _each(
         at = jnp.broadcast_to(k_at[:, :, None], (B, T, E, d.rows)).reshape(1, B, T * E, d.rows)
         kv = (jnp.maximum(head_BTE, 0) // (N // K)).reshape(1, B, T * E, 1)
         k, v, there = (x.reshape(B, T, E, *x.shape[3:]) for x in _read(parts, finders, at, kv))
+        if itself is not None:
+            index_BTE1 = kv.reshape(B, T, E, 1)
+            own = (
+                jnp.take_along_axis(dense(x), index_BTE1, axis=2)[:, :, :, None]
+                for x in (itself.k_BSKH, itself.v_BSKH)
+            )
+            k, v = (
+                jnp.concatenate(_same_dtype(x, new), axis=3)
+                for x, new in zip((k, v), own, strict=True)
+            )
+            there = jnp.concatenate([there, jnp.ones_like(there[..., :1])], axis=-1)
+            k_at = jnp.concatenate([k_at, position_BT[..., None]], axis=-1)
         G = N // K if share else 1
         q_BTEGH = q_BTNH.reshape(B, T, -1, G, q_BTNH.shape[-1])
         picked = jnp.maximum(head_BTE, 0) // G

@@ -1,6 +1,8 @@
 """A model with dilated attention: prefilled in chunks, decoded, trained, its cache cut about."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,17 +15,20 @@ from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select
 from jaxllm.compress.structure.structure import narrower
 from jaxllm.config import LongAttention
 from jaxllm.errors import ConfigError
+from jaxllm.evaluate.receptive import receptive_field
 from jaxllm.fixed.step import Form, check_form
 from jaxllm.models.long import dilated as told
-from jaxllm.ops.dilation import dense_attend
+from jaxllm.ops.dilation import dense_attend, multiplicity
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, peek
-from tests.twins import random_model, tokens
+from tests.conftest import Run
+from tests.twins import cut_demo, random_model, tokens
 
 DILATED = {"kind": "dilated", "segment_lengths": [4, 12], "dilated_ratios": [1, 3]}
+KIND = LongAttention(kind="dilated", segment_lengths=(4, 12), dilated_ratios=(1, 3))
 
 
 def lm_of(cache: str = "float32", layers: int = 1, **fields: Any) -> Any:
@@ -160,14 +165,44 @@ def test_it_trains_as_its_documents_would_one_by_one(monkeypatch: pytest.MonkeyP
     jax.tree.map(close, found, expected)
 
 
+def test_train_full_trains_it_and_writes_it_as_it_is(run: Run, tmp_path: Path) -> None:
+    source = cut_demo("llama", tmp_path / "hf", layers=1)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "attention": DILATED}))
+    text = tmp_path / "story.txt"
+    text.write_text("Once upon a time there was a little girl who had a red ball.\n" * 20)
+    short = ("--length", 24, "--batch", 2, "--steps", 2)
+    out = tmp_path / "out"
+    status, _, err = run("train", "full", source, out, "--data", text, *short)
+    assert status == 0, err
+    before, after = jaxllm.load(source, dtype="float32"), jaxllm.load(out, dtype="float32")
+    assert after.config == before.config
+    assert after.config.attention == KIND
+    name = "layers.0"
+    old, new = (lm.params[name]["self_attn"]["v_proj"]["weight"] for lm in (before, after))
+    assert np.abs(np.asarray(old) - np.asarray(new)).max() > 0
+
+
+def test_nothing_crosses_the_border_of_the_longest_segment() -> None:
+    """By derivatives: not in one layer nor through several; within segments all that pairs show."""
+    model, params = lm_of(layers=2)
+    field = receptive_field(model, params, tokens(1, 24)[0], jax.random.key(0))
+    at = jnp.arange(24, dtype=jnp.int32)[None]
+    one = np.asarray(multiplicity(told.dilations(KIND, 8), at, at)[0]).any(axis=0)
+    assert ((field[0] > 0) == one).all()
+    assert ((field[1] > 0) == (one.astype(int) @ one > 0)).all()
+    assert not field[1, 12:, :12].any()
+    assert (field[1, 11, :12] > 0).any()
+    plain = receptive_field(*random_model("llama"), tokens(1, 24)[0], jax.random.key(0))
+    assert ((plain[1] > 0) == np.tril(np.ones((24, 24), bool))).all()
+
+
 def test_what_goes_by_heads_or_masks_is_refused() -> None:
     lm = lm_of()
     config = lm[0].config
     with pytest.raises(ConfigError, match="'dilated' cannot be cut"):
         narrower(config, "heads", 1)
-    assert narrower(config, "channels", 3).attention == LongAttention(
-        kind="dilated", segment_lengths=(4, 12), dilated_ratios=(1, 3)
-    )
+    assert narrower(config, "channels", 3).attention == KIND
     with pytest.raises(ConfigError, match="Mixtral has no attention of kind 'dilated'"):
         upcycle._mixtral(config, num_experts=2, num_experts_per_tok=1)
     with pytest.raises(ConfigError, match="takes no mask: leave mask out"):
