@@ -8,6 +8,7 @@ valid static argument of `jax.jit`.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -218,13 +219,15 @@ class LongAttention:
         return tuple(zip(self.segment_lengths or (), self.dilated_ratios or (), strict=True))
 
     @property
-    def by_layer(self) -> bool:
-        """Whether it says something of each layer."""
-        return self.by == "layers"
+    def period(self) -> int | None:
+        """Tokens that move by multiples of it stay with those of their segments; None: there is no
+        such number, for what was read is in a memory.
+        """
+        return math.lcm(*self.segment_lengths) if self.segment_lengths else None
 
     def for_layers(self, numbers: Sequence[int]) -> "LongAttention":
         """The same for a model that has these layers, in this order."""
-        if not self.by_layer:
+        if self.by != "layers":
             return self
         pairs = [self.pairs[i] for i in numbers]
         w, r = zip(*pairs, strict=True)

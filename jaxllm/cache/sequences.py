@@ -25,7 +25,7 @@ from jaxllm.cache.kv import (
     check_usable,
     init_cache,
 )
-from jaxllm.cache.surgery import gather_slots, movable_ropes, turn_keys
+from jaxllm.cache.surgery import check_move, gather_slots, movable_ropes, turn_keys
 from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
@@ -249,6 +249,7 @@ def _renumbered(
             raise TokenError(
                 f"a token would move to {wrong[0]}; positions run from 0 to {limit - 1}"
             )
+        check_move(state.config, there - x[row, inside])
         x[row, inside] = there
 
     def turned(segment: Segment, by_BS: np.ndarray) -> Segment:

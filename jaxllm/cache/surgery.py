@@ -141,7 +141,8 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
     positions; deeper layers equal it too where the whole text moves.
 
     Raises ConfigError for models whose keys do not rotate (learned positions, `dynamic` scaling),
-    TokenError where two tokens would share a position or one leaves the model.
+    and where attention's segments would be others (`LongAttention.period`); TokenError where two
+    tokens would share a position or one leaves the model.
     """
     check_usable(cache)
     end_B = cache.next_position_B
@@ -244,6 +245,7 @@ def _moved(
             most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
             by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
         if not _concrete(by_BS) or bool((by_BS != 0).any()):
+            check_move(cache.config, by_BS)
             k = turn_keys(segment.k, by_BS, movable_ropes(cache.config), cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
@@ -283,6 +285,21 @@ def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
             " movable"
         )
     return tuple(config.rotary(i) for i in range(config.num_hidden_layers))
+
+
+def check_move(config: ModelConfig, by: Any) -> None:
+    """Raise ConfigError where tokens that move by so many positions would be cut into other
+    segments by a layer's attention.
+    """
+    for kind in {config.long_attention(i) for i in range(config.num_hidden_layers)} - {None}:
+        period = kind.period if kind is not None else None
+        if kind is None or (period and _concrete(by) and not (np.asarray(by) % period).any()):
+            continue
+        said = f"by multiples of {period} positions alone" if period else "nowhere"
+        raise ConfigError(
+            f"attention of kind {kind.kind!r} cuts the text into segments by position: a cache's"
+            f" tokens move {said}. Run the tokens again where they are to stand"
+        )
 
 
 def _check_moved(before: KVCache, after: KVCache) -> None:

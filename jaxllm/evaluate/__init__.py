@@ -1,4 +1,5 @@
 """What a model computes, and what a change to it costs; two rooms that do not know each other.
 
-equivalence/: does it compute the same as another? likelihood/: how likely does it find a text?
+receptive: what of a text reaches which token? equivalence/: does it compute the same as another?
+likelihood/: how likely does it find a text?
 """

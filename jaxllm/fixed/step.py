@@ -62,6 +62,11 @@ def check_form(model: nn.Module, form: Form) -> None:
     if form.rotary and len(model.config.ropes) != 1:
         found = "rotary positions of several kinds" if model.config.ropes else "no rotary positions"
         raise ConfigError(f"{model.config.model_type} has {found}: leave out rotary (cos and sin)")
+    kind = model.config.long_attention(0)
+    if form.mask != "positions" and kind is not None:
+        raise ConfigError(
+            f"attention of kind {kind.kind!r} goes by positions and takes no mask: leave mask out"
+        )
     windows = {model.config.window(i) for i in range(model.config.num_hidden_layers)}
     if form.mask != "positions" and len(windows) > 1:
         raise ConfigError("layers of different windows cannot share one mask: leave mask out")

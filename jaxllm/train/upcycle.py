@@ -87,6 +87,8 @@ def _shared(config: ModelConfig, mixture: type[MixtureConfig], **more: Any) -> d
 def _mixtral(config: LlamaConfig, **numbers: int) -> MixtralConfig:
     if config.attention_bias or config.mlp_bias:
         raise ConfigError("Mixtral's linears have no biases, and this model's have")
+    if config.attention is not None:
+        raise ConfigError(f"Mixtral has no attention of kind {config.attention.kind!r}")
     return MixtralConfig(**_shared(config, MixtralConfig, **numbers))
 
 

@@ -62,6 +62,12 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
     width = _WIDTHS[kind]
     if not width.members(models.family(config.model_type)):
         raise ConfigError(f"{kind} of {config.model_type} cannot be cut: its MLPs are experts")
+    attention = config.long_attention(0)
+    if kind == "heads" and attention is not None:
+        raise ConfigError(
+            f"heads with attention of kind {attention.kind!r} cannot be cut: what each of them sees"
+            " goes by its number"
+        )
     if not 1 <= count <= width.count(config):
         raise ConfigError(f"of {width.count(config)} {kind} 1 at least stay, got {count}")
     try:

@@ -1,16 +1,15 @@
-"""What LongNet's dilated attention (Ding et al. 2023) is told, and masks for it."""
+"""What LongNet's dilated attention (Ding et al. 2023) is told of a layer."""
 
 from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxllm.config import LongAttention
-from jaxllm.ops.attention import Part, visible
-from jaxllm.ops.dilated import Dilation, multiplicity
-from jaxllm.ops.entries import side_by_side
-from jaxllm.ops.masked import attend_masked
+from jaxllm.errors import ConfigError
+from jaxllm.ops import dilated
+from jaxllm.ops.attention import Part
+from jaxllm.ops.dilation import Dilation, dense_weights
 
 
 @cache
@@ -41,14 +40,27 @@ def attend(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attention of new tokens over all parts, `[B, T, N, H]`, and the mass where it is asked for.
 
-    kind: of this layer, `ModelConfig.long_attention`. The rest: see `layers.attend`.
+    kind: of this layer, `ModelConfig.long_attention`. The rest: see `layers.attend`. The mass costs
+    dense attention's weights. Raises ConfigError for a mask, which says nothing of positions.
     """
-    position_BS = side_by_side([p.position_BS for p in parts], q_BTNH.shape[0])
-    count = multiplicity(dilations(kind, q_BTNH.shape[2]), scope.position_BT, position_BS)
-    count = jnp.where(visible(scope.position_BT, position_BS, window=None)[:, None], count, 0)
-    bias = jnp.where(count > 0, jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -1e30)
-    outs = [
-        attend_masked(q_BTNH, parts, bias[:, j], scale=scale, cap=cap)[:, :, j]
-        for j in range(q_BTNH.shape[2])
-    ]
-    return jnp.stack(outs, axis=2), None
+    at_BT, once = scope.position_BT, bool(kind.dedupe)
+    if scope.mask_BTS is not None:
+        raise ConfigError(
+            "attention of kind 'dilated' goes by positions and takes no mask: leave mask_BTS out"
+        )
+    shown = dilations(kind, q_BTNH.shape[2])
+    out = dilated.attend(
+        q_BTNH,
+        at_BT,
+        parts,
+        shown,
+        scale=scale,
+        cap=cap,
+        dedupe=once,
+        frozen_mixture=bool(kind.frozen_mixture),
+        document_BT=scope.document_BT,
+    )
+    if not scope.mass or scope.document_BT is not None:
+        return out, None
+    weight_BNTS = dense_weights(q_BTNH, at_BT, parts, shown, scale=scale, cap=cap, dedupe=once)
+    return out, weight_BNTS if scope.mass == "heads" else weight_BNTS.sum(axis=(1, 2))

@@ -1,0 +1,54 @@
+"""Who sees whom: what of a text reaches which token, layer by layer, by the model's own arithmetic.
+
+One decision: nothing is said of masks or segments here. Each token's embedding is moved, and what
+moves after it, is what saw it.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.weights.paths import Params
+
+
+def receptive_field(
+    model: nn.Module, params: Params, token_T: Any, key: jax.Array, *, batch: int = 64
+) -> np.ndarray:
+    """How far each layer's output at each token moves with each token's embedding, float32
+    `[layers, T, T]`: layer, who sees, who is seen.
+
+    The derivative in one random direction of each embedding, its norm over the output: exactly zero
+    where nothing comes through, and otherwise zero with probability zero. key: of the directions.
+    batch: how many embeddings are moved at a time; each takes as much memory as a run.
+    """
+    config: Any = model.config
+    token_BT = jnp.asarray(token_T, jnp.int32)[None]
+    T, D = token_BT.shape[1], config.hidden_size
+    position_BT = jnp.arange(T, dtype=jnp.int32)[None]
+    normal_TD = jax.random.normal(key, (2, T, D), jnp.float32)
+
+    def outputs(embeddings_BTD: jax.Array) -> jax.Array:
+        trace = model.apply(
+            {"params": params},
+            token_BT,
+            position_BT,
+            jnp.full((1,), T, jnp.int32),
+            embeddings_BTD=embeddings_BTD,
+        )
+        return jnp.stack([layer.x[0] for layer in trace.layers]).astype(jnp.float32)  # type: ignore[union-attr]
+
+    @jax.jit
+    def moved(params: Params) -> jax.Array:
+        at = normal_TD[:1]
+
+        def one(place: jax.Array) -> jax.Array:
+            here = jnp.arange(T, dtype=jnp.int32)[:, None] == place
+            direction = jnp.where(here, normal_TD[1], 0.0)[None]
+            return jnp.linalg.norm(jax.jvp(outputs, (at,), (direction,))[1], axis=-1)
+
+        return jax.lax.map(one, jnp.arange(T, dtype=jnp.int32), batch_size=batch)
+
+    return np.moveaxis(np.asarray(moved(params)), 0, 2)

@@ -1,0 +1,213 @@
+"""A model with dilated attention: prefilled in chunks, decoded, trained, its cache cut about."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select, shift
+from jaxllm.compress.structure.structure import narrower
+from jaxllm.config import LongAttention
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.receptive import receptive_field
+from jaxllm.fixed.step import Form, check_form
+from jaxllm.models.long import dilated as told
+from jaxllm.ops.dilation import dense_attend, multiplicity
+from jaxllm.train import upcycle
+from jaxllm.train.data.rows import Rows
+from jaxllm.train.objective import NextToken
+from jaxllm.weights.precision import Precision
+from tests.cache.caches import close, filled, fresh, peek
+from tests.conftest import Run
+from tests.twins import cut_demo, random_model, tokens
+
+DILATED = {"kind": "dilated", "segment_lengths": [4, 12], "dilated_ratios": [1, 3]}
+KIND = LongAttention(kind="dilated", segment_lengths=(4, 12), dilated_ratios=(1, 3))
+
+
+def lm_of(cache: str = "float32", layers: int = 1, **fields: Any) -> Any:
+    kind = {**DILATED, **fields}
+    precision = Precision(cache=cache)
+    return random_model("llama", precision=precision, attention=kind, num_hidden_layers=layers)
+
+
+def densely(q: Any, position: Any, parts: Any, shown: Any, **settings: Any) -> Any:
+    assert settings.pop("document_BT") is None
+    settings.pop("frozen_mixture")
+    return dense_attend(q, position, parts, shown, **settings)
+
+
+def oracle(lm: Any, patch: pytest.MonkeyPatch) -> Any:
+    """From now on all that is traced is one softmax with multiplicities: the same model, for which
+    nothing was traced before.
+    """
+    patch.setattr(told.dilated, "attend", densely)
+    model, params = lm
+    return model.clone(config=dataclasses.replace(model.config, max_position_embeddings=98)), params
+
+
+@pytest.mark.parametrize("by", ["heads", "layers"])
+def test_a_forward_pass_is_the_oracles(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids = lm_of(by=by, layers=2), tokens(2, 29)
+    at = np.stack([np.arange(29), np.maximum(np.arange(29) - 8, -1)])
+    ours = jaxllm.forward(*lm, None, ids, positions_BT=at).logits
+    expected = jaxllm.forward(*oracle(lm, monkeypatch), None, ids, positions_BT=at).logits
+    for row in range(2):
+        close(ours[row, at[row] >= 0], expected[row, at[row] >= 0])
+
+
+@pytest.mark.parametrize("cache", ["int8", pytest.param("float32", marks=pytest.mark.full)])
+def test_chunks_and_steps_equal_one_run(cache: str) -> None:
+    """Rows that are padded on the left stand elsewhere in their segments than in their slots."""
+    lm, ids = lm_of(cache), tokens(2, 29)
+    at = np.stack([np.arange(29), np.maximum(np.arange(29) - 6, -1)])
+    whole = jaxllm.forward(*lm, None, ids, positions_BT=at).logits
+    empty = jaxllm.init_cache(lm[0], 2, 32)
+    logits, filled = jaxllm.prefill(*lm, empty, ids[:, :26], positions_BT=at[:, :26], chunk=10)
+    close(logits, whole[:, 25])
+    for column in range(26, 29):
+        logits, filled = jaxllm.decode_step(*lm, filled, ids[:, column])
+        close(logits, whole[:, column])
+
+
+def test_rows_of_a_cache_fork_and_go_back() -> None:
+    lm, ids = lm_of(), tokens(1, 23)
+    cache = filled(lm, ids)
+    close(peek(lm, rewind(cache, to=15))[0], fresh(lm, ids[0, :15]))
+    forks = select(fork(branch(cache, 0), 3, capacity=4), [2, 0])
+    close(peek(lm, forks), np.stack([fresh(lm, ids[0])] * 2))
+    _, forks = jaxllm.decode_step(*lm, forks, np.array([3, 5]))
+    close(peek(lm, forks)[1], fresh(lm, np.append(ids[0], 5)))
+
+
+def test_gaps_in_a_cache_are_what_one_softmax_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids = lm_of(), tokens(1, 23)
+    kept = np.random.default_rng(3).random((1, 24)) < 0.6
+    cache = keep(filled(lm, ids), kept)
+    found = [peek(lm, cache), peek(lm, compact(cache))]
+    dense = oracle(lm, monkeypatch)
+    expected = peek(dense, cache.replace(config=dense[0].config))
+    for logits in found:
+        close(logits, expected)
+    assert np.abs(expected[0] - fresh(lm, ids[0])).max() > 1e-2
+
+
+def test_tokens_move_by_whole_segments_or_not_at_all() -> None:
+    lm, ids = lm_of(), tokens(1, 23)
+    cache = filled(lm, ids)
+    close(peek(lm, shift(cache, 12))[0], fresh(lm, ids[0], np.arange(12, 36)))
+    with pytest.raises(ConfigError, match=r"'dilated' .* move by multiples of 12 positions alone"):
+        shift(cache, 4)
+    with pytest.raises(ConfigError, match="Run the tokens again"):
+        close_gaps(keep(cache, np.arange(24)[None] % 5 != 2))
+
+
+def test_the_mass_is_what_the_weights_give() -> None:
+    lm, ids = lm_of(), tokens(1, 23)
+    cache = filled(lm, ids)
+    weights = jaxllm.forward(*lm, cache, ids[:, :1], attention_weights=True).attention_weights
+    mass = jaxllm.forward(*lm, cache, ids[:, :1], attention_mass=True).attention_mass
+    close(weights.sum(axis=-1), np.ones((1, 1, 8, 1)))
+    close(np.asarray(weights).sum(axis=(0, 2, 3)), mass)
+    assert (np.asarray(weights)[0, 0, :, 0, :12] == 0).all()  # token 23 is of the second segment
+
+
+def packed(length: int) -> Rows:
+    """Two documents in one row, and one in the next."""
+    ids, first = tokens(2, length + 1), length * 2 // 3
+    at, document = np.arange(length), np.zeros(length, int)
+    at[first:] -= first
+    document[first:] = 1
+    return Rows(
+        *(
+            jnp.asarray(x, jnp.int32)
+            for x in (
+                ids[:, :-1],
+                ids[:, 1:],
+                np.stack([at, np.arange(length)]),
+                np.stack([document, np.zeros(length, int)]),
+            )
+        )
+    )
+
+
+def test_it_trains_as_its_documents_would_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of packed rows is the sum of the oracle's, each document for itself."""
+    lm, rows = lm_of(), packed(24)
+    model, params = lm
+
+    def gradient(model: Any, rows: Rows) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return NextToken()(model, params, None, rows, jax.random.key(0)).total
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    found = gradient(model, rows)
+
+    def apart(q: Any, position: Any, parts: Any, shown: Any, **settings: Any) -> Any:
+        document = settings.pop("document_BT")
+        outs = []
+        for number in range(2):
+            own = jnp.where(document == number, position, -1)
+            part = [jaxllm.ops.Part(*parts[0][:2], own)]
+            outs.append(densely(q, own, part, shown, document_BT=None, **settings))
+        return sum(outs)
+
+    model = oracle(lm, monkeypatch)[0]
+    monkeypatch.setattr(told.dilated, "attend", apart)
+    expected = gradient(model, rows)
+    jax.tree.map(close, found, expected)
+
+
+def test_train_full_trains_it_and_writes_it_as_it_is(run: Run, tmp_path: Path) -> None:
+    source = cut_demo("llama", tmp_path / "hf", layers=1)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "attention": DILATED}))
+    text = tmp_path / "story.txt"
+    text.write_text("Once upon a time there was a little girl who had a red ball.\n" * 20)
+    short = ("--length", 24, "--batch", 2, "--steps", 2)
+    out = tmp_path / "out"
+    status, _, err = run("train", "full", source, out, "--data", text, *short)
+    assert status == 0, err
+    before, after = jaxllm.load(source, dtype="float32"), jaxllm.load(out, dtype="float32")
+    assert after.config == before.config
+    assert after.config.attention == KIND
+    name = "layers.0"
+    old, new = (lm.params[name]["self_attn"]["v_proj"]["weight"] for lm in (before, after))
+    assert np.abs(np.asarray(old) - np.asarray(new)).max() > 0
+
+
+def test_nothing_crosses_the_border_of_the_longest_segment() -> None:
+    """By derivatives: not in one layer nor through several; within segments all that pairs show."""
+    model, params = lm_of(layers=2)
+    field = receptive_field(model, params, tokens(1, 24)[0], jax.random.key(0))
+    at = jnp.arange(24, dtype=jnp.int32)[None]
+    one = np.asarray(multiplicity(told.dilations(KIND, 8), at, at)[0]).any(axis=0)
+    assert ((field[0] > 0) == one).all()
+    assert ((field[1] > 0) == (one.astype(int) @ one > 0)).all()
+    assert not field[1, 12:, :12].any()
+    assert (field[1, 11, :12] > 0).any()
+    plain = receptive_field(*random_model("llama"), tokens(1, 24)[0], jax.random.key(0))
+    assert ((plain[1] > 0) == np.tril(np.ones((24, 24), bool))).all()
+
+
+def test_what_goes_by_heads_or_masks_is_refused() -> None:
+    lm = lm_of()
+    config = lm[0].config
+    with pytest.raises(ConfigError, match="'dilated' cannot be cut"):
+        narrower(config, "heads", 1)
+    assert narrower(config, "channels", 3).attention == KIND
+    with pytest.raises(ConfigError, match="Mixtral has no attention of kind 'dilated'"):
+        upcycle._mixtral(config, num_experts=2, num_experts_per_tok=1)
+    with pytest.raises(ConfigError, match="takes no mask: leave mask out"):
+        check_form(lm[0], Form(mask="boolean"))
+    with pytest.raises(ConfigError, match="takes no mask: leave mask_BTS out"):
+        ids, at = jnp.zeros((1, 3), jnp.int32), jnp.arange(3, dtype=jnp.int32)[None]
+        mask = jnp.ones((1, 3, 3), bool)
+        lm[0].apply({"params": lm[1]}, ids, at, jnp.array([3]), mask_BTS=mask)

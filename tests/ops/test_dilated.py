@@ -1,0 +1,265 @@
+"""Dilated attention by gathering, held to the paper's formulas written as loops, and to one softmax
+over all that is shown.
+"""
+
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.ops import Part, cast, dilated
+from jaxllm.ops.dilated import attend
+from jaxllm.ops.dilation import Dilation, dense_attend, dense_weights, multiplicity
+
+N, K, H = 6, 2, 5
+SCALE = 0.6
+
+
+def pairs(*given: tuple[int, int], heads: int = N) -> tuple[Dilation, ...]:
+    return tuple(Dilation(w, r, tuple(j % r for j in range(heads))) for w, r in given)
+
+
+PAIRS = pairs((4, 1), (6, 2), (12, 4))
+
+
+def draw(rows: int, length: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((rows, length, N, H), np.float32)
+    k, v = rng.standard_normal((2, rows, length, K, H), np.float32)
+    return q, k, v
+
+
+def looped(q: Any, k: Any, v: Any, position: Any, dilations: Any, dedupe: bool = False) -> Any:
+    """Sections 2.2 to 2.4 for one row, a head and a token at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for j in range(q.shape[1]):
+        kv = j // (q.shape[1] // k.shape[1])
+        for t, p in enumerate(position):
+            total, value, had = 0.0, np.zeros(q.shape[2]), set[int]()
+            for w, r, offsets in dilations if p >= 0 else ():
+                segment = p // w
+                rows = range(segment * w + offsets[j], (segment + 1) * w, r)  # equation 8
+                if offsets[j] < 0 or p not in rows:
+                    continue
+                for s, at in enumerate(position):
+                    if at in rows and 0 <= at <= p and not (dedupe and s in had):
+                        had.add(s)
+                        weight = np.exp(SCALE * (q[t, j] @ k[s, kv]))
+                        total += weight  # s_i of equation 10
+                        value += weight * v[s, kv]  # s_i O_i
+            out[t, j] = value / total if total else 0.0
+    return out
+
+
+def ran(q: Any, k: Any, v: Any, position: Any, dilations: Any = PAIRS, **more: Any) -> Any:
+    part = Part(jnp.asarray(k), jnp.asarray(v), jnp.asarray(position, jnp.int32))
+    position = jnp.asarray(position, jnp.int32)
+    return jax.jit(lambda q, part: attend(q, position, [part], dilations, scale=SCALE, **more))(
+        jnp.asarray(q), part
+    )
+
+
+LENGTH = 29
+UNEQUAL = np.stack(
+    [
+        np.arange(LENGTH),  # whole
+        np.maximum(np.arange(LENGTH) - 7, -1),  # padded on the left
+        np.where(np.arange(LENGTH) < 11, np.arange(LENGTH), -1),  # and on the right
+        np.arange(LENGTH) + 5,  # from the middle of a segment
+    ]
+)
+
+
+@pytest.mark.parametrize("dedupe", [False, True])
+def test_it_is_the_papers_loops(dedupe: bool) -> None:
+    q, k, v = draw(4, LENGTH)
+    out = ran(q, k, v, UNEQUAL, dedupe=dedupe)
+    for row in range(4):
+        expected = looped(q[row], k[row], v[row], UNEQUAL[row], PAIRS, dedupe)
+        np.testing.assert_allclose(out[row], expected, atol=1e-5)
+    assert not out[1, :7].any()
+
+
+def gradients(function: Any, *args: Any) -> Any:
+    """The values, and the gradients of their sum with weights of its own."""
+
+    def loss(*args: Any) -> Any:
+        out = function(*args)
+        weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out * weight), out
+
+    found, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*args)
+    return out, found
+
+
+def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> None:
+    q, k, v = map(jnp.asarray, draw(4, LENGTH))
+    at = jnp.asarray(UNEQUAL, jnp.int32)
+    pair: Any = pairs((4, 1), (12, 3))
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return attend(q, at, [Part(k, v, at)], pair, scale=SCALE, cap=2.0)
+
+    def oracle(q: Any, k: Any, v: Any) -> Any:
+        return dense_attend(q, at, [Part(k, v, at)], pair, scale=SCALE, cap=2.0)
+
+    values, found = gradients(ours, q, k, v)
+    expected, wanted = gradients(oracle, q, k, v)
+    np.testing.assert_allclose(values, expected, atol=1e-5)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few scores at a time: several segments in a row, and the queries of one in turns."""
+    monkeypatch.setattr(dilated, "SCORES", 24 * 6)
+    q, k, v = map(jnp.asarray, draw(1, LENGTH))
+    at = jnp.asarray(UNEQUAL[:1], jnp.int32)
+    for pair in (pairs((3, 1)), pairs((12, 1))):  # two segments at a time; two queries
+
+        def ours(q: Any, k: Any, v: Any) -> Any:
+            sight = dilated.Sight(pair, SCALE, None, False, False)  # noqa: B023
+            return dilated._in_blocks(sight, q, at, (Part(k, v, at),))
+
+        def oracle(q: Any, k: Any, v: Any) -> Any:
+            return dense_attend(q, at, [Part(k, v, at)], pair, scale=SCALE)  # noqa: B023
+
+        values, found = gradients(ours, q, k, v)
+        expected, wanted = gradients(oracle, q, k, v)
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
+    """Of four times the tokens, neither values nor gradients make an array over four times as large
+    as before, whichever branch is taken.
+    """
+
+    def most(length: int) -> int:
+        at = jnp.arange(length, dtype=jnp.int32)[None]
+        given = [jax.ShapeDtypeStruct((1, length, heads, H), jnp.float32) for heads in (N, K, K)]
+
+        def loss(q: Any, k: Any, v: Any) -> jax.Array:
+            return attend(q, at, [Part(k, v, at)], pairs((64, 1), (256, 4)), scale=SCALE).sum()
+
+        closed = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*given)
+        return max(sizes(closed.jaxpr))
+
+    def sizes(jaxpr: Any) -> Any:
+        for eqn in jaxpr.eqns:
+            yield from (v.aval.size for v in eqn.outvars)
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from sizes(inner)
+
+    # The linear part; what is made of scores at a time does not grow at all.
+    assert most(8192) <= 4.2 * most(2048)
+
+
+CACHED = np.concatenate([np.arange(17), [-1, -1], np.arange(17, 24)])  # a slot is empty
+
+
+@pytest.mark.parametrize("order", ["in order", "with gaps"])
+def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
+    """Two parts of a cache, the second of int8, and the token itself; empty slots hold NaN."""
+    q, k, v = draw(2, 27)
+    at = np.stack([np.append(np.arange(26), 26), np.append(np.arange(26) + 3, 29)])
+    if order == "with gaps":
+        at[0, :26] = np.random.default_rng(1).permutation(CACHED)
+        at[1, 4:9] = -7
+    k, v = (np.where(at[..., None, None] < 0, np.nan, x) for x in (k, v))
+    cut = (slice(0, 9), slice(9, 26), slice(26, 27))
+    parts = [Part(*(jnp.asarray(x[:, s]) for x in (k, v)), jnp.asarray(at[:, s])) for s in cut]
+    parts[1] = Part(*(cast(jnp.nan_to_num(x), jnp.int8) for x in parts[1][:2]), parts[1][2])
+    q, now = jnp.asarray(q[:, 26:]), jnp.asarray(at[:, 26:], jnp.int32)
+    clean = [Part(*(jax.tree.map(jnp.nan_to_num, x) for x in p[:2]), p[2]) for p in parts]
+    expected = dense_attend(q, now, clean, PAIRS, scale=SCALE)
+    ours = jax.jit(lambda q, parts: attend(q, now, parts, PAIRS, scale=SCALE))(q, parts)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    weights = dense_weights(q, now, clean, PAIRS, scale=SCALE)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-6)
+
+
+def test_new_tokens_that_stand_apart_see_what_one_softmax_shows() -> None:
+    q, k, v = draw(1, 9)
+    at = np.array([[0, 3, 5, 23, 21, -1, 48, 12, 15]])
+    expected = looped(q[0], k[0], v[0], at[0], PAIRS)
+    np.testing.assert_allclose(ran(q, k, v, at)[0], expected, atol=1e-5)
+
+
+def test_documents_of_a_row_are_rows_of_their_own() -> None:
+    q, k, v = draw(1, 27)
+    lengths, at = (13, 5, 7), np.full(27, -1)
+    document, first = np.full(27, -1), 0
+    for number, length in enumerate(lengths):
+        at[first : first + length] = np.arange(length)
+        document[first : first + length] = number
+        first += length
+    out = ran(q, k, v, at[None], document_BT=jnp.asarray(document[None]))
+    for number in range(3):
+        own = document == number
+        expected = looped(q[0, own], k[0, own], v[0, own], at[own], PAIRS)
+        np.testing.assert_allclose(out[0, own], expected, atol=1e-5)
+
+
+# What is wrong in the reference code, or left open by the paper (torchscale, dilated_attention.py).
+
+
+def test_head_j_begins_at_j_modulo_the_dilation() -> None:
+    """Not blocks of heads, `j // (heads / r)`: with scores of zero and values that name positions a
+    head gives the mean of what it sees.
+    """
+    at = np.arange(8)[None]
+    q, k = np.zeros((1, 8, 8, 8), np.float32), np.zeros((1, 8, 1, 8), np.float32)
+    v = np.eye(8, dtype=np.float32)[None, :, None]
+    out = ran(q, k, v, at, pairs((8, 4), heads=8))
+    for head in range(8):
+        sees = np.flatnonzero(np.asarray(out)[0, :, head].any(axis=-1))  # queries that see anything
+        assert sees.tolist() == [head % 4, head % 4 + 4]
+        np.testing.assert_allclose(out[0, head % 4 + 4, head, head % 4 :: 4], 0.5)
+
+
+def test_a_denominator_whose_logarithm_is_zero_counts() -> None:
+    """A token that sees itself alone by a score of 0 has LSE 0; it is not a missing one."""
+    at, v = np.arange(6)[None], draw(1, 6)[2]
+    zero = np.zeros((1, 6, N, H), np.float32)
+    out = ran(zero, np.zeros_like(v), v, at, pairs((6, 1), (12, 6)))
+    token, head = 4, 4  # the only token of the head in the second dilation
+    expected = (v[0, :5, 1].sum(axis=0) + v[0, 4, 1]) / 6
+    np.testing.assert_allclose(out[0, token, head], expected, atol=1e-6)
+
+
+def test_no_gradient_goes_through_a_frozen_mixture() -> None:
+    """By hand: two dilations' outputs and denominators, mixed as equations 9 and 10 say."""
+    q, k, v = map(jnp.asarray, draw(1, 12))
+    at = jnp.arange(12, dtype=jnp.int32)[None]
+    pair = pairs((4, 1), (12, 3))
+
+    def by_hand(frozen: bool, q: Any, k: Any, v: Any) -> Any:
+        wide_k, wide_v = jnp.repeat(k, N // K, axis=2), jnp.repeat(v, N // K, axis=2)
+        outs, totals = [], []
+        for d in pair:
+            seen = multiplicity([d], at, at)
+            score = SCALE * jnp.einsum("btnh,bsnh->bnts", q, wide_k)
+            weight = jnp.where(seen > 0, jnp.exp(score), 0.0)
+            s = weight.sum(axis=-1)
+            out = jnp.einsum("bnts,bsnh->btnh", weight, wide_v)
+            some = jnp.moveaxis(jnp.where(s == 0, 1.0, s), 1, 2)[..., None]
+            outs.append(out / some)
+            totals.append(jnp.moveaxis(jax.lax.stop_gradient(s) if frozen else s, 1, 2)[..., None])
+        return sum(s * o for s, o in zip(totals, outs, strict=True)) / sum(totals)
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return attend(q, at, [Part(k, v, at)], pair, scale=SCALE, frozen_mixture=True)
+
+    _, found = gradients(lambda *x: ours(*x), q, k, v)
+    _, expected = gradients(lambda *x: by_hand(True, *x), q, k, v)
+    _, whole = gradients(lambda *x: by_hand(False, *x), q, k, v)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert np.abs(found[0] - whole[0]).max() > 1e-3
+    np.testing.assert_allclose(found[2], whole[2], atol=1e-5)  # values have no part in it
