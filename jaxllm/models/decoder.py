@@ -176,6 +176,7 @@ class Attention(nn.Module):
             scale=c.attention_scale,
             window=c.window(self.layer),
             cap=c.attention_cap,
+            kind=c.long_attention(self.layer),
         )
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:

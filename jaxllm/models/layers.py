@@ -10,7 +10,8 @@ from flax import struct
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import ModelConfig
+from jaxllm.config import LongAttention, ModelConfig
+from jaxllm.models.long import KINDS
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, F]
@@ -125,13 +126,14 @@ def attend(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    kind: LongAttention | None = None,
 ) -> Attended:
     """Softmax attention of one layer over what the cache holds of it, and the new tokens.
 
     q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
     heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
     window: how many of the last positions a query sees, itself included; None for all. cap: see
-    `ops.attend`.
+    `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
@@ -140,6 +142,10 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
+    if kind is not None:
+        out, mass = KINDS[kind.kind](kind, scope, q, parts, scale=scale, cap=cap)
+        x = project_out(out.reshape(*out.shape[:2], -1))
+        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
     if scope.document_BT is not None:
         mask_BTS = within_documents(scope.position_BT, parts, scope.document_BT, window=window)
     if mask_BTS is not None:
