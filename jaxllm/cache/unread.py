@@ -74,7 +74,7 @@ def _summed_again(
     update: Update,
     rope: Rope | None,
 ) -> Memory:
-    """A layer's memory with the segment in hand up to `next_B`; as it is where nothing is undone."""
+    """A layer's memory, its segment in hand up to `next_B`; as it is where nothing is undone."""
     rows = next_B.shape[0]
     k_BSKH, v_BSKH, position_BS = (
         side_by_side([dense(x) for x in each], rows) for each in zip(*entries, strict=True)
@@ -98,4 +98,6 @@ def _turned_back(k_BSKH: jax.Array, place_BS: jax.Array, rope: Rope) -> jax.Arra
     head_dim = k_BSKH.shape[-1]
     width, magnitude = rope.width(head_dim), inverse_frequencies(rope, head_dim=head_dim)[1]
     k_BSKH = turn(k_BSKH, -place_BS, rope, head_dim=head_dim)
-    return k_BSKH / jnp.where(jnp.arange(head_dim) < width, jnp.float32(magnitude), 1.0)
+    if magnitude == 1.0:
+        return k_BSKH
+    return jnp.concatenate([k_BSKH[..., :width] / magnitude, k_BSKH[..., width:]], axis=-1)

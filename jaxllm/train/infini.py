@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxllm import models
 from jaxllm.api import LM
-from jaxllm.config import LongAttention
+from jaxllm.config import LongAttention, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.ops.compressive import UPDATES, Update
@@ -20,7 +20,25 @@ from jaxllm.whole import whole
 
 GATE = -4.0  # beta; at the -100 of some implementations nothing is ever learned
 GATE_RATE = 0.01  # of beta; at the rate of the rest gates do not leave where they began
-GATE_RATES = ((r".*\.memory_gate", GATE_RATE),)
+
+
+def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[str, float], ...]:
+    """What `Optimizer.rates` is for such a model; none for others. Raises ConfigError for a rate
+    that there is no gate for.
+    """
+    if config.segment_length is not None:
+        return ((r".*\.memory_gate", GATE_RATE if rate is None else rate),)
+    if rate is not None:
+        raise ConfigError(f"this {config.model_type} has no gates for --gate-rate: jaxllm infini")
+    return ()
+
+
+def as_update(name: str) -> Update:
+    """The rule of that name. Raises ConfigError where there is none."""
+    found = next((update for update in UPDATES if update == name), None)
+    if found is None:
+        raise ConfigError(f"update must be one of {', '.join(UPDATES)}, got {name!r:.40}")
+    return found
 
 
 def with_memory(
@@ -36,8 +54,7 @@ def with_memory(
         raise ConfigError(f"a {lm.config.model_type} cannot have a memory: a llama can")
     if lm.config.attention is not None:
         raise ConfigError(f"this model has attention of kind {lm.config.attention.kind!r} already")
-    if update not in UPDATES:
-        raise ConfigError(f"update must be one of {', '.join(UPDATES)}, got {update!r:.40}")
+    as_update(update)
     length = whole("segment_length", segment_length, 1, error=ConfigError)
     kind = LongAttention(kind="infini", segment_length=length, update=update)
     config = dataclasses.replace(lm.config, attention=kind)

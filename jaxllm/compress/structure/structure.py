@@ -62,6 +62,10 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
     width = _WIDTHS[kind]
     if not width.members(models.family(config.model_type)):
         raise ConfigError(f"{kind} of {config.model_type} cannot be cut: its MLPs are experts")
+    if kind == "heads" and config.segment_length is not None:
+        raise ConfigError(
+            "heads of a model with a memory cannot be cut: cut them before it has one"
+        )
     if not 1 <= count <= width.count(config):
         raise ConfigError(f"of {width.count(config)} {kind} 1 at least stay, got {count}")
     try:
