@@ -1,4 +1,3 @@
-<<<<<<< HEAD
 """Infini-attention (Munkhdalai et al. 2024): softmax within a segment, a memory of all before it.
 
 Segments are `position // segment_length`. The part that is softmax sees new tokens and slots of the
@@ -104,15 +103,3 @@ def _local(
             out, _ = ops.attend(q_XWNH, at_XW, [*before, last], scale=scale, window=None, cap=cap)
             heads.append(out.reshape(-1, B, *out.shape[1:]))
     return jnp.concatenate(heads) if len(heads) > 1 else heads[0]
-=======
-"""Infini-attention (Munkhdalai et al. 2024)."""
-
-from typing import Any
-
-from jaxllm.errors import ConfigError
-
-
-def attend(*args: Any, **settings: Any) -> tuple[Any, Any]:
-    """Raises ConfigError: it is not there yet."""
-    raise ConfigError("attention of kind 'infini' is not there yet: use kind 'dilated'")
->>>>>>> 091a5c4cd904be0e1344eee5802049233e966a82
