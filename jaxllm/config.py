@@ -322,8 +322,8 @@ class ModelConfig:
 
     @property
     def segment_length(self) -> int | None:
-        """Tokens of a segment, in models whose layers keep a memory of the segments before (infini):
-        they read tokens in order, and turn them by their places in a segment. None for others.
+        """Tokens of a segment, in models whose layers keep a memory of the segments before: they
+        read tokens in order, and turn them by their places in a segment. None for others.
         """
         kinds = (self.long_attention(i) for i in range(self.num_hidden_layers))
         return next((kind.segment_length for kind in kinds if kind is not None), None)

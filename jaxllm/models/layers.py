@@ -139,8 +139,8 @@ def attend(
     q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
     heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
     window: how many of the last positions a query sees, itself included; None for all. cap: see
-    `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`. beside: what a kind that
-    keeps a memory is given more.
+    `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`. beside: what more a
+    kind that keeps a memory is given.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
