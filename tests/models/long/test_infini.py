@@ -26,7 +26,8 @@ from jaxllm.cache import (
     shift,
 )
 from jaxllm.config import LongAttention
-from jaxllm.errors import CacheMismatchError, ConfigError, TokenError
+from jaxllm.decode.loops.endless import read_through
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.train.infini import with_memory
 from jaxllm.weights.precision import Precision, cast
 from tests.twins import random_model, tokens
@@ -322,3 +323,29 @@ def test_a_dense_model_given_a_memory_is_itself_in_the_first_segment() -> None:
             with_memory(given if message == "already" else lm, L, **changes)
     with pytest.raises(ConfigError, match="a gpt2 cannot have a memory"):
         with_memory(lm_of(*random_model("gpt2")), L)
+
+
+def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
+    """In rows that stand at different places, and the cache that it began with stays valid."""
+    ids = tokens(2, T)
+    cache = jaxllm.init_cache(delta[0], 2, 8)
+    _, cache = jaxllm.prefill(*delta, cache, ids[:, :4], lengths_B=np.array([4, 1]))
+    whole = jaxllm.init_cache(delta[0], 2, 40)
+    _, whole = jaxllm.prefill(*delta, whole, ids[:, :4], lengths_B=np.array([4, 1]))
+    read = []
+    for _ in range(2):  # the second time from the same cache
+        logits, left = read_through(*delta, cache, ids, each=lambda n, _: read.append(n))
+    theirs, whole = jaxllm.prefill(*delta, whole, ids)
+    close(logits, theirs, 2e-5)
+    close(peek(delta, left), peek(delta, whole), 2e-5)
+    assert read == 2 * [3, 6, 9, 12, 15, 18, 21, 23]
+    with pytest.raises(CapacityError, match="no more than a segment of 5 tokens: make one of 10"):
+        read_through(*delta, jaxllm.init_cache(delta[0], 2, 5), ids)
+
+
+def test_generation_goes_on_through_borders(delta: Any) -> None:
+    ids = tokens(2, 7)
+    made = jaxllm.generate(*delta, ids, max_new_tokens=9)
+    text = np.concatenate([ids, made.token_BT], axis=1)
+    logits = jaxllm.forward(*delta, None, text[:, :-1]).logits
+    assert np.array_equal(np.asarray(logits)[:, 6:].argmax(-1), made.token_BT)
