@@ -158,7 +158,7 @@ def test_the_mended_rule_cannot_diverge() -> None:
     """A first segment of one token, then long ones: what is taken away is at most what is there."""
     rng = np.random.default_rng(3)
     memory, most = empty(1, 1, H, "delta_once"), 0.0
-    for length in (1, 50, 3, 80, 80, 80, 7, 80):
+    for length in (1, 50, 50, 1, 50, 50):
         k, v = (jnp.asarray(rng.standard_normal((1, length, 1, H), np.float32)) for _ in range(2))
         z, grown = np.asarray(memory.z_BKH[0, 0]), np.asarray(sigma(k)).sum(axis=(0, 1, 2))
         if z.any():

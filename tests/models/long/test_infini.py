@@ -27,6 +27,7 @@ from jaxllm.cache import (
 )
 from jaxllm.config import LongAttention
 from jaxllm.decode.loops.endless import read_through
+from jaxllm.decode.loops.overflow import HeavyHitters, Segments
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.train.infini import with_memory
 from jaxllm.weights.precision import Precision, cast
@@ -34,7 +35,7 @@ from tests.twins import random_model, tokens
 
 L, T = 5, 23
 FULL = pytest.mark.full
-RULES = ["linear", "delta", "delta_once"]
+RULES = ["linear", pytest.param("delta", marks=FULL), "delta_once"]
 
 
 def made(update: str, precision: Precision | None = None, gate: float | None = None) -> Any:
@@ -223,8 +224,8 @@ def test_a_stream_of_forty_segments_in_a_cache_of_two(delta: Any) -> None:
 
 def test_a_cache_of_less_than_the_text_within_a_segment(linear: Any) -> None:
     """Only what is finished goes: the segment in hand stays, where it is."""
-    cache = filled(linear, T, rows=2, capacity=T)
-    left = compact(segment_in_hand(cache), capacity=L)
+    cache = filled(linear, T, rows=2)
+    left = compact(segment_in_hand(cache), capacity=2 * L)
     assert left.length_B.tolist() == [T % L] * 2
     close(peek(linear, left), peek(linear, cache))
 
@@ -277,12 +278,18 @@ def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
     with pytest.raises(ConfigError, match=r"several documents in a row .*--no-pack"):
         at = jnp.zeros((1, 4), jnp.int32)
         jaxllm.steps.run(*linear, (), at, jnp.arange(4)[None], document_BT=at)
-    with pytest.raises(ConfigError, match="keep a memory"):
-        jaxllm.beam_search(*linear, ids, num_beams=2, max_new_tokens=3)
-    with pytest.raises((ConfigError, CacheMismatchError), match="memory"):
-        jaxllm.speculative_generate(*linear, ids, draft=jaxllm.PromptLookup(), max_new_tokens=3)
     with pytest.raises(ConfigError, match="no segments"):
         segment_in_hand(jaxllm.init_cache(random_model("llama")[0], 1, 4))
+
+
+@pytest.mark.full  # the way is that of tests/cache/test_memory.py
+def test_beams_and_drafts_are_refused_by_name(linear: Any) -> None:
+    with pytest.raises(ConfigError, match="keep a memory"):
+        jaxllm.beam_search(*linear, tokens(1, T), num_beams=2, max_new_tokens=3)
+    with pytest.raises((ConfigError, CacheMismatchError), match="memory"):
+        jaxllm.speculative_generate(
+            *linear, tokens(1, T), draft=jaxllm.PromptLookup(), max_new_tokens=3
+        )
 
 
 def test_half_precision_and_int8_caches_stay_near(linear: Any) -> None:
@@ -349,3 +356,18 @@ def test_generation_goes_on_through_borders(delta: Any) -> None:
     text = np.concatenate([ids, made.token_BT], axis=1)
     logits = jaxllm.forward(*delta, None, text[:, :-1]).logits
     assert np.array_equal(np.asarray(logits)[:, 6:].argmax(-1), made.token_BT)
+    small = jaxllm.init_cache(delta[0], 2, 8)
+    again = jaxllm.generate(*delta, ids, max_new_tokens=9, cache=small, overflow=Segments())
+    assert np.array_equal(again.token_BT, made.token_BT)
+    assert again.cache.capacity == 8
+    for policy, capacity, error, message in (
+        (HeavyHitters(), 12, ConfigError, "tokens cannot be moved"),
+        (Segments(), 5, CapacityError, "full within a segment of 5 tokens: make one of 10"),
+        (Segments(), 6, CapacityError, "a prompt of 7 tokens .* read_through"),
+    ):
+        cache = jaxllm.init_cache(delta[0], 2, capacity)
+        with pytest.raises(error, match=message):
+            jaxllm.generate(*delta, ids, max_new_tokens=9, cache=cache, overflow=policy)
+    plain = random_model("llama")
+    with pytest.raises(ConfigError, match="this llama has no segments"):
+        jaxllm.generate(*plain, ids, max_new_tokens=2, overflow=Segments())
