@@ -23,7 +23,7 @@ into (1 - A) M and a sum, where A is r times sum sigma(k)^T sigma(k) / (sigma(k)
 negative numbers and A z = r sum sigma(k) <= z, so its eigenvalues lie from 0 to 1.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,9 @@ class Memory(struct.PyTreeNode):
 
 def form(heads: int, size: int, update: Update) -> Memory:
     """The form of one row, of so many key heads: `jax.ShapeDtypeStruct`s."""
-    matrix = jax.ShapeDtypeStruct((heads, size, size), jnp.float32)
-    vector = jax.ShapeDtypeStruct((heads, size), jnp.float32)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+    matrix: Any = jax.ShapeDtypeStruct((heads, size, size), jnp.float32)
+    vector: Any = jax.ShapeDtypeStruct((heads, size), jnp.float32)
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
     old = matrix if update == "delta_once" else None
     return Memory(matrix, vector, matrix, vector, number, old)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm import api
+from jaxllm import located
 from jaxllm.errors import ConfigError
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.weights.paths import flatten
@@ -50,7 +50,7 @@ def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
 def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    monkeypatch.setattr(located, "DEMOS", shallow_demos)
     made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
     text.write_text("".join(f"{number}. {STORY}" for number in range(12)), encoding="utf-8")
     given = ("infini", "demo:llama", made, "--segment", 16, "--update", "delta_once")

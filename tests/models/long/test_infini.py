@@ -363,7 +363,7 @@ def test_generation_goes_on_through_borders(delta: Any) -> None:
     for policy, capacity, error, message in (
         (HeavyHitters(), 12, ConfigError, "tokens cannot be moved"),
         (Segments(), 5, CapacityError, "full within a segment of 5 tokens: make one of 10"),
-        (Segments(), 6, CapacityError, "a prompt of 7 tokens .* read_through"),
+        (Segments(), 6, CapacityError, "a prompt of 7 tokens .*read_through"),
     ):
         cache = jaxllm.init_cache(delta[0], 2, capacity)
         with pytest.raises(error, match=message):
