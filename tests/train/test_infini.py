@@ -1,5 +1,6 @@
 """Models with a memory made and trained: the command, and the gates' own rate."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(located, "DEMOS", shallow_demos)
-    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
-    text.write_text("".join(f"{number}. {STORY}" for number in range(12)), encoding="utf-8")
+    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
+    lines = [json.dumps({"text": f"{number}. {STORY}"[: 30 + number]}) for number in range(8)]
+    text.write_text("\n".join(lines), encoding="utf-8")
     given = ("infini", "demo:llama", made, "--segment", 16, "--update", "delta_once")
     status, _, err = run(*given[:-1], "dalta")
     assert (status, "update must be one of linear, delta, delta_once" in err) == (1, True), err
