@@ -104,7 +104,7 @@ def write_out(
 ) -> None:
     """The table, and the files that were asked for."""
     length = lm.config.segment_length
-    title = f"{lm.config.attention.update} memory, segments of {length}, {read_S[-1]:,} tokens"
+    title = f"{lm.config.attention.update or 'linear'} memory, segments of {length}, {read_S[-1]:,} tokens"
     table = Table("tokens read", "ms a segment (median)", "resident MB", title=title)
     shares = np.array_split(np.arange(min(WARM, len(read_S) - 1), len(read_S)), rows)
     for share in (share for share in shares if share.size):
@@ -128,7 +128,7 @@ def _draw(read_S: np.ndarray, found: dict[str, list[float]], path: Path, title: 
     lines = (("resident", 1e-6, "resident MB"), ("seconds", 1e3, "ms a segment"))
     for axes, (name, scale, label) in zip(figure.subplots(2, 1, sharex=True), lines, strict=True):
         axes.plot(read_S, scale * np.asarray(found[name]), linewidth=0.7)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.2 * scale * max(found[name]))
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     axes.set_xlabel("tokens read")
