@@ -55,11 +55,11 @@ def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
     made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
     lines = [json.dumps({"text": f"{number}. {STORY}"[: 30 + number]}) for number in range(8)]
     text.write_text("\n".join(lines), encoding="utf-8")
-    given = ("infini", "demo:llama", made, "--segment", 16, "--update", "delta_once")
+    given = ("infini", "demo:llama", made, "--segment", 4, "--update", "delta_once")
     status, _, err = run(*given[:-1], "dalta")
     assert (status, "update must be one of linear, delta, delta_once" in err) == (1, True), err
     status, _, err = run(*given)
-    assert (status, "segments of 16 tokens" in err) == (0, True), err
+    assert (status, "segments of 4 tokens" in err) == (0, True), err
     arguments = ("train", "full", made, tuned, "--data", text, "--length", 40, "--batch", 2,
                  "--steps", 1, "--held-out", 0)  # fmt: skip
     status, _, err = run(*arguments)

@@ -56,6 +56,11 @@ def attend(
         "several documents in a row (train with --no-pack)": scope.document_BT is not None,
         "attention mass or weights, which the memory's share has none of,": scope.mass is not False,
     }
+    if len(parts) > 1 and beside.memory is None:
+        raise ConfigError(
+            "attention of kind 'infini' goes on from a cache with its memory, which this way of"
+            " running (fixed shapes, exports) has no place for"
+        )
     for what, is_asked in asked.items():
         if is_asked:
             raise ConfigError(f"attention of kind 'infini': {what} cannot be had with a memory")

@@ -29,6 +29,7 @@ from jaxllm.config import LongAttention
 from jaxllm.decode.loops.endless import read_through
 from jaxllm.decode.loops.overflow import HeavyHitters, Segments
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.fixed.step import Form, fixed_step, input_shapes
 from jaxllm.train.infini import with_memory
 from jaxllm.weights.precision import Precision, cast
 from tests.twins import random_model, tokens
@@ -278,6 +279,9 @@ def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
     with pytest.raises(ConfigError, match=r"several documents in a row .*--no-pack"):
         at = jnp.zeros((1, 4), jnp.int32)
         jaxllm.steps.run(*linear, (), at, jnp.arange(4)[None], document_BT=at)
+    inputs = input_shapes(linear[0], Form(), batch=1, num_tokens=2, capacity=8)
+    with pytest.raises(ConfigError, match=r"fixed shapes, exports\) has no place"):
+        jax.eval_shape(fixed_step(linear[0], Form()), linear[1], inputs)
     with pytest.raises(ConfigError, match="no segments"):
         segment_in_hand(jaxllm.init_cache(random_model("llama")[0], 1, 4))
 
