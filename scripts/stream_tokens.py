@@ -104,7 +104,8 @@ def write_out(
 ) -> None:
     """The table, and the files that were asked for."""
     length = lm.config.segment_length
-    title = f"{lm.config.attention.update or 'linear'} memory, segments of {length}, {read_S[-1]:,} tokens"
+    rule = lm.config.attention.update or "linear"
+    title = f"{rule} memory, segments of {length}, {read_S[-1]:,} tokens"
     table = Table("tokens read", "ms a segment (median)", "resident MB", title=title)
     shares = np.array_split(np.arange(min(WARM, len(read_S) - 1), len(read_S)), rows)
     for share in (share for share in shares if share.size):

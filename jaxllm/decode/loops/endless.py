@@ -6,13 +6,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.cache.eviction import segment_in_hand
 from jaxllm.cache.kv import KVCache, check_usable
 from jaxllm.cache.surgery import compact
 from jaxllm.errors import CapacityError, TokenError
-from jaxllm.inputs import as_array, shape_of
-from jaxllm.shapes import power_of_two
+from jaxllm.inputs import as_array, numpy_for, shape_of
 from jaxllm.steps import prefill
 from jaxllm.weights.paths import Params
 
@@ -50,10 +50,16 @@ def read_through(
     logits_BV = None
     for start in range(0, T, piece):
         part_BT = tokens_BT[:, start : start + piece]
-        width = min(chunk, power_of_two(part_BT.shape[1], 8))
-        logits_BV, cache = prefill(model, params, cache, part_BT, chunk=width, donate=True)
+        count = part_BT.shape[1]
+        lengths_B = None
+        if 0 < start and count < piece:  # the last one: of the others' shape, and their program
+            part_BT = numpy_for(part_BT).pad(part_BT, ((0, 0), (0, piece - count)))
+            lengths_B = np.full(part_BT.shape[0], count)
+        logits_BV, cache = prefill(
+            model, params, cache, part_BT, lengths_B=lengths_B, chunk=chunk, donate=True
+        )
         cache = _LEFT(cache)
-        each(start + part_BT.shape[1], cache)
+        each(start + count, cache)
     if logits_BV is None:
         raise TokenError("read_through: there are no tokens to read")
     return logits_BV, cache
