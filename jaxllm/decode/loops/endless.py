@@ -52,7 +52,7 @@ def read_through(
         part_BT = tokens_BT[:, start : start + piece]
         count = part_BT.shape[1]
         lengths_B = None
-        if 0 < start and count < piece:  # the last one: of the others' shape, and their program
+        if start > 0 and count < piece:  # the last one: of the others' shape, and their program
             part_BT = numpy_for(part_BT).pad(part_BT, ((0, 0), (0, piece - count)))
             lengths_B = np.full(part_BT.shape[0], count)
         logits_BV, cache = prefill(
