@@ -225,7 +225,7 @@ class LM:
         Yields `(id, Completion)` as they finish, with the tokens that `generate` gives each alone,
         or `(id, error)` for one that cannot be answered; the others go on.
         """
-        capacity = self.config.context_length if capacity is None else capacity
+        capacity = self.config.usual_capacity if capacity is None else capacity
 
         def read(prompt: Any, options: Mapping[str, Any]) -> tuple[list[int], Settings]:
             ids = self.encode(prompt)
@@ -267,7 +267,7 @@ class LM:
         Raises what `jaxllm.init_cache` raises.
         """
         return init_cache(
-            self.model, batch, self.config.context_length if capacity is None else capacity
+            self.model, batch, self.config.usual_capacity if capacity is None else capacity
         )
 
     def log_probs(self, text: Prompt) -> np.ndarray:

@@ -323,6 +323,21 @@ class ModelConfig:
         """
         return None
 
+    @property
+    def segment_length(self) -> int | None:
+        """Tokens of a segment, in models whose layers keep a memory of the segments before: they
+        read tokens in order, and turn them by their places in a segment. None for others.
+        """
+        kinds = (self.long_attention(i) for i in range(self.num_hidden_layers))
+        return next((kind.segment_length for kind in kinds if kind is not None), None)
+
+    @property
+    def usual_capacity(self) -> int:
+        """Slots of a cache where nobody says how many: the context, where that has an end."""
+        if self.segment_length is None:
+            return self.context_length
+        return max(self.max_position_embeddings, 2 * self.segment_length)
+
     def like(self, layer: int) -> int:
         """The first layer that computes as this one does, with other parameters."""
         kinds = [self.computes(i) for i in range(layer + 1)]

@@ -65,7 +65,8 @@ class Answers:
             raise TokenError(f"{self.lm.path} has no tokenizer, which the harness needs")
         self.tokens: Tokenizer = self.lm.tokenizer
         context = self.lm.config.context_length
-        self.max_length = context if max_length is None else int(max_length)
+        usual = self.lm.config.usual_capacity
+        self.max_length = usual if max_length is None else int(max_length)
         if not 1 <= self.max_length <= context:
             raise CapacityError(f"max_length must be from 1 to {context}, got {max_length}")
         self.max_gen_toks = int(max_gen_toks)

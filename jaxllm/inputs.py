@@ -38,6 +38,8 @@ def checked(
     for name, x in (("tokens", tokens_BT), ("positions", positions_BT)):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TokenError(f"{name} must be integers, got {x.dtype}")
+    if config.segment_length is not None and is_concrete(positions_BT):
+        _check_order(np.asarray(positions_BT), cache)
     if is_concrete(tokens_BT) and is_concrete(positions_BT):
         check_values(config, np.asarray(tokens_BT), np.asarray(positions_BT))
     return (
@@ -68,6 +70,26 @@ def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
             f"the cache is of another model: {differ[0]} is {theirs.get(differ[0])!r},"
             f" the model's is {ours[differ[0]]!r}"
         )
+
+
+def _check_order(positions_BT: np.ndarray, cache: KVCache | None) -> None:
+    """Raise TokenError where tokens do not follow one another: a memory reads a text in order."""
+    for row, position_T in enumerate(positions_BT):
+        real = position_T[position_T >= 0]
+        jumps = np.flatnonzero(np.diff(real) != 1)
+        if jumps.size:
+            raise TokenError(
+                f"row {row}: position {real[jumps[0] + 1]} comes after {real[jumps[0]]}; this"
+                " model's layers keep a memory, and read tokens in order"
+            )
+        if real.size and cache is not None and is_concrete(cache.next_position_B):
+            next_ = int(cache.next_position_B[row])
+            if real[0] < next_:
+                raise TokenError(
+                    f"row {row}: position {real[0]} was read, the cache goes on at {next_}; this"
+                    " model's layers keep a memory. Rewind the cache, or go on from one forked"
+                    " before"
+                )
 
 
 def positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:

@@ -151,7 +151,7 @@ def _check_memory(
     """Raise CapacityError where the cache and the text of so many rows exceed the machine."""
     capacity = bucket(longest)
     if asked["overflow"] is not None:
-        capacity = min(capacity, config.context_length)
+        capacity = min(capacity, config.usual_capacity)
     per_place = 8 + 8 * asked["top_logprobs"]  # token and log-probability; of the likeliest too
     text = rows * (bucket(longest) * per_place + 4 * config.vocab_size)
     check_memory(

@@ -110,7 +110,7 @@ STOREYS = """
     steps
     decode repair checkpoint text
     convert fixed embed evaluate options prompts
-    settings forms adapters
+    settings forms located adapters
     complete
     serving
     api

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.surgery import keep
-from jaxllm.errors import CacheMismatchError, CapacityError
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 
 
 def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
@@ -19,6 +19,22 @@ def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
     position_BS = cache.position_BS
     recent = position_BS >= cache.next_position_B[:, None] - window
     return keep(cache, (position_BS < sinks) | recent)
+
+
+def segment_in_hand(cache: KVCache) -> KVCache:
+    """Keep the tokens of the segment in hand, in a model with a memory of the segments before.
+
+    Nothing that follows changes by it: no token sees keys and values of a finished segment. Then
+    `compact` leaves room for a segment and more, however long the text. Raises ConfigError for
+    models without such segments.
+    """
+    length = cache.config.segment_length
+    if length is None:
+        raise ConfigError(
+            f"this {cache.config.model_type} has no segments: every token sees all before it"
+        )
+    begin_B = cache.next_position_B // length * length
+    return keep(cache, cache.position_BS >= begin_B[:, None])
 
 
 def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int) -> KVCache:

@@ -66,8 +66,9 @@ class KVCache(struct.PyTreeNode):
 
     memory: what each layer keeps of the text beside keys and values, a pytree of `[B, ...]`, in one
     size (`ModelConfig.memory`); empty for models that keep nothing. Rows take it along (`fork`
-    copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread:
-    `rewind` is refused, and what `keep`, `patch` or `shift` do to tokens leaves it as it is.
+    copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread,
+    but for what `unread` can: else `rewind` is refused, as `patch` is, and what `keep` does to
+    tokens leaves it as it is.
     """
 
     config: ModelConfig = struct.field(pytree_node=False)

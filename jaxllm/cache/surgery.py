@@ -25,6 +25,7 @@ from jaxllm.cache.kv import (
     check_usable,
     culled,
 )
+from jaxllm.cache.unread import memory_before
 from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
@@ -41,11 +42,13 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     n, to: a number, or one a row `[B]`. Equal to never having committed what came since; the slots
     can be written again. Keys and values are shared with `cache`.
 
+    The memory of Infini-attention goes back within the segment in hand, to the rounding of the
+    cache's format, and exactly to where that begins.
+
     Raises CapacityError for positions before the first or after the last, CacheMismatchError for a
-    cache with a memory, which nothing takes back.
+    cache with a memory that cannot go back so far.
     """
     check_usable(cache)
-    check_no_memory(cache, "rewind")
     if (n is None) == (to is None):
         raise CapacityError("rewind takes either n, how far, or to, where")
     now_B = cache.next_position_B
@@ -53,6 +56,7 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     next_B = jnp.broadcast_to(next_B, now_B.shape)
     if _concrete(next_B, now_B) and (int(next_B.min()) < 0 or bool((next_B > now_B).any())):
         raise CapacityError(f"cannot rewind from positions {now_B.tolist()} to {next_B.tolist()}")
+    memory = memory_before(cache, next_B)
 
     def before(position_BS: jax.Array) -> jax.Array:
         was_BS = jnp.where(position_BS < EMPTY, culled(position_BS), position_BS)
@@ -61,7 +65,8 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     back = _with_positions(cache, [before(s.position_BS) for s in cache.segments])
     used_S = (back.tail.position_BS != EMPTY).any(axis=0)
     slot_S = jnp.arange(1, used_S.shape[0] + 1, dtype=jnp.int32)
-    return back.replace(next_position_B=next_B, cursor=jnp.where(used_S, slot_S, 0).max())
+    cursor = jnp.where(used_S, slot_S, 0).max()
+    return back.replace(next_position_B=next_B, cursor=cursor, memory=memory)
 
 
 def keep(cache: KVCache, mask_BS: Any) -> KVCache:
@@ -184,10 +189,11 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
     negative slot, or padding in the delta, changes nothing. Where rows share a segment that is
     patched, each gets a copy of it; other segments stay shared, other entries keep their bits.
 
-    Raises CacheMismatchError for slots or a delta of another shape, and for slots that hold
-    nothing to replace; TokenError where two tokens would share a position.
+    Raises CacheMismatchError for slots or a delta of another shape, for slots that hold nothing to
+    replace, and for a cache with a memory; TokenError where two tokens would share a position.
     """
     check_usable(cache)
+    check_no_memory(cache, "patch")
     at_BT = _integers("slots", at_BT)
     if at_BT.shape != delta.position_BS.shape or at_BT.shape[0] != cache.batch:
         raise CacheMismatchError(
@@ -274,6 +280,11 @@ def turn_keys(
 
 def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
     """What each layer's keys are turned by. Raises ConfigError where they cannot be moved."""
+    if config.segment_length is not None:
+        raise ConfigError(
+            "this model's layers keep a memory by segments of positions: tokens cannot be moved."
+            " Run them again where they are to stand"
+        )
     if not config.ropes:
         raise ConfigError(
             f"{config.model_type} learns a vector for every position, which is mixed into its keys:"

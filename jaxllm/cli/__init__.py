@@ -1,8 +1,8 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
 generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, upcycle,
-export; info, bench; verify, vectors, perplexity, sensitivity; train (a command for each kind of
-training).
+infini, export; info, bench; verify, vectors, perplexity, sensitivity; train (a command for each
+kind of training).
 Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
 training (flags of every training), console (what is said, and errors), compiled (programs kept for
 the next process).
@@ -23,6 +23,7 @@ from jaxllm.cli import (
     embed,
     export,
     generate,
+    infini,
     info,
     merge,
     perplexity,
@@ -53,6 +54,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "merge": (merge.merge, merge.EXAMPLE),
     "compress": (compress.compress, compress.EXAMPLES),
     "upcycle": (upcycle.upcycle, upcycle.EXAMPLE),
+    "infini": (infini.infini, infini.EXAMPLE),
 }
 
 app = typer.Typer(

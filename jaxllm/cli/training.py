@@ -60,6 +60,9 @@ class Options:
         bool, typer.Option("--no-pack", help="One document a row, padded; else they share rows.")
     ] = False
     rate: Annotated[float | None, typer.Option(help="The peak of the learning rate.")] = None
+    gate_rate: Annotated[
+        float | None, typer.Option(help="That of the gates of Infini-attention; by default 0.01.")
+    ] = None
     schedule: Annotated[
         str, typer.Option(help="Of the rate after it has warmed up: cosine, linear, constant.")
     ] = "cosine"
@@ -153,6 +156,7 @@ def trained(
     does. room: tokens of the context that rows must leave.
     """
     from jaxllm.train import jobs, picture
+    from jaxllm.train.infini import gate_rates
     from jaxllm.train.loop import Plan
     from jaxllm.train.optimizer import Optimizer
 
@@ -177,6 +181,7 @@ def trained(
         schedule=options.schedule,
         clip=options.clip or None,
         decay=options.decay,
+        rates=gate_rates(lm.config, options.gate_rate),
     )
     parts, job = parts_of(target), made(data, held_out)
     run = jobs.run(

@@ -6,7 +6,7 @@ its norms are and what they are called. What a family has of its own stands in i
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,9 @@ from jaxllm.models.layers import (
     attend,
     run_block,
 )
-from jaxllm.models.modules import Embedding, Linear, RMSNorm, pick, project, unembed
+from jaxllm.models.long.infini import Beside
+from jaxllm.models.modules import Embedding, Linear, RMSNorm, leaf, pick, project, unembed
+from jaxllm.ops import compressive
 from jaxllm.weights.precision import Precision
 
 
@@ -49,6 +51,13 @@ class DecoderConfig(ModelConfig):
 
     def rotary(self, layer: int) -> Rope | None:
         return self.rope
+
+    def memory(self, layer: int) -> Any:
+        kind = self.long_attention(layer)
+        if kind is None or kind.kind != "infini":
+            return None
+        update = kind.update or "linear"
+        return compressive.form(self.num_key_value_heads, self.head_dim, update)
 
     @property
     def context_length(self) -> int:
@@ -162,6 +171,11 @@ class Attention(nn.Module):
         q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
         if self.qk_norm == "each head":
             q, k = self._normed(q, k)
+        kind, beside = c.long_attention(self.layer), None
+        if kind is not None and kind.kind == "infini":
+            gate_N = leaf(self, "memory_gate", c.num_attention_heads)
+            memory = scope.memory[self.layer] if scope.memory else None
+            beside = Beside(q, k, v, gate_N, memory)
         if rope is not None:
             angles = scope.angles[c.ropes.index(rope)]
             q, k = ops.rotate(q, *angles), ops.rotate(k, *angles)
@@ -176,7 +190,8 @@ class Attention(nn.Module):
             scale=c.attention_scale,
             window=c.window(self.layer),
             cap=c.attention_cap,
-            kind=c.long_attention(self.layer),
+            kind=kind,
+            beside=beside,
         )
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
@@ -235,7 +250,8 @@ class Block(nn.Module):
         mlp_normed = self._norm(before_mlp, x)
         hidden, y, router = self._mlp(mlp_normed, scope)
         x = self._added(x, self._norm(after_mlp, y))
-        return Layer(normed, attended, mlp_normed, hidden, y, x, router=router)
+        memory = attended.memory
+        return Layer(normed, attended, mlp_normed, hidden, y, x, memory, router)
 
     def _mlp(
         self, x: jax.Array, scope: Scope
@@ -282,6 +298,7 @@ class Decoder(nn.Module):
         angles: tuple[Angles, ...] | None = None,
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
+        memory: tuple[Any, ...] = (),
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -292,7 +309,7 @@ class Decoder(nn.Module):
         sines of the new tokens for each of `ModelConfig.ropes`, each `[B, T, F]`, else computed
         from their positions. mask_BTS: what each query sees of all slots and then the new tokens,
         as `attend_masked` takes it, in place of what positions and the sliding window say; there is
-        no attention mass then. document_BT: see `Scope`.
+        no attention mass then. document_BT, memory: see `Scope`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.tokens)(token_BT)
@@ -300,7 +317,7 @@ class Decoder(nn.Module):
         if c.embedding_scale != 1:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         angles = angles_of(c, position_BT, length_B) if angles is None else angles
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles, document_BT)
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles, document_BT, memory)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
             block = self.block(config=c, precision=p, layer=i, name=f"layers.{i}")

@@ -11,7 +11,8 @@ from flax import struct
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import LongAttention, ModelConfig
-from jaxllm.models.long import KINDS
+from jaxllm.models.long import KINDS, infini
+from jaxllm.models.long.infini import Beside
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, F]
@@ -26,7 +27,8 @@ class Scope(NamedTuple):
     it, in place of what positions and windows say. document_BT: int32, which document each new
     token is of: it sees new tokens of its own alone, and all of the cache. mass: what to say of the
     weights; nothing under a mask or with documents. angles: what queries and keys are turned by,
-    for each of `ModelConfig.ropes`.
+    for each of `ModelConfig.ropes`. memory: what each layer keeps of the text before; empty for
+    none.
     """
 
     position_BT: jax.Array
@@ -35,6 +37,7 @@ class Scope(NamedTuple):
     mass: Mass = False
     angles: tuple[Angles, ...] = ()
     document_BT: jax.Array | None = None
+    memory: tuple[Any, ...] = ()
 
 
 class Attended(NamedTuple):
@@ -43,7 +46,8 @@ class Attended(NamedTuple):
     q: `[B, T, N, H]`, after rotation. k, v: `[B, T, K, H]`, as the cache keeps them. heads: the
     weighted sums of values, `[B, T, N, H]`. x: the same after the output projection, `[B, T, D]`.
     mass: what every slot and new token received, float32 `[B, S + T]`, or what each head of each
-    query gave them, `[B, N, T, S + T]`; None unless asked for.
+    query gave them, `[B, N, T, S + T]`; None unless asked for. memory: after these tokens, in kinds
+    that keep one.
     """
 
     q: jax.Array
@@ -52,6 +56,7 @@ class Attended(NamedTuple):
     heads: jax.Array
     x: jax.Array
     mass: jax.Array | None
+    memory: Any = None
 
 
 class Layer(NamedTuple):
@@ -127,13 +132,15 @@ def attend(
     window: int | None,
     cap: float | None = None,
     kind: LongAttention | None = None,
+    beside: Beside | None = None,
 ) -> Attended:
     """Softmax attention of one layer over what the cache holds of it, and the new tokens.
 
     q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
     heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
     window: how many of the last positions a query sees, itself included; None for all. cap: see
-    `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`.
+    `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`. beside: what more a
+    kind that keeps a memory is given.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
@@ -142,6 +149,10 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
+    if kind is not None and beside is not None:
+        out, memory = infini.attend(kind, scope, q, parts, beside, scale=scale, cap=cap)
+        x = project_out(out.reshape(*out.shape[:2], -1))
+        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, None, memory)
     if kind is not None:
         out, mass = KINDS[kind.kind](kind, scope, q, parts, scale=scale, cap=cap)
         x = project_out(out.reshape(*out.shape[:2], -1))
@@ -175,10 +186,13 @@ def angles_of(
     config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[Angles, ...]:
     """What tokens at these positions, of texts of these lengths, are turned by: see `Scope`."""
+    place_BT, segment = position_BT, config.segment_length
+    if segment is not None:
+        place_BT = jnp.where(position_BT >= 0, position_BT % segment, position_BT)
     return tuple(
         ops.rope_angles(
             rope,
-            position_BT,
+            place_BT,
             length_B,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,

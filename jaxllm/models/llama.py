@@ -31,8 +31,24 @@ class LlamaConfig(DecoderConfig):
                 f"attention of kind {self.attention.kind!r} has segments and no sliding_window:"
                 " name one of them"
             )
+        segment = self.attention.segment_length
+        if segment is not None and segment > self.max_position_embeddings:
+            complaints.append(
+                f"segments of {segment} tokens exceed max_position_embeddings"
+                f" ({self.max_position_embeddings})"
+            )
+        if segment is not None and self.rope.follows_length:
+            complaints.append(
+                f"rotary settings of type {self.rope.rope_type!r} follow the text's length, which"
+                " segments of a fixed length do not"
+            )
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         return complaints + self.attention.complaints(layers, heads)
+
+    @property
+    def context_length(self) -> int:
+        """With a memory there is no end of it: what is read at once is a segment."""
+        return super().context_length if self.segment_length is None else self.position_limit
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window

@@ -2,7 +2,8 @@
 
 attention: over segments, blockwise; masked: under an explicit mask. entries: keys and values as
 they are kept, int8 or not. rope, norms, activations: what their names say. pooling: one vector for
-many. native/: kernels in C++; pallas: one for GPUs.
+many. compressive: the memory of Infini-attention; buckets: tokens by the segments that they touch.
+native/: kernels in C++; pallas: one for GPUs.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

@@ -41,15 +41,17 @@ def run(
 ) -> Trace:
     """The forward pass over rows whose documents do not see each other.
 
-    segments: of a cache that all of them see. asked: what else `steps.run` takes.
+    segments: of a cache that all of them see. asked: what else `steps.run` takes. Models that keep
+    a memory have one document in a row (`Dataset.check`).
     """
+    if model.config.segment_length is None:
+        asked["document_BT"] = rows.document_BT
     return steps.run(
         model,
         params,
         segments,
         rows.token_BT,
         rows.position_BT,
-        document_BT=rows.document_BT,
         **asked,
     )[0]
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.train.trained import Trained
+from jaxllm.weights.paths import first_match
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,9 @@ class Optimizer:
     steps: of the whole run. rate: the peak. warmup: the share of the steps in which the rate rises
     to it in a line. schedule: what it does then: "cosine" or "linear" down to `floor` times the
     peak, or "constant". clip: the largest norm of all gradients together, None for any. decay: of
-    matrices and tables; norms, biases and other vectors do not decay.
+    matrices and tables; norms, biases and other vectors do not decay. rates: rows `(regex, peak)`
+    over the paths of what is trained, as `weights.paths` has them, for what has a rate of its own:
+    it goes up and down as the others do, and does not decay.
 
     Raises ConfigError for what is no such number.
     """
@@ -33,6 +36,7 @@ class Optimizer:
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+    rates: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         shares = {"warmup": self.warmup, "floor": self.floor}
@@ -49,6 +53,11 @@ class Optimizer:
             complaints.append(f"clip must be above 0, got {self.clip}")
         if not 0 <= self.decay < float("inf"):
             complaints.append(f"decay must be at least 0, got {self.decay}")
+        complaints += [
+            f"the rate of {regex!r:.40} must be above 0, got {rate}"
+            for regex, rate in self.rates
+            if not 0 < rate < float("inf")
+        ]
         if self.schedule not in SCHEDULES:
             complaints.append(
                 f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r:.40}"
@@ -69,9 +78,25 @@ class Optimizer:
         optax = check_optax()
         clip = [] if self.clip is None else [optax.clip_by_global_norm(self.clip)]
         adamw = optax.adamw(
-            self.rate_at, self.b1, self.b2, self.eps, weight_decay=self.decay, mask=decays
+            self.rate_at, self.b1, self.b2, self.eps, weight_decay=self.decay, mask=self._decays
         )
-        return optax.chain(*clip, adamw)
+        own = [optax.stateless(self._at_own_rates)] if self.rates else []
+        return optax.chain(*clip, adamw, *own)
+
+    def _decays(self, trained: Trained) -> dict[str, bool]:
+        return {
+            path: yes and first_match(self.rates, path) is None
+            for path, yes in decays(trained).items()
+        }
+
+    def _at_own_rates(self, updates: Trained, _: Any) -> Trained:
+        """AdamW's updates are proportional to the rate: those of another rate are times their
+        ratio.
+        """
+        return {
+            path: update * ((first_match(self.rates, path) or self.rate) / self.rate)
+            for path, update in updates.items()
+        }
 
 
 def decays(trained: Trained) -> dict[str, bool]:

@@ -185,7 +185,7 @@ def _begin(
     if cache is None:
         capacity = bucket(needed)
         if overflow is not None:
-            capacity = min(capacity, model.config.context_length)
+            capacity = min(capacity, model.config.usual_capacity)
         cache = init_cache(model, B, capacity)
     check_usable(cache)
     check_going_on(model, None if fresh else cache, lengths_B, budget_B)

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.eviction import heavy_hitters, sinks_and_window
+from jaxllm.cache.eviction import heavy_hitters, segment_in_hand, sinks_and_window
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.surgery import close_gaps, compact, slot_order
 from jaxllm.decode.sampling.sampler import Context
-from jaxllm.errors import CapacityError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.shapes import pad_rows
 from jaxllm.steps import prefill
 from jaxllm.weights.paths import Params
@@ -138,10 +138,54 @@ class HeavyHitters:
         return cache, jnp.where(cache.position_BS >= 0, mass_BS, 0)
 
 
-Overflow = Slide | SinksAndWindow | HeavyHitters
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Forget the keys and values of finished segments, in models that keep a memory of them.
+
+    Nothing sees those any more: the tokens are those of a cache that holds everything. The cache
+    needs more slots than a segment has tokens.
+    """
+
+    reads_mass: ClassVar[bool] = False
+
+    def room_for(self, capacity: int) -> int:
+        """How many tokens stay at most; the cache's configuration says more (`check_policy`)."""
+        return capacity
+
+    def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
+        """The cache of the segment in hand."""
+        return compact(segment_in_hand(full.cache), capacity=full.cache.capacity), None
+
+
+Overflow = Slide | SinksAndWindow | HeavyHitters | Segments
 OVERFLOWS: dict[str, Overflow | None] = {
     "refuse": None,
     "slide": Slide(),
     "sinks": SinksAndWindow(),
     "heavy": HeavyHitters(),
+    "segments": Segments(),
 }
+
+
+def check_policy(cache: KVCache, overflow: Overflow) -> None:
+    """Raise, before anything runs, where a policy is not for this model or this cache.
+
+    ConfigError for a model that keeps a memory and a policy that moves tokens, or the reverse;
+    CapacityError for a cache that is full within a segment.
+    """
+    length = cache.config.segment_length
+    if isinstance(overflow, Segments):
+        if length is None:
+            raise ConfigError(
+                f"overflow 'segments': this {cache.config.model_type} has no segments; use 'slide'"
+            )
+        if cache.capacity <= length:
+            raise CapacityError(
+                f"overflow 'segments': a cache of {cache.capacity} slots is full within a segment"
+                f" of {length} tokens: make one of {2 * length}"
+            )
+    elif length is not None and not isinstance(overflow, Slide):
+        raise ConfigError(
+            "this model's layers keep a memory by segments of positions: tokens cannot be moved."
+            " Let finished segments go (overflow 'segments')"
+        )

@@ -6,7 +6,7 @@ import flax.linen as nn
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
-from jaxllm.decode.loops.overflow import Overflow
+from jaxllm.decode.loops.overflow import Overflow, Segments, check_policy
 from jaxllm.decode.loops.text import NO_TOKEN, check_border, check_positions
 from jaxllm.errors import CapacityError
 from jaxllm.files import check_memory
@@ -53,9 +53,15 @@ def recent_part(
     """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
     T = tokens_BT.shape[1]
     room = cache.capacity - int(cache.cursor)
+    check_policy(cache, overflow)
     recent = overflow.room_for(cache.capacity)
     if room >= T:
         return tokens_BT, lengths_B
+    if isinstance(overflow, Segments):
+        raise CapacityError(
+            f"a prompt of {T} tokens does not fit into the {room} slots left: read all but its last"
+            " token first (decode.loops.endless.read_through), and go on from that cache"
+        )
     if int(cache.cursor):
         raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
     rows = [tokens_BT[b, :n][-recent:] for b, n in enumerate(lengths_B)]

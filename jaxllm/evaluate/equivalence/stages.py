@@ -106,7 +106,7 @@ def _arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
     """The trace's stages, in the order of `stage_names`."""
     yield trace.embeddings
     for layer in trace.layers:
-        q, k, v, heads, x, _ = layer.attention
+        q, k, v, heads, x, *_ = layer.attention
         yield from (layer.attention_norm,) if row.attention_norm else ()
         yield from (q, dense(k), dense(v), heads, x)
         yield from (layer.mlp_norm,) if row.mlp_norm else ()

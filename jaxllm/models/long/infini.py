@@ -1,10 +1,110 @@
-"""Infini-attention (Munkhdalai et al. 2024)."""
+"""Infini-attention (Munkhdalai et al. 2024): softmax within a segment, a memory of all before it.
 
-from typing import Any
+Segments are `position // segment_length`. The part that is softmax sees new tokens and slots of the
+query's own segment alone: keys and values of finished segments may leave the cache. What a position
+turns is its place in the segment, so that a token at a million is turned as exactly as the first.
 
+The gate is applied where the memory has something to say, and nowhere else: the paper's formula
+would take sigmoid(beta) away from the first segment too, where the memory is empty, and change a
+trained model there.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm import ops
+from jaxllm.config import LongAttention
 from jaxllm.errors import ConfigError
+from jaxllm.ops.buckets import Buckets, in_buckets
+from jaxllm.ops.compressive import Memory, compress, empty
 
 
-def attend(*args: Any, **settings: Any) -> tuple[Any, Any]:
-    """Raises ConfigError: it is not there yet."""
-    raise ConfigError("attention of kind 'infini' is not there yet: use kind 'dilated'")
+class Beside(NamedTuple):
+    """What this kind is given beside turned queries and keys.
+
+    q `[B, T, N, H]`, k, v `[B, T, K, H]`: before they are turned, or rounded as a cache has them.
+    gate_N: beta, of which the sigmoid is the share of the memory. memory: None before a text.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    gate_N: jax.Array
+    memory: Memory | None
+
+
+def attend(
+    kind: LongAttention,
+    scope: Any,
+    q_BTNH: jax.Array,
+    parts: Sequence[ops.Part],
+    beside: Beside,
+    *,
+    scale: float,
+    cap: float | None,
+) -> tuple[jax.Array, Memory]:
+    """The heads `[B, T, N, H]` in q's dtype, and the memory after these tokens.
+
+    parts: of the cache, and then the new tokens, which follow one another in each row. Raises
+    ConfigError for what has no meaning here: masks, documents that share a row, attention mass.
+    """
+    asked = {
+        "an attention mask": scope.mask_BTS is not None,
+        "several documents in a row (train with --no-pack)": scope.document_BT is not None,
+        "attention mass or weights, which the memory's share has none of,": scope.mass is not False,
+    }
+    if len(parts) > 1 and beside.memory is None:
+        raise ConfigError(
+            "attention of kind 'infini' goes on from a cache with its memory, which this way of"
+            " running (fixed shapes, exports) has no place for"
+        )
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(f"attention of kind 'infini': {what} cannot be had with a memory")
+    assert kind.segment_length is not None
+    update, length = kind.update or "linear", kind.segment_length
+    B, _, K, H = beside.k.shape
+    memory = empty(B, K, H, update) if beside.memory is None else beside.memory
+    buckets = in_buckets(scope.position_BT, length)
+    local = buckets.join(_local(buckets, length, q_BTNH, parts, scale, cap)).astype(jnp.float32)
+    found, there_BTN, memory = compress(memory, beside.q, beside.k, beside.v, buckets, update)
+    share_N1 = jax.nn.sigmoid(beside.gate_N.astype(jnp.float32))[None, None, :, None]
+    mixed = share_N1 * found + (1 - share_N1) * local
+    return jnp.where(there_BTN[..., None], mixed, local).astype(q_BTNH.dtype), memory
+
+
+def _local(
+    buckets: Buckets,
+    length: int,
+    q_BTNH: jax.Array,
+    parts: Sequence[ops.Part],
+    scale: float,
+    cap: float | None,
+) -> jax.Array:
+    """Softmax attention within segments, by buckets `[n, B, W, N, H]`.
+
+    The first bucket sees slots of its own segment; no other can have any in a cache.
+    """
+    *cached, new = parts
+    q, (k, v) = buckets.split(q_BTNH), jax.tree.map(buckets.split, (new.k_BSKH, new.v_BSKH))
+    at = buckets.position_nBW
+    n, B, W = at.shape
+    begin_B1 = buckets.segment_nB[0][:, None] * length
+    own = [
+        part._replace(position_BS=jnp.where(part.position_BS >= begin_B1, part.position_BS, -1))
+        for part in cached
+    ]
+    first = 1 if cached else n
+    heads = []
+    for some, before in ((slice(0, first), own), (slice(first, n), [])):
+        q_XWNH, k_XWKH, v_XWKH, at_XW = jax.tree.map(
+            lambda x, some=some: x[some].reshape(-1, W, *x.shape[3:]), (q, k, v, at)
+        )
+        if at_XW.shape[0]:
+            last = ops.Part(k_XWKH, v_XWKH, at_XW)
+            out, _ = ops.attend(q_XWNH, at_XW, [*before, last], scale=scale, window=None, cap=cap)
+            heads.append(out.reshape(-1, B, *out.shape[1:]))
+    return jnp.concatenate(heads) if len(heads) > 1 else heads[0]

@@ -103,8 +103,13 @@ class Dataset:
 
     def check(self, config: ModelConfig) -> None:
         """Raise CapacityError for rows longer than the context, TokenError for ids outside the
-        vocabulary.
+        vocabulary, ConfigError for documents that share a row of a model that keeps a memory.
         """
+        if config.segment_length is not None and any(len(row) > 1 for row in self._rows):
+            raise ConfigError(
+                "this model's layers keep a memory of a row's whole text, and several documents"
+                " share a row: leave packing off (--no-pack)"
+            )
         if self.width > config.context_length:
             raise CapacityError(
                 f"training rows have {self.width} columns, the model's context has"

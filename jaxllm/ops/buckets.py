@@ -1,0 +1,75 @@
+"""Tokens in buckets, one for each segment of the text that they touch.
+
+A segment is `position // segment_length`. Rows may begin anywhere in one, and have padding
+anywhere: what is one bucket of all rows may be another segment in each of them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Buckets(NamedTuple):
+    """Where T tokens lie in n buckets of W places.
+
+    column_BS: int32 `[B, n * W]`, the token of each place, whatever it is where there is none.
+    place_BT: int32, the place of each token. position_nBW: int32, -1 where there is no token.
+    segment_nB: int32, which segment of the row's text a bucket is.
+    """
+
+    column_BS: jax.Array
+    place_BT: jax.Array
+    position_nBW: jax.Array
+    segment_nB: jax.Array
+
+    def split(self, x_BTX: jax.Array) -> jax.Array:
+        """What tokens have, `[B, T, ...]`, by buckets: `[n, B, W, ...]`."""
+        n, B, W = self.position_nBW.shape
+        if n * W == 1:
+            return x_BTX[None]
+        found = jnp.take_along_axis(x_BTX, _like(self.column_BS, x_BTX), axis=1)
+        return jnp.moveaxis(found.reshape(B, n, W, *x_BTX.shape[2:]), 1, 0)
+
+    def join(self, x_nBWX: jax.Array) -> jax.Array:
+        """The inverse, `[B, T, ...]`; padding has what some token has."""
+        n, B, W = self.position_nBW.shape
+        x_BSX = jnp.moveaxis(x_nBWX, 0, 1).reshape(B, n * W, *x_nBWX.shape[3:])
+        if n * W == 1:
+            return x_BSX
+        return jnp.take_along_axis(x_BSX, _like(self.place_BT, x_BSX), axis=1)
+
+
+def _like(index_BX: jax.Array, x_BSX: jax.Array) -> jax.Array:
+    return index_BX.reshape(index_BX.shape + (1,) * (x_BSX.ndim - 2))
+
+
+def most_segments(tokens: int, segment_length: int) -> int:
+    """How many segments so many tokens in a row can touch."""
+    return (tokens + 2 * segment_length - 2) // segment_length
+
+
+def in_buckets(position_BT: jax.Array, segment_length: int) -> Buckets:
+    """The buckets of tokens at these positions (-1: padding), which follow one another in each row.
+
+    Tokens so far apart that they touch more segments than `most_segments` have no bucket: that is
+    for the caller to refuse.
+    """
+    B, T = position_BT.shape
+    n, W = most_segments(T, segment_length), min(T, segment_length)
+    real_BT = position_BT >= 0
+    far = jnp.iinfo(jnp.int32).max
+    first_B1 = jnp.where(real_BT, position_BT, far).min(axis=1, keepdims=True)
+    first_B1 = jnp.where(first_B1 == far, 0, first_B1)
+    first_segment_B1 = first_B1 // segment_length
+    bucket_BT = position_BT // segment_length - first_segment_B1
+    begins_BT = jnp.maximum((position_BT // segment_length) * segment_length, first_B1)
+    place_BT = jnp.where(real_BT, bucket_BT * W + position_BT - begins_BT, n * W)
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    column_T = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+    column_BS = jnp.zeros((B, n * W), jnp.int32).at[row_B1, place_BT].set(column_T, mode="drop")
+    empty_BS = jnp.full((B, n * W), -1, jnp.int32)
+    position_BS = empty_BS.at[row_B1, place_BT].set(position_BT, mode="drop")
+    segment_nB = first_segment_B1[:, 0][None] + jnp.arange(n, dtype=jnp.int32)[:, None]
+    position_nBW = jnp.moveaxis(position_BS.reshape(B, n, W), 1, 0)
+    return Buckets(column_BS, jnp.minimum(place_BT, n * W - 1), position_nBW, segment_nB)

@@ -1,0 +1,186 @@
+"""The compressive memory of Infini-attention (Munkhdalai et al. 2024, arXiv 2404.07143, 2.1).
+
+What has left the segment that is read is kept as sums over its tokens, of one size however many
+there were: with sigma(x) = elu(x) + 1, M = sum of sigma(k)^T v and z = sum of sigma(k), and a query
+reads sigma(q) M / (sigma(q) z). Keys and queries are those before rotation. What the segment in
+hand adds depends, under every rule, on M and z as they were at its border alone, and is a sum over
+its tokens: it is kept apart from them, so that one token at a time, chunks of any length and the
+whole text at once give the same numbers.
+
+The rules, for v' = what the memory at the border answers to k:
+
+linear      M += sum sigma(k)^T v           z += sum sigma(k)                      (equation 4)
+delta       M += sum sigma(k)^T (v - v')    z += sum sigma(k)                      (equation 5)
+delta_once  M += sum sigma(k)^T v - r (sum sigma(k)^T v')     z = max(z, sum sigma(k))
+
+The published delta rule leaves M alone where a binding is there already, but z grows all the same:
+what is written twice is read halved. "delta_once" mends that. r = min(1, z / sum sigma(k)), number
+by number of z, is the share of what the segment writes that replaces what the memory has, and only
+that share has v' taken away; the rest is new, and z grows by it: z + (1 - r) sum sigma(k) is the
+maximum above. A binding that comes again changes neither, one with another value replaces the old,
+one whose key has nothing in common with the memory is added whole. It cannot diverge: M goes over
+into (1 - A) M and a sum, where A is r times sum sigma(k)^T sigma(k) / (sigma(k) z); A has no
+negative numbers and A z = r sum sigma(k) <= z, so its eigenvalues lie from 0 to 1.
+"""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxllm.ops.buckets import Buckets
+
+Update = Literal["linear", "delta", "delta_once"]
+UPDATES = get_args(Update)
+NOTHING = 1e-30  # what sums to less was never written
+
+
+class Memory(struct.PyTreeNode):
+    """What a layer keeps, one row each, float32 but for `segment_B`.
+
+    m_BKHH `[B, K, keys, values]`, z_BKH: of all finished segments. dm_BKHH, dz_BKH: what the
+    segment in hand adds. old_BKHH: its sum of sigma(k)^T v', under "delta_once" alone, whose share
+    is known at the end; else None. segment_B: int32, which segment is in hand.
+    """
+
+    m_BKHH: jax.Array
+    z_BKH: jax.Array
+    dm_BKHH: jax.Array
+    dz_BKH: jax.Array
+    segment_B: jax.Array
+    old_BKHH: jax.Array | None = None
+
+
+def form(heads: int, size: int, update: Update) -> Memory:
+    """The form of one row, of so many key heads: `jax.ShapeDtypeStruct`s."""
+    matrix: Any = jax.ShapeDtypeStruct((heads, size, size), jnp.float32)
+    vector: Any = jax.ShapeDtypeStruct((heads, size), jnp.float32)
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    old = matrix if update == "delta_once" else None
+    return Memory(matrix, vector, matrix, vector, number, old)
+
+
+def empty(rows: int, heads: int, size: int, update: Update) -> Memory:
+    """A memory of nothing."""
+    one = form(heads, size, update)
+    zeros: Memory = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), one)
+    return zeros
+
+
+def sigma(x: jax.Array) -> jax.Array:
+    """elu(x) + 1 in float32: exp(x) below zero, where elu(x) + 1 would lose its digits."""
+    x = x.astype(jnp.float32)
+    return jnp.where(x > 0, x + 1.0, jnp.exp(jnp.minimum(x, 0.0)))
+
+
+def read(memory: Memory, q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the finished segments answer to queries before rotation: float32 `[B, T, N, H]`, and
+    where they answer at all, bool `[B, T, N]`; zeros elsewhere.
+
+    Query head n reads the memory of key head n // (N / K), as it does keys.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = memory.z_BKH.shape[1]
+    found, there = _ask(memory, sigma(q_BTNH).reshape(B, T, K, N // K, H))
+    return found.reshape(B, T, N, -1), there.reshape(B, T, N)
+
+
+def fold(memory: Memory, into_B: jax.Array) -> Memory:
+    """The segment in hand becomes memory where it is not segment `into_B`, which is then in hand;
+    no row goes back.
+    """
+    m, z = memory.m_BKHH + memory.dm_BKHH, memory.z_BKH + memory.dz_BKH
+    if memory.old_BKHH is not None:
+        z = jnp.maximum(memory.z_BKH, memory.dz_BKH)
+        # Nothing was written: nothing is replaced, and `old` is zero there.
+        written = jnp.where(memory.dz_BKH > NOTHING, memory.dz_BKH, 1.0)
+        share = jnp.minimum(1.0, memory.z_BKH / written)
+        m = m - share[..., None] * memory.old_BKHH
+    nothing = jax.tree.map(jnp.zeros_like, memory)
+    folded = nothing.replace(m_BKHH=m, z_BKH=z, segment_B=into_B)
+    return _where(into_B > memory.segment_B, folded, memory)
+
+
+def write(
+    memory: Memory, k_BTKH: jax.Array, v_BTKH: jax.Array, real_BT: jax.Array, update: Update
+) -> Memory:
+    """The segment in hand with tokens added to it; k before rotation. Padding adds nothing."""
+    real_BT11 = real_BT[:, :, None, None]
+    k_BTKH = jnp.where(real_BT11, sigma(k_BTKH), 0.0)
+    v_BTKH = jnp.where(real_BT11, v_BTKH.astype(jnp.float32), 0.0)
+    old = memory.old_BKHH
+    if update != "linear":
+        known_BTKH = _ask(memory, k_BTKH[:, :, :, None])[0][:, :, :, 0]
+        if old is None:
+            v_BTKH = v_BTKH - known_BTKH
+        else:
+            old = old + _product("BTKH,BTKV->BKHV", k_BTKH, known_BTKH)
+    return memory.replace(
+        dm_BKHH=memory.dm_BKHH + _product("BTKH,BTKV->BKHV", k_BTKH, v_BTKH),
+        dz_BKH=memory.dz_BKH + k_BTKH.sum(axis=1),
+        old_BKHH=old,
+    )
+
+
+def at_border(memory: Memory) -> Memory:
+    """The memory as it was before the first token of the segment in hand."""
+    begun: Memory = jax.tree.map(jnp.zeros_like, memory)
+    return begun.replace(m_BKHH=memory.m_BKHH, z_BKH=memory.z_BKH, segment_B=memory.segment_B)
+
+
+def compress(
+    memory: Memory,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    buckets: Buckets,
+    update: Update,
+) -> tuple[jax.Array, jax.Array, Memory]:
+    """Tokens read and then write, segment by segment: what `read` returns for each, and the memory
+    after them.
+
+    q, k before rotation. A scan over segments, through which gradients go.
+    """
+
+    def one(
+        memory: Memory, segment: tuple[jax.Array, ...]
+    ) -> tuple[Memory, tuple[jax.Array, jax.Array]]:
+        q_BWNH, k_BWKH, v_BWKH, position_BW, segment_B = segment
+        real_BW = position_BW >= 0
+        into_B = jnp.where(real_BW.any(axis=1), segment_B, memory.segment_B)
+        memory = fold(memory, into_B)
+        answers = read(memory, q_BWNH)
+        return write(memory, k_BWKH, v_BWKH, real_BW, update), answers
+
+    qkv = (buckets.split(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+    segments = (*qkv, buckets.position_nBW, buckets.segment_nB)
+    if buckets.segment_nB.shape[0] == 1:
+        memory, answers = one(memory, jax.tree.map(lambda x: x[0], segments))
+        answers = jax.tree.map(lambda x: x[None], answers)
+    else:
+        memory, answers = jax.lax.scan(one, memory, segments)
+    found, there = (buckets.join(x) for x in answers)
+    return found, there, memory
+
+
+def _ask(memory: Memory, q_BTKGH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the finished segments answer to sigma(q), and where they do; zeros elsewhere."""
+    mass = _product("BTKGH,BKH->BTKG", q_BTKGH, memory.z_BKH)
+    there = mass > NOTHING
+    found = _product("BTKGH,BKHV->BTKGV", q_BTKGH, memory.m_BKHH)
+    found = found / jnp.where(there, mass, 1.0)[..., None]
+    return jnp.where(there[..., None], found, 0.0), there
+
+
+def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # Sums over a million tokens: no format between float32 and here, on any device.
+    return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _where(which_B: jax.Array, yes: Memory, no: Memory) -> Memory:
+    def choose(yes: jax.Array, no: jax.Array) -> jax.Array:
+        return jnp.where(which_B.reshape(which_B.shape + (1,) * (yes.ndim - 1)), yes, no)
+
+    chosen: Memory = jax.tree.map(choose, yes, no)
+    return chosen

@@ -1,0 +1,380 @@
+"""Infini-attention in models: the paper's formulas in PyTorch, the dense model, and every step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm import models
+from jaxllm.cache import (
+    branch,
+    compact,
+    fork,
+    load_cache,
+    merge_rows,
+    patch,
+    rewind,
+    save_cache,
+    segment_in_hand,
+    select,
+    shift,
+)
+from jaxllm.compress.structure.structure import narrower
+from jaxllm.config import LongAttention
+from jaxllm.decode.loops.endless import read_through
+from jaxllm.decode.loops.overflow import HeavyHitters, Segments
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.fixed.step import Form, fixed_step, input_shapes
+from jaxllm.train.infini import with_memory
+from jaxllm.weights.precision import Precision, cast
+from tests.twins import random_model, tokens
+
+L, T = 5, 23
+FULL = pytest.mark.full
+RULES = ["linear", pytest.param("delta", marks=FULL), "delta_once"]
+
+
+def made(update: str, precision: Precision | None = None, gate: float | None = None) -> Any:
+    """A tiny model of one layer with a memory, its gates drawn at random or all one number."""
+    model, params = random_model("llama", num_hidden_layers=1, precision=precision)
+    kind = LongAttention(kind="infini", segment_length=L, update=update)
+    config = dataclasses.replace(model.config, attention=kind)
+    drawn = np.random.default_rng(5).standard_normal(8).astype(np.float32)
+    gate_N = jnp.asarray(drawn if gate is None else np.full(8, gate, np.float32))
+    layer = {**params["layers.0"]}
+    layer["self_attn"] = {**layer["self_attn"], "memory_gate": gate_N}
+    return models.build(config, model.precision), {**params, "layers.0": layer}
+
+
+@pytest.fixture(scope="module", params=RULES)
+def lm(request: pytest.FixtureRequest) -> Any:
+    return made(request.param)
+
+
+@pytest.fixture(scope="module")
+def linear() -> Any:
+    return made("linear")
+
+
+@pytest.fixture(scope="module")
+def delta() -> Any:
+    return made("delta")
+
+
+def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
+    scale = max(1.0, float(np.abs(np.asarray(theirs)).max()))
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=atol * scale)
+
+
+def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The logits `[T, V]` of one row of a one-layer model, head by head, segment by segment."""
+    c = lm[0].config
+    w = {name: leaves[name] for name in leaves}
+    H, N, K = c.head_dim, c.num_attention_heads, c.num_key_value_heads
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + c.norm_eps) * weight
+
+    def turned(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        inverse = c.rope.rope_theta ** -(torch.arange(0, H, 2, dtype=x.dtype) / H)
+        angle = places[:, None].to(x.dtype) * inverse
+        cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
+        a, b = x[..., : H // 2], x[..., H // 2 :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def sigma(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.elu(x) + 1
+
+    x = w["embed_tokens.weight"][torch.tensor(ids)]
+    y = norm(x, w["layers.0.input_layernorm.weight"])
+    q, k, v = (
+        (y @ w[f"layers.0.self_attn.{n}_proj.weight"].T).reshape(len(ids), -1, H) for n in "qkv"
+    )
+    at = torch.arange(len(ids))  # the whole text's positions: within segments the same differences
+    q_turned, k_turned = turned(q, at), turned(k, at)
+    share = torch.sigmoid(w["layers.0.self_attn.memory_gate"])
+    heads = []
+    for n in range(N):
+        h, out = n // (N // K), []
+        m, z = torch.zeros(H, H, dtype=x.dtype), torch.zeros(H, dtype=x.dtype)
+        for start in range(0, len(ids), L):
+            s = slice(start, min(start + L, len(ids)))
+            score = q_turned[s, n] @ k_turned[s, h].T * H**-0.5
+            future = torch.ones_like(score).triu(1).bool()
+            local = score.masked_fill(future, -torch.inf).softmax(-1) @ v[s, h]
+            if start:
+                found = sigma(q[s, n]) @ m / (sigma(q[s, n]) @ z)[:, None]
+                local = share[n] * found + (1 - share[n]) * local
+            out.append(local)
+            key = sigma(k[s, h])
+            known = key @ m / (key @ z)[:, None] if start else torch.zeros_like(v[s, h])
+            update = c.attention.update
+            if update == "delta_once":
+                kept = torch.minimum(torch.ones_like(z), z / key.sum(0))
+                m = m + key.T @ v[s, h] - kept[:, None] * (key.T @ known)
+                z = torch.maximum(z, key.sum(0))
+            else:
+                m = m + key.T @ (v[s, h] - (known if update == "delta" else 0))
+                z = z + key.sum(0)
+        heads.append(torch.cat(out))
+    x = x + torch.stack(heads, 1).flatten(1) @ w["layers.0.self_attn.o_proj.weight"].T
+    y = norm(x, w["layers.0.post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"layers.0.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    x = x + (torch.nn.functional.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
+    return norm(x, w["norm.weight"]) @ w["lm_head.weight"].T
+
+
+def test_logits_and_gradients_equal_the_formulas_in_pytorch(lm: Any) -> None:
+    """Through five segments and the gates; grouped heads, each of its own memory."""
+    from jaxllm.train.trained import join, split
+
+    model, params = lm
+    ids = tokens(1, T)
+    trained, rest = split(params)
+    weight_TV = np.random.default_rng(6).standard_normal((T, 131)).astype(np.float32)
+
+    def total(trained: Any) -> jax.Array:
+        out = jaxllm.forward(model, join(trained, rest), None, ids)
+        return (jax.nn.log_softmax(out.logits[0]) * weight_TV).sum(), out.logits[0]
+
+    (_, logits), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(trained)
+    leaves = {
+        path: torch.tensor(np.asarray(x, np.float64), requires_grad=True)
+        for path, x in trained.items()
+    }
+    theirs = in_torch(lm, ids[0], leaves)
+    close(logits, theirs.detach().numpy(), 2e-5)
+    (theirs.log_softmax(-1) * torch.tensor(weight_TV.astype(np.float64))).sum().backward()
+    assert "layers.0.self_attn.memory_gate" in gradient
+    for path, leaf in leaves.items():
+        scale = float(leaf.grad.abs().max())
+        assert scale > 0, path
+        np.testing.assert_allclose(
+            gradient[path], leaf.grad.numpy(), atol=5e-5 * scale, rtol=1e-3, err_msg=path
+        )
+
+
+def test_the_first_segment_is_the_dense_models_bit_for_bit(linear: Any) -> None:
+    model, params = linear
+    dense = models.build(dataclasses.replace(model.config, attention=None))
+    plain = {**params, "layers.0": {**params["layers.0"]}}
+    plain["layers.0"]["self_attn"] = {
+        name: x for name, x in params["layers.0"]["self_attn"].items() if name != "memory_gate"
+    }
+    ids = tokens(2, T)
+    ours, theirs = (
+        jaxllm.forward(m, p, None, ids[:, :L]).logits for m, p in ((model, params), (dense, plain))
+    )
+    assert np.array_equal(ours, theirs)
+    close(jaxllm.forward(model, params, None, ids).logits[:, :L], theirs)
+
+
+def test_shut_gates_leave_attention_within_segments(linear: Any) -> None:
+    """Each segment then is a text of its own."""
+    model, params = made("linear", gate=-np.inf)
+    ids = tokens(1, T)
+    whole = jaxllm.forward(model, params, None, ids).logits[0]
+    for start in range(0, T - L, L):
+        alone = jaxllm.forward(model, params, None, ids[:, start : start + L]).logits[0]
+        close(whole[start : start + L], alone)
+
+
+@pytest.mark.parametrize(
+    ("update", "chunk"), [("linear", 8), ("delta_once", 3), pytest.param("delta", 8, marks=FULL)]
+)
+def test_chunks_and_steps_equal_the_whole_in_rows_of_any_length(update: str, chunk: int) -> None:
+    """Chunks that end within segments and cross borders, padded rows, then token by token."""
+    lm, ids, lengths = made(update), tokens(2, T), np.array([T - 4, 7])
+    whole = np.asarray(jaxllm.forward(*lm, None, ids).logits)
+    cache = jaxllm.init_cache(lm[0], 2, 40)
+    logits, cache = jaxllm.prefill(*lm, cache, ids[:, : T - 4], lengths_B=lengths, chunk=chunk)
+    close(logits, whole[np.arange(2), lengths - 1], 2e-5)
+    for i in range(4):
+        logits, cache = jaxllm.decode_step(*lm, cache, ids[np.arange(2), lengths + i])
+        close(logits, whole[np.arange(2), lengths + i], 2e-5)
+
+
+def filled(lm: Any, count: int, rows: int = 1, capacity: int = 40) -> jaxllm.KVCache:
+    cache = jaxllm.init_cache(lm[0], rows, capacity)
+    ids = tokens(rows, T)[:, :count]
+    return jaxllm.prefill(*lm, cache, ids, lengths_B=np.full(rows, count), chunk=8)[1]
+
+
+def peek(lm: Any, cache: jaxllm.KVCache) -> np.ndarray:
+    return np.asarray(jaxllm.decode_step(*lm, cache, np.full(cache.batch, 7))[0])
+
+
+def test_a_stream_of_forty_segments_in_a_cache_of_two(delta: Any) -> None:
+    """The same numbers as a cache that holds it all, and as many bytes at the end as at first."""
+    ids = np.tile(tokens(1, T), 9)[:, : 40 * L]
+    small, large = (jaxllm.init_cache(delta[0], 1, n) for n in (2 * L, 41 * L))
+    nbytes = small.nbytes
+    for start in range(0, ids.shape[1], L):
+        part = ids[:, start : start + L]
+        logits, small = jaxllm.prefill(*delta, small, part)
+        theirs, large = jaxllm.prefill(*delta, large, part)
+        close(logits, theirs)
+        small = compact(segment_in_hand(small))
+        assert (small.nbytes, int(small.cursor)) == (nbytes, 0)
+
+
+def test_a_cache_of_less_than_the_text_within_a_segment(linear: Any) -> None:
+    """Only what is finished goes: the segment in hand stays, where it is."""
+    cache = filled(linear, T, rows=2)
+    left = compact(segment_in_hand(cache), capacity=2 * L)
+    assert left.length_B.tolist() == [T % L] * 2
+    close(peek(linear, left), peek(linear, cache))
+
+
+def test_rows_take_the_memory_along_and_files_hold_it(tmp_path: Path) -> None:
+    lm = made("delta_once")
+    cache = filled(lm, T - 5, rows=2)
+    said = peek(lm, cache)
+    close(peek(lm, select(cache, [1, 0])), said[::-1])
+    close(peek(lm, fork(branch(cache, 1), 2, capacity=2)), said[[1, 1]])
+    close(peek(lm, merge_rows([branch(cache, 1), branch(cache, 0)])), said[::-1])
+    save_cache(tmp_path / "c", cache, *lm)
+    assert load_cache(tmp_path / "c", *lm) == cache
+
+
+@pytest.mark.parametrize("format", [pytest.param("float32", marks=FULL), "int8"])
+def test_rewound_within_the_segment_in_hand_and_exactly_to_where_it_begins(format: str) -> None:
+    lm = made("delta", Precision(cache=format))
+    cache, atol = filled(lm, T), 1e-5 if format == "float32" else 0.05
+    border = T // L * L
+    back = rewind(cache, to=border + 1)
+    close(peek(lm, back), peek(lm, filled(lm, border + 1)), atol)
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (back.memory, filled(lm, border + 1).memory)), strict=True
+    ):
+        close(ours, theirs, atol)
+    exact = rewind(cache, to=border)
+    begun = filled(lm, border)
+    close(peek(lm, exact), peek(lm, begun), 2e-6)
+    assert rewind(cache, 0).memory is cache.memory
+
+
+def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
+    cache, ids = filled(linear, T), tokens(1, T)
+    with pytest.raises(CacheMismatchError, match=r"back to 20, where .* forked or saved before"):
+        rewind(cache, to=19)
+    gone = jaxllm.cache.drop_range(cache, 20, 21)
+    with pytest.raises(CacheMismatchError, match=r"row 0 has 1 of the tokens from position 20"):
+        rewind(gone, to=22)
+    with pytest.raises(ConfigError, match="tokens cannot be moved"):
+        shift(cache, 3)
+    with pytest.raises(CacheMismatchError, match=r"patch: .* memory"):
+        patch(cache, np.array([[1]]), jaxllm.forward(*linear, None, ids[:, :1]).delta)
+    with pytest.raises(TokenError, match=r"position 4 comes after 0; .* in order"):
+        jaxllm.forward(*linear, None, ids[:, :2], positions_BT=np.array([[0, 4]]))
+    with pytest.raises(TokenError, match="position 2 was read, the cache goes on at 23"):
+        jaxllm.forward(*linear, cache, ids[:, :1], positions_BT=np.array([[2]]))
+    with pytest.raises(ConfigError, match="'infini': attention mass"):
+        jaxllm.forward(*linear, None, ids, attention_mass=True)
+    with pytest.raises(ConfigError, match=r"several documents in a row .*--no-pack"):
+        at = jnp.zeros((1, 4), jnp.int32)
+        jaxllm.steps.run(*linear, (), at, jnp.arange(4)[None], document_BT=at)
+    inputs = input_shapes(linear[0], Form(), batch=1, num_tokens=2, capacity=8)
+    with pytest.raises(ConfigError, match=r"fixed shapes, exports\) has no place"):
+        jax.eval_shape(fixed_step(linear[0], Form()), linear[1], inputs)
+    with pytest.raises(ConfigError, match="heads of a model with a memory cannot be cut"):
+        narrower(linear[0].config, "heads", 1)
+    with pytest.raises(ConfigError, match="no segments"):
+        segment_in_hand(jaxllm.init_cache(random_model("llama")[0], 1, 4))
+
+
+@pytest.mark.full  # the way is that of tests/cache/test_memory.py
+def test_beams_and_drafts_are_refused_by_name(linear: Any) -> None:
+    with pytest.raises(ConfigError, match="keep a memory"):
+        jaxllm.beam_search(*linear, tokens(1, T), num_beams=2, max_new_tokens=3)
+    with pytest.raises((ConfigError, CacheMismatchError), match="memory"):
+        jaxllm.speculative_generate(
+            *linear, tokens(1, T), draft=jaxllm.PromptLookup(), max_new_tokens=3
+        )
+
+
+def test_half_precision_and_int8_caches_stay_near(linear: Any) -> None:
+    ids = tokens(2, T)
+    theirs = np.asarray(jaxllm.forward(*linear, None, ids).logits[:, -1])
+    for precision in (Precision.uniform("bfloat16"), Precision(cache="int8")):
+        model = models.build(linear[0].config, precision)
+        params = cast(linear[1], precision)
+        cache = jaxllm.init_cache(model, 2, T)
+        logits, cache = jaxllm.prefill(model, params, cache, ids, chunk=8)
+        assert np.isfinite(logits).all()
+        assert np.abs(logits - theirs).max() < 0.1 * np.abs(theirs).max()
+        assert cache.memory[0].m_BKHH.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 4}, "segments and no sliding_window"),
+        ({"max_position_embeddings": L - 1}, "segments of 5 tokens exceed"),
+    ],
+)
+def test_a_configuration_that_cannot_be(linear: Any, changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(linear[0].config, **changes)
+
+
+def test_a_dense_model_given_a_memory_is_itself_in_the_first_segment() -> None:
+    from tests.train.test_routing import lm_of
+
+    lm = lm_of(*random_model("llama", num_hidden_layers=1))
+    given = with_memory(lm, L, update="delta_once")
+    ids = tokens(2, L)
+    ours, theirs = (jaxllm.forward(x.model, x.params, None, ids).logits for x in (given, lm))
+    assert np.array_equal(ours, theirs)
+    for changes, message in (({"update": "dalta"}, "update must be one of"), ({}, "already")):
+        with pytest.raises(ConfigError, match=message):
+            with_memory(given if message == "already" else lm, L, **changes)
+    with pytest.raises(ConfigError, match="a gpt2 cannot have a memory"):
+        with_memory(lm_of(*random_model("gpt2")), L)
+
+
+def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
+    """In rows that stand at different places, and the cache that it began with stays valid."""
+    ids = tokens(2, T)
+    cache = jaxllm.init_cache(delta[0], 2, 8)
+    _, cache = jaxllm.prefill(*delta, cache, ids[:, :4], lengths_B=np.array([4, 1]))
+    whole = jaxllm.init_cache(delta[0], 2, 40)
+    _, whole = jaxllm.prefill(*delta, whole, ids[:, :4], lengths_B=np.array([4, 1]))
+    read = []
+    for _ in range(2):  # the second time from the same cache
+        logits, left = read_through(*delta, cache, ids, each=lambda n, _: read.append(n))
+    theirs, whole = jaxllm.prefill(*delta, whole, ids)
+    close(logits, theirs, 2e-5)
+    close(peek(delta, left), peek(delta, whole), 2e-5)
+    assert read == 2 * [3, 6, 9, 12, 15, 18, 21, 23]
+    with pytest.raises(CapacityError, match="no more than a segment of 5 tokens: make one of 10"):
+        read_through(*delta, jaxllm.init_cache(delta[0], 2, 5), ids)
+
+
+def test_generation_goes_on_through_borders(delta: Any) -> None:
+    ids = tokens(2, 7)
+    made = jaxllm.generate(*delta, ids, max_new_tokens=9)
+    text = np.concatenate([ids, made.token_BT], axis=1)
+    logits = jaxllm.forward(*delta, None, text[:, :-1]).logits
+    assert np.array_equal(np.asarray(logits)[:, 6:].argmax(-1), made.token_BT)
+    small = jaxllm.init_cache(delta[0], 2, 8)
+    again = jaxllm.generate(*delta, ids, max_new_tokens=9, cache=small, overflow=Segments())
+    assert np.array_equal(again.token_BT, made.token_BT)
+    assert again.cache.capacity == 8
+    for policy, capacity, error, message in (
+        (HeavyHitters(), 12, ConfigError, "tokens cannot be moved"),
+        (Segments(), 5, CapacityError, "full within a segment of 5 tokens: make one of 10"),
+        (Segments(), 6, CapacityError, "a prompt of 7 tokens .*read_through"),
+    ):
+        cache = jaxllm.init_cache(delta[0], 2, capacity)
+        with pytest.raises(error, match=message):
+            jaxllm.generate(*delta, ids, max_new_tokens=9, cache=cache, overflow=policy)
+    plain = random_model("llama")
+    with pytest.raises(ConfigError, match="this llama has no segments"):
+        jaxllm.generate(*plain, ids, max_new_tokens=2, overflow=Segments())

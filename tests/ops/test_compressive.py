@@ -1,0 +1,215 @@
+"""The compressive memory, held to sums written out token by token in float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.ops.buckets import in_buckets, most_segments
+from jaxllm.ops.compressive import (
+    UPDATES,
+    Memory,
+    Update,
+    at_border,
+    compress,
+    empty,
+    fold,
+    read,
+    sigma,
+    write,
+)
+
+B, T, N, K, H, L = 2, 23, 6, 2, 5, 4
+
+
+@pytest.fixture(scope="module")
+def qkv() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((B, T, heads, H), np.float32) for heads in (N, K, K))
+
+
+def by_hand(q: Any, k: Any, v: Any, segments: Any, update: str) -> tuple[Any, ...]:
+    """One row's answers `[T, N, H]`, M and z, straight from the equations: loops in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k))
+    out, heads = np.zeros((len(q), q.shape[1], H)), []
+    for h in range(K):
+        m, z = np.zeros((H, H)), np.zeros(H)
+        for s in sorted(set(segments)):
+            here = [t for t in range(len(q)) if segments[t] == s]
+            for t in here:
+                for n in range(h * (N // K), (h + 1) * (N // K)):
+                    out[t, n] = q[t, n] @ m / (q[t, n] @ z) if z.any() else 0
+            new, old, grown = np.zeros((H, H)), np.zeros((H, H)), np.zeros(H)
+            for t in here:
+                known = k[t, h] @ m / (k[t, h] @ z) if z.any() else np.zeros(H)
+                new += np.outer(k[t, h], v[t, h])
+                old += np.outer(k[t, h], known)
+                grown += k[t, h]
+            if update == "delta_once":
+                m = m + new - np.minimum(1, z / grown)[:, None] * old
+                z = np.maximum(z, grown)
+            else:
+                m, z = m + new - (old if update == "delta" else 0), z + grown
+        heads.append((m, z))
+    return out, np.stack([m for m, _ in heads]), np.stack([z for _, z in heads])
+
+
+RUN = jax.jit(
+    lambda memory, q, k, v, at, update, length: compress(
+        memory, q, k, v, in_buckets(at, length), update
+    ),
+    static_argnums=(5, 6),
+)
+
+
+def finished(memory: Memory) -> Memory:
+    return fold(memory, memory.segment_B + 1)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_rows_anywhere_with_padding_equal_sums_by_hand(qkv: Any, update: Update) -> None:
+    """One row from position 0 on, one from within a segment with padding before and between."""
+    at = np.stack([np.arange(T), np.arange(T) + 5])
+    at[1, [0, 1, 9, 20]] = -1
+    at[1, at[1] >= 0] = np.arange(T - 4) + 6
+    out, there, memory = RUN(empty(B, K, H, update), *qkv, jnp.asarray(at, jnp.int32), update, L)
+    memory = finished(memory)
+    for row in range(B):
+        real = at[row] >= 0
+        segments = at[row, real] // L
+        theirs, m, z = by_hand(*(x[row, real] for x in qkv), segments, update)
+        np.testing.assert_allclose(out[row, real], theirs, atol=2e-5)
+        assert (np.asarray(there[row, real]) == (segments > segments[0])[:, None]).all()
+        np.testing.assert_allclose(memory.m_BKHH[row], m, atol=1e-4)
+        np.testing.assert_allclose(memory.z_BKH[row], z, rtol=1e-5)
+
+
+def test_linear_is_kernel_attention_over_all_that_is_past_in_any_order(qkv: Any) -> None:
+    at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    out = RUN(empty(B, K, H, "linear"), *qkv, at, "linear", L)[0]
+    q, k, v = (np.asarray(sigma(x)) if i < 2 else x for i, x in enumerate(qkv))
+    past = (T - 1) // L * L
+    order = np.random.default_rng(1).permutation(past)
+    for head in range(N):
+        weight = q[:, past:, head] @ np.swapaxes(k[:, order, head // (N // K)], 1, 2)
+        theirs = weight / weight.sum(-1, keepdims=True) @ v[:, order, head // (N // K)]
+        np.testing.assert_allclose(out[:, past:, head], theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("update", ["delta_once"])
+def test_chunks_across_borders_and_single_tokens_equal_the_whole(qkv: Any, update: Update) -> None:
+    at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    whole = RUN(empty(B, K, H, update), *qkv, at, update, L)
+    for width in (1, 7):
+        memory, parts = empty(B, K, H, update), []
+        for start in range(0, T, width):
+            cut = slice(start, start + width)
+            given = [np.pad(x[:, cut], ((0, 0), (0, max(0, start + width - T)), (0, 0), (0, 0)))
+                     for x in qkv]  # fmt: skip
+            places = jnp.pad(at[:, cut], ((0, 0), (0, max(0, start + width - T))),
+                             constant_values=-1)  # fmt: skip
+            found, _, memory = RUN(memory, *given, places, update, L)
+            parts.append(np.asarray(found)[:, : T - start])
+        np.testing.assert_allclose(np.concatenate(parts, axis=1), whole[0], atol=1e-5)
+        for ours, theirs in zip(*map(jax.tree.leaves, (memory, whole[2])), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_what_is_written_twice_is_halved_by_the_published_rule_and_kept_by_the_mended() -> None:
+    """Two segments that each hold one binding, the same; then one with the value changed."""
+    rng = np.random.default_rng(2)
+    k, v, other = (jnp.asarray(rng.standard_normal((1, 1, 1, H), np.float32)) for _ in range(3))
+    real = jnp.ones((1, 1), bool)
+
+    def after(update: Update, *values: jax.Array) -> Memory:
+        memory = empty(1, 1, H, update)
+        for value in values:
+            memory = finished(write(memory, k, value, real, update))
+        return memory
+
+    def told(memory: Memory) -> Any:
+        return read(memory, k)[0]
+
+    for update in UPDATES:
+        np.testing.assert_allclose(told(after(update, v)), v, atol=1e-5)
+    once, twice = after("delta", v), after("delta", v, v)
+    np.testing.assert_allclose(twice.m_BKHH, once.m_BKHH, atol=1e-5)  # as the paper says
+    np.testing.assert_allclose(twice.z_BKH, 2 * once.z_BKH, rtol=1e-6)  # which it does not say
+    np.testing.assert_allclose(told(twice), v / 2, atol=1e-5)
+    np.testing.assert_allclose(told(after("delta_once", v, v, v)), v, atol=1e-5)
+    np.testing.assert_allclose(told(after("delta_once", v, other)), other, atol=1e-5)
+    np.testing.assert_allclose(told(after("linear", v, other)), (v + other) / 2, atol=1e-5)
+
+
+def test_the_mended_rule_keeps_keys_that_have_nothing_in_common() -> None:
+    k = jnp.asarray([[1.0, 1.0, -200.0, -200.0], [-200.0, -200.0, 2.0, 0.5]])[:, None, None, None]
+    v = jnp.asarray([[1.0, 2.0, 3.0, 4.0], [-5.0, 0.0, 1.0, 9.0]])[:, None, None, None]
+    memory = empty(1, 1, 4, "delta_once")
+    for i in range(2):
+        memory = finished(write(memory, k[i], v[i], jnp.ones((1, 1), bool), "delta_once"))
+    for i in range(2):
+        np.testing.assert_allclose(read(memory, k[i])[0], v[i], atol=1e-5)
+
+
+def test_the_mended_rule_cannot_diverge() -> None:
+    """A first segment of one token, then long ones: what is taken away is at most what is there."""
+    rng = np.random.default_rng(3)
+    memory, most = empty(1, 1, H, "delta_once"), 0.0
+    for length in (1, 50, 50, 1, 50, 50):
+        k, v = (jnp.asarray(rng.standard_normal((1, length, 1, H), np.float32)) for _ in range(2))
+        z, grown = np.asarray(memory.z_BKH[0, 0]), np.asarray(sigma(k)).sum(axis=(0, 1, 2))
+        if z.any():
+            s = np.asarray(sigma(k))[0, :, 0]
+            taken = np.minimum(1, z / grown)[:, None] * ((s / (s @ z)[:, None]).T @ s)
+            values = np.linalg.eigvals(taken)
+            assert np.abs(values.imag).max() < 1e-6 and values.real.min() > -1e-6
+            assert values.real.max() < 1 + 1e-5
+        memory = finished(write(memory, k, v, jnp.ones((1, length), bool), "delta_once"))
+        most = max(most, float(jnp.abs(read(memory, k)[0]).max()))
+    assert most < 10
+
+
+@pytest.mark.parametrize("scale", [300.0, 6e4])
+def test_half_precision_that_would_overflow_gives_numbers(scale: float) -> None:
+    rng = np.random.default_rng(4)
+    q, k, v = (
+        jnp.asarray(scale * rng.uniform(-1, 1, (1, 9, heads, H)), jnp.float16)
+        for heads in (N, K, K)
+    )
+    at = jnp.arange(9, dtype=jnp.int32)[None]
+    out, _, memory = RUN(empty(1, K, H, "delta"), q, k, v, at, "delta", L)
+    assert out.dtype == jnp.float32
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((out, memory)))
+    gradient = jax.grad(lambda q: RUN(empty(1, K, H, "delta"), q, k, v, at, "delta", L)[0].sum())
+    assert np.isfinite(gradient(q)).all()
+
+
+def test_padding_alone_changes_nothing(qkv: Any) -> None:
+    at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    _, _, memory = RUN(empty(B, K, H, "delta"), *qkv, at, "delta", L)
+    _, _, after = RUN(memory, *qkv, jnp.full_like(at, -1), "delta", L)
+    for ours, theirs in zip(*map(jax.tree.leaves, (after, memory)), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_the_border_is_where_the_segment_in_hand_begins(qkv: Any) -> None:
+    at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    border = T // L * L
+    _, _, memory = RUN(empty(B, K, H, "delta"), *qkv, at, "delta", L)
+    _, _, before = RUN(empty(B, K, H, "delta"), *qkv, jnp.where(at < border, at, -1), "delta", L)
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (at_border(memory), finished(before))), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_no_run_of_tokens_touches_more_segments_than_there_are_buckets(length: int) -> None:
+    for tokens in range(1, 3 * length + 3):
+        touched = max(
+            len({p // length for p in range(first, first + tokens)}) for first in range(length)
+        )
+        assert touched == most_segments(tokens, length)

@@ -1,0 +1,79 @@
+"""Models with a memory made and trained: the command, and the gates' own rate."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm import located
+from jaxllm.errors import ConfigError
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.weights.paths import flatten
+from tests.train.test_command import STORY
+
+
+def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
+    """And it does not decay, though it be a matrix."""
+    rng = np.random.default_rng(0)
+    names = ("w", "a.gate", "b.gate")
+    start = {name: rng.standard_normal((2, 3)).astype(np.float32) for name in names}
+    optimizer = Optimizer(
+        steps=3, rate=1e-3, decay=0.5, schedule="constant", warmup=0.0, clip=None,
+        rates=((r".*\.gate", 0.02),),
+    ).made()  # fmt: skip
+    ours: Any = jax.tree.map(jnp.asarray, start)
+    theirs = {name: torch.tensor(x.copy(), requires_grad=True) for name, x in start.items()}
+    groups = [
+        {"params": [theirs["w"]], "lr": 1e-3, "weight_decay": 0.5},
+        {"params": [theirs["a.gate"], theirs["b.gate"]], "lr": 0.02, "weight_decay": 0.0},
+    ]
+    adamw, state = torch.optim.AdamW(groups), optimizer.init(ours)
+    for _ in range(3):
+        gradient = {name: rng.standard_normal((2, 3)).astype(np.float32) for name in names}
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, gradient), state, ours)
+        ours = jax.tree.map(jnp.add, ours, updates)
+        for name, x in gradient.items():
+            theirs[name].grad = torch.tensor(x)
+        adamw.step()
+    for name in names:
+        np.testing.assert_allclose(ours[name], theirs[name].detach().numpy(), atol=1e-6)
+    with pytest.raises(ConfigError, match="the rate of 'gate' must be above 0, got 0"):
+        Optimizer(steps=1, rates=(("gate", 0.0),))
+
+
+def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
+    run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(located, "DEMOS", shallow_demos)
+    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
+    lines = [json.dumps({"text": f"{number}. {STORY}"[: 30 + number]}) for number in range(8)]
+    text.write_text("\n".join(lines), encoding="utf-8")
+    given = ("infini", "demo:llama", made, "--segment", 4, "--update", "delta_once")
+    status, _, err = run(*given[:-1], "dalta")
+    assert (status, "update must be one of linear, delta, delta_once" in err) == (1, True), err
+    status, _, err = run(*given)
+    assert (status, "segments of 4 tokens" in err) == (0, True), err
+    arguments = ("train", "full", made, tuned, "--data", text, "--length", 40, "--batch", 2,
+                 "--steps", 1, "--held-out", 0)  # fmt: skip
+    status, _, err = run(*arguments)
+    assert (status, "--no-pack" in err) == (1, True), err
+    status, _, err = run(*arguments, "--no-pack", "--rate", 1e-4, "--warmup", 0)
+    assert status == 0, err
+    before, after = (dict(flatten(jaxllm.load(path).params)) for path in (made, tuned))
+    for path, x in before.items():
+        most = float(np.abs(np.asarray(after[path], np.float32) - np.asarray(x, np.float32)).max())
+        if path.endswith("memory_gate"):
+            assert (np.asarray(x, np.float32) == -4).all()
+            assert most == pytest.approx(0.01, rel=0.02)  # a first step of Adam is the rate itself
+        else:
+            assert 0 < most < 3e-4, path
+    status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:],
+                         "--gate-rate", 0.1)  # fmt: skip
+    assert (status, "has no gates for --gate-rate" in err) == (1, True), err
