@@ -82,7 +82,10 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="End before this text; may be given more than once.")
 ]
 Overflow = Annotated[
-    str | None, typer.Option(help="When the context is full: refuse, slide, sinks, heavy.")
+    str | None,
+    typer.Option(
+        help="When the context is full: refuse, slide, sinks, heavy, pooled, pooled-by-use."
+    ),
 ]
 More = Annotated[
     list[str] | None,

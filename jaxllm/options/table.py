@@ -287,12 +287,13 @@ class GenerateOptions(TypedDict, total=False):
         ),
     ]
     overflow: Annotated[
-        Literal["refuse", "slide", "sinks", "heavy"] | Overflow | None,
+        Literal["refuse", "slide", "sinks", "heavy", "pooled", "pooled-by-use"] | Overflow | None,
         Option(
             policy,
             f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
             "when the context is full: refuse, begin again from its recent half (slide), keep the"
-            " first tokens and a window (sinks), or the recent and the most attended to (heavy)",
+            " first tokens and a window (sinks), the recent and the most attended to (heavy), or"
+            " sinks, recent ones and older ones by four in a slot (pooled; pooled-by-use)",
             from_file=False,
             ways=(PLAIN, STREAM),
         ),
