@@ -28,6 +28,7 @@ from jaxllm.cli.options import (
     AsJson,
     Dtype,
     Quantize,
+    SelfExtend,
     check_writable,
     dtype_named,
     load_model,
@@ -62,6 +63,7 @@ def perplexity(
     dtype: Dtype = None,
     quantize: Quantize = None,
     adapter: Adapters = None,
+    self_extend: SelfExtend = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -110,7 +112,7 @@ def perplexity(
     alone = compare is None and other_dtype is None and other_quantize is None
     _check_by_position(by_position, alone, buckets, picture)
     corpus = read_corpus(text, documents, separate)
-    lm = load_model(model, dtype, quantize=quantize, adapters=adapter)
+    lm = load_model(model, dtype, quantize=quantize, adapters=adapter, self_extend=self_extend)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
     from jaxllm.evaluate.likelihood.perplexity import Perplexity, token_logprobs
 

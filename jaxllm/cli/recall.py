@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,10 +15,17 @@ from jaxllm.cli.options import (
     CacheDtype,
     Dtype,
     Quantize,
+    SelfExtend,
     check_writable,
+    group_and_window,
     load_model,
 )
 from jaxllm.errors import ConfigError, TokenError
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM
+
+_ROOM = 16  # tokens that answers may have
 
 EXAMPLE = (
     "Example: jaxllm recall demo:llama --lengths 96,192,384 --policies full,sinks,heavy,pooled"
@@ -39,7 +46,8 @@ def recall(
         typer.Option(
             help="How texts are kept: full (a slot for every token), slide (begin again from the"
             " recent half), window, sinks (the first tokens and a window), heavy (the most attended"
-            " to), pooled, pooled-by-use (older tokens by four in a slot)."
+            " to), pooled, pooled-by-use (older tokens by four in a slot), self-extend (full, with"
+            " positions in groups)."
         ),
     ] = "full",
     slots: Annotated[
@@ -59,6 +67,7 @@ def recall(
     cache_dtype: CacheDtype = None,
     quantize: Quantize = None,
     adapter: Adapters = None,
+    self_extend: SelfExtend = None,
     out: Annotated[
         Path | None, typer.Option(help="Write all numbers to this file, as JSON.")
     ] = None,
@@ -75,6 +84,8 @@ def recall(
     check_writable("--out", out)
     check_writable("--picture", picture)
     chosen = [name.strip() for name in policies.split(",") if name.strip()]
+    if self_extend is not None and "self-extend" not in chosen:
+        raise ConfigError("--self-extend goes with --policies self-extend")
     asked_lengths = _numbers("--lengths", lengths, int)
     asked_depths = _numbers("--depths", depths, float)
     if picture is not None:
@@ -89,6 +100,11 @@ def recall(
         raise TokenError(f"{lm.path} has no tokenizer, and the texts are made of words")
     if texts == "auto":
         texts = "story" if lm.path.parent == DEMOS else "passkey"
+    extended = (
+        lm.self_extended(**_extension(lm, self_extend, asked_lengths)).model
+        if (grid.EXTENDED in chosen)
+        else None
+    )
     slots = max(16, min(asked_lengths) // 2) if slots is None else slots
     cells = grid.recall(
         lm.model,
@@ -101,6 +117,7 @@ def recall(
         slots=slots,
         tries=tries,
         seed=seed,
+        extended=extended,
     )
     facts: dict[str, Any] = {"model": model, "texts": texts, "slots": slots, "seed": seed}
     told = json.dumps(finite_json({**facts, "cells": report.numbers(cells)}))
@@ -122,6 +139,19 @@ def recall(
     )
     for line in report.table(cells):
         write(line + "\n")
+
+
+def _extension(lm: "LM", given: str | None, lengths: list[int]) -> dict[str, int]:
+    """The numbers of Self-Extend; by default a quarter of the context as neighbours, and the
+    smallest groups by which the longest text is within reach.
+    """
+    if given is not None:
+        group, window = group_and_window(given)
+    else:
+        context = lm.config.max_position_embeddings
+        window = max(1, context // 4)
+        group = max(2, -(-(max(lengths) + _ROOM - window) // (context - window)))
+    return {"group_size": group, "neighbor_window": window}
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -10,7 +10,9 @@ from flax import struct
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, Rope
+from jaxllm.errors import ConfigError
+from jaxllm.ops.extended import attend_extended
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, F]
@@ -125,13 +127,16 @@ def attend(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    extended: Rope | None = None,
 ) -> Attended:
     """Softmax attention of one layer over what the cache holds of it, and the new tokens.
 
     q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
     heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
     window: how many of the last positions a query sees, itself included; None for all. cap: see
-    `ops.attend`.
+    `ops.attend`. extended: the layer's rotary settings where they are Self-Extend's.
+
+    Raises ConfigError for Self-Extend under a mask, with documents, or with each head's weights.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
@@ -140,10 +145,22 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
+    if extended is not None and (mask_BTS is not None or scope.document_BT is not None):
+        raise ConfigError(
+            "Self-Extend (group_size, neighbor_window) runs by positions alone: no mask, no packed"
+            " documents, no exported graph. Use the model without it there"
+        )
     if scope.document_BT is not None:
         mask_BTS = within_documents(scope.position_BT, parts, scope.document_BT, window=window)
     if mask_BTS is not None:
         out, mass = attend_masked(q, parts, mask_BTS, scale=scale, cap=cap), None
+    elif extended is not None:
+        if scope.mass == "heads":
+            raise ConfigError("attention_weights are not there with Self-Extend; attention_mass is")
+        at, summed = scope.position_BT, scope.mass is True
+        out, mass = attend_extended(
+            q, at, parts, rope=extended, scale=scale, window=window, cap=cap, mass=summed
+        )
     else:
         at, summed = scope.position_BT, scope.mass is True
         out, mass = ops.attend(q, at, parts, scale=scale, window=window, cap=cap, mass=summed)

@@ -24,7 +24,9 @@ POLICIES: dict[str, Overflow | None] = {
     "heavy": HeavyHitters(),
     "pooled": Pooled(),
     "pooled-by-use": PooledByUse(),
+    "self-extend": None,
 }
+EXTENDED = "self-extend"  # which is another model with the same parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +74,15 @@ def recall(
     slots: int = 256,
     tries: int = 8,
     seed: int = 0,
+    extended: nn.Module | None = None,
     show_progress: bool | None = None,
 ) -> list[Cell]:
     """One cell for each policy, length and depth, in this order.
 
     encode: a text's token ids, begin-of-text and all. style: of `texts.STYLES`. slots: of the cache
     that every policy but "full" has. tries: texts a cell, of the seeds from `seed` times `tries`
-    on; the same ones under every policy, and but for the fact's place at every depth.
+    on; the same ones under every policy, and but for the fact's place at every depth. extended:
+    the model with Self-Extend, for the policy of that name.
 
     Raises ConfigError and CapacityError, before the model runs, for what the policies, the texts or
     the model cannot be; ConfigError for keys that cannot be moved, where a policy must move them.
@@ -86,6 +90,8 @@ def recall(
     chosen = policies_named(policies)
     if tries < 1 or not lengths or not depths:
         raise ConfigError("recall needs a length, a depth and a try at least")
+    if EXTENDED in chosen and extended is None:
+        raise ConfigError("policy self-extend needs the extended model (LM.self_extended)")
     for name, policy in chosen.items():
         _check_movable(model, name, policy)
         if policy is not None:
@@ -99,8 +105,9 @@ def recall(
     cells = []
     with steps_bar("recall", len(chosen) * len(texts), show_progress) as done:
         for name, policy in chosen.items():
+            read_by = extended if name == EXTENDED and extended is not None else model
             for (length, depth), probes in texts.items():
-                cells.append(_cell(model, params, probes, name, policy, slots, length, depth))
+                cells.append(_cell(read_by, params, probes, name, policy, slots, length, depth))
                 done()
     return cells
 
