@@ -1,0 +1,94 @@
+"""What each way of keeping a long text still knows of it: a Markdown table, on stdout.
+
+    python scripts/policy_table.py [--models demo:llama demo:gpt2] [--lengths 96 192 384 768]
+        [--depths 0 0.5 1] [--policies full slide ...] [--slots 96] [--tries 16]
+
+The tests of `jaxllm recall`: a name told at some depth of a story, asked for at its end. A cell is
+the share of texts whose right answer was the likeliest, in percent, over the share that greedy
+decoding answers. `slots` is what a row's cache holds under every policy but full and self-extend,
+which have one for every token. What a model cannot do is told in its own words below the table.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jaxllm
+from jaxllm.errors import JaxllmError
+from jaxllm.evaluate.recall.grid import EXTENDED, POLICIES, Cell, recall
+
+
+def extended(lm: Any, longest: int) -> Any:
+    """The model with Self-Extend: a quarter of its context near, groups as small as can be."""
+    context = lm.config.max_position_embeddings
+    window = context // 4
+    group = max(2, -(-(longest + 16 - window) // (context - window)))
+    return lm.self_extended(group_size=group, neighbor_window=window).model
+
+
+def measured(name: str, policy: str, options: argparse.Namespace) -> list[Cell]:
+    """The cells of one policy. Raises JaxllmError for what the model cannot do."""
+    lm = jaxllm.load(name)
+    return recall(
+        lm.model,
+        lm.params,
+        lm.encode,
+        style=options.texts,
+        lengths=options.lengths,
+        depths=options.depths,
+        policies=[policy],
+        slots=options.slots,
+        tries=options.tries,
+        seed=options.seed,
+        extended=extended(lm, max(options.lengths)) if policy == EXTENDED else None,
+    )
+
+
+def row(name: str, policy: str, cells: Sequence[Cell], depths: Sequence[float]) -> str:
+    """A line of the table: for each length the shares by depth."""
+    shown = []
+    for length in dict.fromkeys(cell.length for cell in cells):
+        here = {cell.depth: cell for cell in cells if cell.length == length}
+        each = [
+            f"{_percent(here[d].right, here[d])}/{_percent(here[d].greedy, here[d])}"
+            for d in depths
+        ]
+        shown.append(" ".join(each))
+    return f"| {name} | {policy} | " + " | ".join(shown) + " |"
+
+
+def _percent(count: int, cell: Cell) -> str:
+    return f"{100 * count / cell.tries:.0f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["demo:llama", "demo:gpt2"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[96, 192, 384, 768])
+    parser.add_argument("--depths", nargs="+", type=float, default=[0.0, 0.5, 1.0])
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--slots", type=int, default=96)
+    parser.add_argument("--tries", type=int, default=16)
+    parser.add_argument("--texts", default="story")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    depths = ", ".join(f"{d:.0%}" for d in options.depths)
+    print(f"Right / greedy in percent at depths {depths}; {options.slots} slots.\n")
+    print("| model | policy | " + " | ".join(f"{n} tokens" for n in options.lengths) + " |")
+    print("|---" * (2 + len(options.lengths)) + "|")
+    refused = []
+    for name in options.models:
+        for policy in options.policies:
+            try:
+                cells = measured(name, policy, options)
+            except JaxllmError as error:
+                refused.append(f"* {name}, {policy}: {error}")
+                continue
+            print(row(name, policy, cells, options.depths))
+            sys.stdout.flush()
+    print("\n" + "\n".join(refused) if refused else "")
+
+
+if __name__ == "__main__":
+    main()
