@@ -10,7 +10,6 @@ which have one for every token. What a model cannot do is told in its own words 
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,15 +26,14 @@ def extended(lm: Any, longest: int) -> Any:
     return lm.self_extended(group_size=group, neighbor_window=window).model
 
 
-def measured(name: str, policy: str, options: argparse.Namespace) -> list[Cell]:
-    """The cells of one policy. Raises JaxllmError for what the model cannot do."""
-    lm = jaxllm.load(name)
-    return recall(
+def measured(lm: Any, policy: str, length: int, options: argparse.Namespace) -> str:
+    """A cell of the table: the shares by depth. Raises JaxllmError for what the model cannot do."""
+    cells = recall(
         lm.model,
         lm.params,
         lm.encode,
         style=options.texts,
-        lengths=options.lengths,
+        lengths=[length],
         depths=options.depths,
         policies=[policy],
         slots=options.slots,
@@ -43,19 +41,7 @@ def measured(name: str, policy: str, options: argparse.Namespace) -> list[Cell]:
         seed=options.seed,
         extended=extended(lm, max(options.lengths)) if policy == EXTENDED else None,
     )
-
-
-def row(name: str, policy: str, cells: Sequence[Cell], depths: Sequence[float]) -> str:
-    """A line of the table: for each length the shares by depth."""
-    shown = []
-    for length in dict.fromkeys(cell.length for cell in cells):
-        here = {cell.depth: cell for cell in cells if cell.length == length}
-        each = [
-            f"{_percent(here[d].right, here[d])}/{_percent(here[d].greedy, here[d])}"
-            for d in depths
-        ]
-        shown.append(" ".join(each))
-    return f"| {name} | {policy} | " + " | ".join(shown) + " |"
+    return ", ".join(f"{_percent(c.right, c)}/{_percent(c.greedy, c)}" for c in cells)
 
 
 def _percent(count: int, cell: Cell) -> str:
@@ -77,17 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"Right / greedy in percent at depths {depths}; {options.slots} slots.\n")
     print("| model | policy | " + " | ".join(f"{n} tokens" for n in options.lengths) + " |")
     print("|---" * (2 + len(options.lengths)) + "|")
-    refused = []
+    refused: dict[str, None] = {}
     for name in options.models:
+        lm = jaxllm.load(name)
         for policy in options.policies:
-            try:
-                cells = measured(name, policy, options)
-            except JaxllmError as error:
-                refused.append(f"* {name}, {policy}: {error}")
-                continue
-            print(row(name, policy, cells, options.depths))
-            sys.stdout.flush()
-    print("\n" + "\n".join(refused) if refused else "")
+            shown = []
+            for length in options.lengths:
+                try:
+                    shown.append(measured(lm, policy, length, options))
+                except JaxllmError as error:
+                    shown.append("")
+                    refused[f"* {name}, {policy}: {error}"] = None
+            print(f"| {name} | {policy} | " + " | ".join(shown) + " |", flush=True)
+    if refused:
+        print("\n" + "\n".join(refused))
 
 
 if __name__ == "__main__":
