@@ -84,8 +84,8 @@ def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "mo
     if trained is not None and ((end_B > begin_B) & (np.asarray(end_B) > trained)).any():
         warnings.warn(
             f"the {whose}'s rotary angles stretch with every token past {trained} (dynamic), and"
-            " what is cached keeps those it was turned by, as in transformers: read at once, a text has"
-            " other logits. Run the text again, or keep it within a policy's window",
+            " what is cached keeps those it was turned by, as in transformers: read at once, a text"
+            " has other logits. Run the text again, or keep it within a policy's window",
             stacklevel=2,
         )
     if (border := config.border) is None:

@@ -221,15 +221,12 @@ def test_the_context_is_as_far_as_distances_that_were_trained(group: int, window
     assert farthest(reach) <= 23 < farthest(reach + 1)
 
 
-def test_a_text_beyond_the_reach_is_refused_with_the_way_out() -> None:
-    model, params = random_model("llama", max_position_embeddings=24)
-    longer = build(model.config.self_extended(2, 8))
-    assert longer.config.context_length == 40
-    assert jaxllm.generate(longer, params, IDS[:, :30], max_new_tokens=8).length_B[0] == 8
-    with pytest.raises(CapacityError, match="40"):
-        jaxllm.generate(longer, params, IDS[:, :30], max_new_tokens=20)
-    with pytest.raises(CapacityError, match="24"):
-        jaxllm.generate(model, params, IDS[:, :30], max_new_tokens=8)
+def test_a_text_beyond_the_reach_is_refused_with_the_way_out(shallow: Any) -> None:
+    lm = jaxllm.load(shallow("llama"))
+    longer = lm.self_extended(group_size=2, neighbor_window=500)
+    for model, context in ((lm, 512), (longer, 524)):
+        with pytest.raises(CapacityError, match=f"context of {context}.* overflow='slide'"):
+            model.generate([5] * 520, max_new_tokens=10)
 
 
 def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
