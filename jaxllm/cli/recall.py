@@ -94,12 +94,11 @@ def recall(
         check_plot("--picture")
     lm = load_model(model, dtype, cache_dtype, quantize=quantize, adapters=adapter)
     from jaxllm.evaluate.recall import grid, report
-    from jaxllm.located import DEMOS
 
     if lm.tokenizer is None:
         raise TokenError(f"{lm.path} has no tokenizer, and the texts are made of words")
     if texts == "auto":
-        texts = "story" if lm.path.parent == DEMOS else "passkey"
+        texts = "story" if model.startswith("demo:") else "passkey"
     extended = (
         lm.self_extended(**_extension(lm, self_extend, asked_lengths)).model
         if (grid.EXTENDED in chosen)
