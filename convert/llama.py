@@ -4,12 +4,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.config import LongAttention
+from jaxllm.errors import ConfigError
+from jaxllm.files import as_schema
 from jaxllm.models.llama import LlamaConfig
 
 from .decoders import ATTENTION_BIAS, MLP_BIAS, SLIDING, read_decoder, table, write_decoder
 from .tables import Architecture
 
-LLAMA = table("Llama", ATTENTION_BIAS, MLP_BIAS, allowed={"pretraining_tp": (1, None)})
+LLAMA = table(
+    "Llama",
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    allowed={"pretraining_tp": (1, None)},
+    ignored=frozenset({"attention"}),  # ours, read below
+)
 LLAMA = dataclasses.replace(LLAMA, architectures=(*LLAMA.architectures, "LLaMAForCausalLM"))
 # Mistral's linears have no biases, and its configuration no words for them.
 MISTRAL = table("Mistral", SLIDING, allowed={"pretraining_tp": (1, None)})
@@ -19,10 +28,24 @@ READS = {"llama": LLAMA, "mistral": MISTRAL}
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> LlamaConfig:
     """config.json to LlamaConfig. Raises ConfigError with everything that is wrong."""
-    return read_decoder(LlamaConfig, table, data)
+    given = data.get("attention") if "attention" in table.ignored else None
+    if given is None:
+        return read_decoder(LlamaConfig, table, data)
+    where = "config.json: attention"
+    kind: LongAttention = as_schema(given, LongAttention, where, ConfigError)
+
+    def finish(fields: dict[str, Any], complaints: list[str]) -> None:
+        fields["attention"] = kind
+
+    return read_decoder(LlamaConfig, table, data, finish=finish)
 
 
 def write_config(config: LlamaConfig) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """config.json's fields, and the table. Raises ConfigError for attention that is not dense."""
+    if config.attention is not None:
+        raise ConfigError(
+            f"attention of kind {config.attention.kind!r} has no Hugging Face form: transformers"
+            " would compute dense attention. Save the model in the native form"
+        )
     model_type = "llama" if config.sliding_window is None else "mistral"
     return write_decoder(config, READS[model_type], model_type), READS[model_type]

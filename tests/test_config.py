@@ -9,7 +9,7 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS
+from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS, LongAttention
 from jaxllm.convert.decoders import DIVISORS
 from jaxllm.errors import ConfigError
 from jaxllm.ops.activations import ACTIVATIONS
@@ -32,6 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
         "sliding_window": 3,
+        "attention": LongAttention(kind="dilated", segment_lengths=(2, 4), dilated_ratios=(1, 2)),
     },
     "gpt2": {
         "vocab_size": 137,

@@ -120,6 +120,9 @@ def write_config(
         for field, value in {**row.constants, **row.follows(vars(config), {})}.items()
         if not _same_meaning(getattr(config, field), value)
     ]
+    kind = config.long_attention(0)
+    if kind is not None:
+        complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's is dense)")
     values = {theirs: getattr(config, ours) for theirs, ours, _ in row.fields}
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)

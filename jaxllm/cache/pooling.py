@@ -67,13 +67,20 @@ def pooled_mass(
 
 def _poolable(cache: KVCache) -> tuple[Rope | None, ...]:
     """What each layer's keys are turned by. Raises ConfigError where they cannot be turned back."""
-    if not cache.config.ropes:
+    config = cache.config
+    kinds = {kind.kind for kind in map(config.long_attention, range(len(cache.tail.k))) if kind}
+    if kinds:
         raise ConfigError(
-            f"pool: {cache.config.model_type} adds a learned vector of its position to every token,"
+            f"pool: attention of kind {min(kinds)!r} finds tokens by their positions, and a slot of"
+            " several has none of its own. Such a model bounds what it reads by itself"
+        )
+    if not config.ropes:
+        raise ConfigError(
+            f"pool: {config.model_type} adds a learned vector of its position to every token,"
             " and the keys' means would be of several positions at once. Use slide, which runs the"
             " recent tokens again, or heavy hitters within its context"
         )
-    return movable_ropes(cache.config)
+    return movable_ropes(config)
 
 
 def _groups(

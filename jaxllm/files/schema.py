@@ -46,8 +46,9 @@ def complaints_of(instance: Any) -> list[str]:
         try:
             msgspec.convert(value, hint, strict=True)
         except msgspec.ValidationError as problem:
-            if get_origin(hint) is Literal:
-                known = ", ".join(map(str, get_args(hint)))
+            either = [h for h in (hint, *get_args(hint)) if get_origin(h) is Literal]
+            if either:
+                known = ", ".join(map(str, get_args(either[0])))
                 found.append(f"{name} must be one of {known}, got {value!r:.60}")
             else:
                 found.append(_said(problem, value, name))

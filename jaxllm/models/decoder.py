@@ -192,6 +192,7 @@ class Attention(nn.Module):
             window=c.window(self.layer),
             cap=c.attention_cap,
             extended=rope if rope is not None and rope.extended else None,
+            kind=c.long_attention(self.layer),
         )
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:

@@ -10,8 +10,9 @@ from flax import struct
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import ModelConfig, Rope
+from jaxllm.config import LongAttention, ModelConfig, Rope
 from jaxllm.errors import ConfigError
+from jaxllm.models.long import KINDS
 from jaxllm.ops.extended import attend_extended
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
 
@@ -127,6 +128,7 @@ def attend(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    kind: LongAttention | None = None,
     extended: Rope | None = None,
 ) -> Attended:
     """Softmax attention of one layer over what the cache holds of it, and the new tokens.
@@ -134,7 +136,8 @@ def attend(
     q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
     heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
     window: how many of the last positions a query sees, itself included; None for all. cap: see
-    `ops.attend`. extended: the layer's rotary settings where they are Self-Extend's.
+    `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`. extended: the layer's
+    rotary settings where they are Self-Extend's; not both.
 
     Raises ConfigError for Self-Extend under a mask, with documents, or with each head's weights.
     """
@@ -145,6 +148,10 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
+    if kind is not None:
+        out, mass = KINDS[kind.kind](kind, scope, q, parts, scale=scale, cap=cap)
+        x = project_out(out.reshape(*out.shape[:2], -1))
+        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
     if extended is not None and (mask_BTS is not None or scope.document_BT is not None):
         raise ConfigError(
             "Self-Extend (group_size, neighbor_window) runs by positions alone: no mask, no packed"

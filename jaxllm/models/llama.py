@@ -1,24 +1,60 @@
 """Llama (Touvron et al. 2023) and Mistral, with Hugging Face's names for the parameters."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
-from jaxllm.config import Tokens
+from jaxllm.config import LongAttention, Tokens
 from jaxllm.models.decoder import Block, Decoder, DecoderConfig, family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Llama and its family: RMS norm, rotary positions, gated MLP, grouped-query attention."""
+    """Llama and its family: RMS norm, rotary positions, gated MLP, grouped-query attention.
+
+    attention: of another kind than the dense one (`LongAttention`), which no published file has.
+    """
 
     model_type: ClassVar[str] = "llama"
 
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: Tokens | None = None
+    attention: LongAttention | None = None
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        if complaints or self.attention is None:
+            return complaints
+        if self.sliding_window is not None:
+            complaints.append(
+                f"attention of kind {self.attention.kind!r} has segments and no sliding_window:"
+                " name one of them"
+            )
+        if self.rope.extended:
+            complaints.append(
+                f"attention of kind {self.attention.kind!r} reads long texts in its own way, and"
+                " Self-Extend (group_size, neighbor_window) in another: name one of them"
+            )
+        layers, heads = self.num_hidden_layers, self.num_attention_heads
+        return complaints + self.attention.complaints(layers, heads)
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
+
+    def long_attention(self, layer: int) -> LongAttention | None:
+        kind = self.attention
+        return kind.for_layers([layer]) if kind is not None else None
+
+    def with_layers(self, numbers: Sequence[int]) -> Self:
+        kind = self.attention and self.attention.for_layers(numbers)
+        return dataclasses.replace(self, num_hidden_layers=len(numbers), attention=kind)
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        if self.attention is None:  # models without it stand as they stood
+            return {name: value for name, value in fields.items() if name != "attention"}
+        return {**fields, "attention": self.attention.to_dict()}
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:

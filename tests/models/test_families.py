@@ -27,6 +27,13 @@ from jaxllm.weights.paths import flatten
 from tests.twins import KINDS, Twin, assert_close, load_twin, save_random, theirs, tokens
 
 NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
+# Their arithmetic is the same code's: every day the others answer for them in what follows from it.
+ALIKE = ("qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3", "granite", "qwen3_moe")
+of_each_kind = pytest.mark.parametrize(
+    "twin",
+    [pytest.param(name, marks=[pytest.mark.full] if name in ALIKE else []) for name in NEW],
+    indirect=True,
+)
 TEXTS = [tokens(1, 9)[0].tolist(), tokens(1, 6, 1)[0].tolist()]
 
 
@@ -62,6 +69,7 @@ def test_longrope_changes_its_divisors_past_the_border(tmp_path: Path) -> None:
         assert_close(jaxllm.forward(phi.model, phi.params, None, ids).logits, phi.logits(ids))
 
 
+@of_each_kind
 def test_a_prompt_in_chunks_and_cached_steps_are_the_whole_text(twin: Twin) -> None:
     ids = tokens(1, 30)
     whole = jaxllm.forward(twin.model, twin.params, None, ids).logits
@@ -73,6 +81,7 @@ def test_a_prompt_in_chunks_and_cached_steps_are_the_whole_text(twin: Twin) -> N
         assert_close(logits, np.asarray(whole[:, place]))
 
 
+@of_each_kind
 def test_half_precision_is_as_close_as_transformers_is(twin: Twin) -> None:
     ids = tokens(2, 31)
     exact = twin.logits(ids)
@@ -116,6 +125,7 @@ def test_defaults_are_those_of_transformers(twin: Twin) -> None:
     assert read_config({"model_type": kind, **least})[0] == read_config(whole)[0]
 
 
+@of_each_kind
 def test_positions_can_be_moved_where_angles_allow_it(twin: Twin) -> None:
     ids = tokens(1, 12)
     cache = jaxllm.init_cache(twin.config, 1, 24)
@@ -133,7 +143,8 @@ def test_positions_can_be_moved_where_angles_allow_it(twin: Twin) -> None:
         )
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@of_each_kind
+@pytest.mark.parametrize("format", ["int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_quantized_weights_are_those_that_the_dense_ones_round_to(twin: Twin, format: str) -> None:
     from jaxllm.weights.formats import dense
     from jaxllm.weights.paths import map_leaves
@@ -146,6 +157,7 @@ def test_quantized_weights_are_those_that_the_dense_ones_round_to(twin: Twin, fo
     assert_close(mine, np.asarray(same))
 
 
+@of_each_kind
 def test_gradients_reach_every_parameter(twin: Twin) -> None:
     ids = tokens(2, 13)
 

@@ -145,6 +145,11 @@ def _check_movable(model: nn.Module, name: str, policy: Overflow | None) -> None
     if policy is None or isinstance(policy, Begin):
         return
     config = model.config
+    if any(config.long_attention(layer) for layer in range(config.num_hidden_layers)):
+        raise ConfigError(
+            f"policy {name}: attention of another kind finds tokens by their positions, which this"
+            " policy changes; such models have full and slide"
+        )
     if not config.ropes or config.angles_follow_length:
         what = "learned positions" if not config.ropes else "angles that follow the text's length"
         raise ConfigError(

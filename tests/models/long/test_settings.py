@@ -1,0 +1,123 @@
+"""What the configuration says of attention's kinds, and which files can hold it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm import models
+from jaxllm.config import LONG_FIELDS, LongAttention
+from jaxllm.convert.engine import open_hf, read_config, write_hf
+from jaxllm.convert.gguf.settings import write_config as gguf_config
+from jaxllm.errors import ConfigError
+from jaxllm.located import DEMOS
+from tests.twins import LLAMA, random_model
+
+DILATED = {"kind": "dilated", "segment_lengths": (4, 12), "dilated_ratios": (1, 3)}
+INFINI = {"kind": "infini", "segment_length": 8}
+
+
+def config(**fields: Any) -> Any:
+    return dataclasses.replace(random_model("llama")[0].config, **fields)
+
+
+@pytest.mark.parametrize("fields", [DILATED, {**DILATED, "by": "heads", "dedupe": True}, INFINI])
+def test_it_survives_json_of_our_form_and_of_theirs(fields: dict[str, Any]) -> None:
+    kind = LongAttention(**fields)
+    held = config(attention=kind)
+    said = json.loads(json.dumps(held.to_dict()))
+    assert said["attention"] == json.loads(json.dumps(fields))
+    assert models.config_from_dict(said) == held
+    assert hash(models.config_from_dict(said)) == hash(held)
+    data = {"model_type": "llama", **LLAMA, "attention": json.loads(json.dumps(fields))}
+    assert read_config(data)[0].attention == kind
+    assert [held.long_attention(i) for i in range(3)] == [kind] * 3
+
+
+def test_a_model_without_it_says_nothing_of_it() -> None:
+    assert "attention" not in config().to_dict()
+    assert random_model("gpt2")[0].config.long_attention(0) is None
+    assert read_config({"model_type": "llama", **LLAMA, "attention": None})[0].attention is None
+
+
+def test_other_forms_refuse_it_by_name(tmp_path: Path) -> None:
+    held = config(attention=LongAttention(**DILATED))
+    checkpoint = open_hf(DEMOS / "llama")
+    demo = dataclasses.replace(checkpoint.config, attention=held.attention)
+    checkpoint = dataclasses.replace(checkpoint, config=demo)
+    with pytest.raises(ConfigError, match=r"'dilated' has no Hugging Face form.* native form"):
+        write_hf(tmp_path / "hf", checkpoint)
+    with pytest.raises(ConfigError, match="GGUF has no words for attention of kind 'dilated'"):
+        gguf_config(held)
+    with pytest.raises(ConfigError, match="attention is not supported"):
+        read_config({"model_type": "mistral", **LLAMA, "attention": DILATED})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"kind": "ring"}, r"kind 'ring' is not supported \(known: dilated, infini\)"),
+        ({"segment_lengths": (12, 4), "dilated_ratios": (1, 2)}, "segment_lengths must grow"),
+        ({"segment_lengths": (4, 4)}, "segment_lengths must grow"),
+        ({"segment_lengths": (6, 12), "dilated_ratios": (1, 1)}, "dilated_ratios must grow"),
+        ({"dilated_ratios": (2, 3)}, r"dilated_ratios \[2, 3\] have no 1: .* pair \(w, 1\)"),
+        ({"dilated_ratios": (1, 5)}, "segments of 12 are no multiple of their dilation 5"),
+        ({"dilated_ratios": (1,)}, "segment_lengths has 2 numbers and dilated_ratios 1"),
+        ({"segment_lengths": None}, "segment_lengths is missing"),
+        ({"segment_lengths": ()}, "segment_lengths must be"),
+        ({"segment_lengths": (0, 12)}, "segment_lengths.* must be .*>= 1"),
+        ({"dilated_ratios": (1, 2.5)}, "dilated_ratios"),
+        ({"by": "rows"}, "by must be"),
+        ({"dedupe": 1}, "dedupe must be"),
+        ({"segment_length": 4}, "segment_length is not used by this kind"),
+        ({"update": "delta"}, "update is not used by this kind"),
+        ({**INFINI, "segment_lengths": None, "dilated_ratios": None, "segment_length": 0}, "must"),
+        ({**INFINI, "dilated_ratios": None}, "segment_lengths is not used by this kind"),
+        (
+            {**INFINI, "segment_lengths": None, "dilated_ratios": None, "update": "twice"},
+            "update must be",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_by_name(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        LongAttention(**{**DILATED, **change})
+
+
+@pytest.mark.parametrize("kind", LONG_FIELDS)
+def test_a_kind_has_its_own_fields_and_no_others(kind: str) -> None:
+    required, _ = LONG_FIELDS[kind]
+    values: dict[str, Any] = {name: (4,) if name[-1] == "s" else 4 for name in required}
+    values |= {"dilated_ratios": (1,)} if kind == "dilated" else {}
+    for name in required:
+        with pytest.raises(ConfigError, match=f"{name} is missing"):
+            LongAttention(kind=kind, **{**values, name: None})
+
+
+def test_a_model_says_what_does_not_fit_it() -> None:
+    kind = LongAttention(**DILATED)
+    with pytest.raises(ConfigError, match="'dilated' has segments and no sliding_window"):
+        config(attention=kind, sliding_window=5)
+    three = {"segment_lengths": (4, 8, 12), "dilated_ratios": (1, 2, 4)}
+    with pytest.raises(ConfigError, match="by layers has 3 pairs for 2 layers"):
+        config(attention=dataclasses.replace(kind, by="layers", **three))
+    with pytest.raises(ConfigError, match="by heads has 3 pairs for 8 heads"):
+        config(attention=dataclasses.replace(kind, by="heads", **three))
+    data = {"model_type": "llama", **LLAMA, "attention": {**DILATED, "colour": 3}}
+    with pytest.raises(ConfigError, match=r"config.json: attention: .*colour"):
+        read_config(data)
+    with pytest.raises(ConfigError, match=r"config.json: attention"):
+        read_config({**data, "attention": "dilated"})
+
+
+def test_layers_take_their_pairs_along() -> None:
+    kind = LongAttention(
+        kind="dilated", by="layers", segment_lengths=(4, 8, 8), dilated_ratios=(1, 2, 4)
+    )
+    held = config(attention=kind, num_hidden_layers=3)
+    assert [held.long_attention(i).pairs for i in range(3)] == [((4, 1),), ((8, 2),), ((8, 4),)]
+    assert held.with_layers([2, 0]).attention.pairs == ((8, 4), (4, 1))
+    assert [held.like(i) for i in range(3)] == [0, 1, 2]
+    assert [config(num_hidden_layers=3).like(i) for i in range(3)] == [0, 0, 0]
