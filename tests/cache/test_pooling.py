@@ -1,5 +1,6 @@
 """Pooled slots against brute force in numpy: un-turn, average, turn to one position."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import jaxllm
 from jaxllm.cache import close_gaps, compact, keep, pool
 from jaxllm.cache.pooling import pooled_mass
+from jaxllm.config import LongAttention
 from jaxllm.decode.loops.overflow import Full, Pooled, PooledByUse
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
@@ -172,5 +174,9 @@ def test_what_cannot_be_pooled_is_refused_by_name(made: Any) -> None:
         Pooled(pooled=9, recent=9).room_for(24)
     config = random_model("phi3")[0].config
     with pytest.raises(ConfigError, match="follow the text's length"):
+        pool(jaxllm.init_cache(config, 1, 8), ratio=2, sinks=0, recent=0)
+    dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
+    config = dataclasses.replace(cache.config, attention=dilated)
+    with pytest.raises(ConfigError, match="kind 'dilated' finds tokens by their positions"):
         pool(jaxllm.init_cache(config, 1, 8), ratio=2, sinks=0, recent=0)
     assert close_gaps(pool(cache, ratio=2, sinks=0, recent=0)).next_position_B.tolist() == [9, 9]

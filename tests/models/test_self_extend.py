@@ -14,7 +14,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jaxllm
-from jaxllm.config import Rope
+from jaxllm.config import LongAttention, Rope
 from jaxllm.convert.engine import open_hf, write_hf
 from jaxllm.convert.gguf.rotary import write_rope
 from jaxllm.decode.loops.overflow import SinksAndWindow
@@ -247,6 +247,9 @@ def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
         }  # fmt: skip
         with pytest.raises(ConfigError, match="angles that follow the text's length"):
             extended(rope_type=kind, **more)
+    dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
+    with pytest.raises(ConfigError, match=r"'dilated' reads long texts .* name one of them"):
+        dataclasses.replace(config, attention=dilated).self_extended(2, 8)
     model, params = random_model("llama", num_hidden_layers=1)
     model = build(model.config.self_extended(2, 8))
     with pytest.raises(ConfigError, match="attention_weights are not there with Self-Extend"):
