@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "generate": (generate.generate, generate.EXAMPLE),
     "chat": (chat.chat, chat.EXAMPLE),
     "info": (info.info, info.EXAMPLE),
-    "perplexity": (perplexity.perplexity, perplexity.EXAMPLE),
+    "perplexity": (perplexity.perplexity, perplexity.EXAMPLES),
     "recall": (recall.recall, recall.EXAMPLE),
     "sensitivity": (sensitivity.sensitivity, sensitivity.EXAMPLE),
     "verify": (verify.verify, verify.EXAMPLE),

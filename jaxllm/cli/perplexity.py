@@ -43,10 +43,13 @@ if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
     from jaxllm.evaluate.likelihood.positions import Bucket
 
-EXAMPLE = (
-    "Examples: jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4;"
-    " jaxllm perplexity demo:llama --text story.txt --by-position --picture losses.png"
-)
+EXAMPLES = """
+Examples:
+
+  jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4
+
+  jaxllm perplexity demo:llama --text story.txt --by-position --picture losses.png
+"""
 
 
 def perplexity(

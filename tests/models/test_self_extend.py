@@ -225,7 +225,7 @@ def test_a_text_beyond_the_reach_is_refused_with_the_way_out(shallow: Any) -> No
     lm = jaxllm.load(shallow("llama"))
     longer = lm.self_extended(group_size=2, neighbor_window=500)
     for model, context in ((lm, 512), (longer, 524)):
-        with pytest.raises(CapacityError, match=f"context of {context}.* overflow='slide'"):
+        with pytest.raises(CapacityError, match=rf"context of {context}.*overflow='slide'"):
             model.generate([5] * 520, max_new_tokens=10)
 
 
