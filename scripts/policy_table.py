@@ -15,19 +15,15 @@ from typing import Any
 
 import jaxllm
 from jaxllm.errors import JaxllmError
-from jaxllm.evaluate.recall.grid import EXTENDED, POLICIES, Cell, recall
-
-
-def extended(lm: Any, longest: int) -> Any:
-    """The model with Self-Extend: a quarter of its context near, groups as small as can be."""
-    context = lm.config.max_position_embeddings
-    window = context // 4
-    group = max(2, -(-(longest + 16 - window) // (context - window)))
-    return lm.self_extended(group_size=group, neighbor_window=window).model
+from jaxllm.evaluate.recall.grid import EXTENDED, POLICIES, Cell, default_extension, recall
 
 
 def measured(lm: Any, policy: str, length: int, options: argparse.Namespace) -> str:
     """A cell of the table: the shares by depth. Raises JaxllmError for what the model cannot do."""
+    extended = None
+    if policy == EXTENDED:
+        numbers = default_extension(lm.config, max(options.lengths))
+        extended = lm.self_extended(**numbers).model
     cells = recall(
         lm.model,
         lm.params,
@@ -39,7 +35,7 @@ def measured(lm: Any, policy: str, length: int, options: argparse.Namespace) -> 
         slots=options.slots,
         tries=options.tries,
         seed=options.seed,
-        extended=extended(lm, max(options.lengths)) if policy == EXTENDED else None,
+        extended=extended,
     )
     return ", ".join(f"{_percent(c.right, c)}/{_percent(c.greedy, c)}" for c in cells)
 

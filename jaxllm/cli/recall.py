@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,14 +22,9 @@ from jaxllm.cli.options import (
 )
 from jaxllm.errors import ConfigError, TokenError
 
-if TYPE_CHECKING:
-    from jaxllm.api import LM
-
-_ROOM = 16  # tokens that answers may have
-
 EXAMPLE = (
-    "Example: jaxllm recall demo:llama --lengths 96,192,384 --policies full,sinks,heavy,pooled"
-    " --slots 128 --picture recall.png"
+    "Example: jaxllm recall demo:llama --lengths 96,192,384"
+    " --policies full,heavy,pooled,self-extend --slots 96 --picture recall.png"
 )
 
 
@@ -99,11 +94,12 @@ def recall(
         raise TokenError(f"{lm.path} has no tokenizer, and the texts are made of words")
     if texts == "auto":
         texts = "story" if model.startswith("demo:") else "passkey"
-    extended = (
-        lm.self_extended(**_extension(lm, self_extend, asked_lengths)).model
-        if (grid.EXTENDED in chosen)
-        else None
-    )
+    extended = None
+    if grid.EXTENDED in chosen:
+        numbers = grid.default_extension(lm.config, max(asked_lengths))
+        if self_extend is not None:
+            numbers = dict(zip(numbers, group_and_window(self_extend), strict=True))
+        extended = lm.self_extended(**numbers).model
     slots = max(16, min(asked_lengths) // 2) if slots is None else slots
     cells = grid.recall(
         lm.model,
@@ -138,19 +134,6 @@ def recall(
     )
     for line in report.table(cells):
         write(line + "\n")
-
-
-def _extension(lm: "LM", given: str | None, lengths: list[int]) -> dict[str, int]:
-    """The numbers of Self-Extend; by default a quarter of the context as neighbours, and the
-    smallest groups by which the longest text is within reach.
-    """
-    if given is not None:
-        group, window = group_and_window(given)
-    else:
-        context = lm.config.max_position_embeddings
-        window = max(1, context // 4)
-        group = max(2, -(-(max(lengths) + _ROOM - window) // (context - window)))
-    return {"group_size": group, "neighbor_window": window}
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import flax.linen as nn
 import numpy as np
 
+from jaxllm.config import ModelConfig
 from jaxllm.decode.loops.overflow import HeavyHitters, Overflow, Pooled, PooledByUse, SinksAndWindow
 from jaxllm.decode.loops.overflow import Slide as Begin
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.evaluate.recall.reading import answer, read
 from jaxllm.evaluate.recall.texts import Encode, Probe, probe
 from jaxllm.progress import steps_bar
@@ -26,6 +27,7 @@ POLICIES: dict[str, Overflow | None] = {
     "pooled-by-use": PooledByUse(),
     "self-extend": None,
 }
+ROOM = 16  # tokens that answers may have
 EXTENDED = "self-extend"  # which is another model with the same parameters
 
 
@@ -62,6 +64,16 @@ def policies_named(names: Sequence[str]) -> dict[str, Overflow | None]:
     return {name: POLICIES[name] for name in names}
 
 
+def default_extension(config: ModelConfig, longest: int) -> dict[str, int]:
+    """Numbers of Self-Extend for texts of `longest` tokens: an eighth of the context as neighbours,
+    groups of four, or as many as it takes until the text and an answer are within reach.
+    """
+    context = config.max_position_embeddings
+    window = max(1, context // 8)
+    group = max(4, -(-(longest + ROOM - window) // max(1, context - window)))
+    return {"group_size": group, "neighbor_window": window}
+
+
 def recall(
     model: nn.Module,
     params: Params,
@@ -92,6 +104,13 @@ def recall(
         raise ConfigError("recall needs a length, a depth and a try at least")
     if EXTENDED in chosen and extended is None:
         raise ConfigError("policy self-extend needs the extended model (LM.self_extended)")
+    if EXTENDED in chosen and extended is not None:
+        reach = extended.config.context_length
+        if max(lengths) > reach:
+            raise CapacityError(
+                f"Self-Extend with these numbers reaches texts of {reach} tokens, not of"
+                f" {max(lengths)}: ask for larger groups (--self-extend G,W)"
+            )
     for name, policy in chosen.items():
         _check_movable(model, name, policy)
         if policy is not None:

@@ -13,10 +13,11 @@ import jaxllm
 from jaxllm.decode.loops.overflow import HeavyHitters, Pooled, SinksAndWindow, Slide
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.evaluate.recall import reading
-from jaxllm.evaluate.recall.grid import POLICIES, recall
+from jaxllm.evaluate.recall.grid import POLICIES, default_extension, recall
 from jaxllm.evaluate.recall.reading import answer, read
 from jaxllm.evaluate.recall.stories import FRIENDS
 from jaxllm.evaluate.recall.texts import STYLES, probe
+from jaxllm.models import build
 from tests.conftest import Run
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
@@ -164,6 +165,21 @@ def test_what_a_model_cannot_is_refused_by_name() -> None:
     with pytest.raises(CapacityError, match=r"gpt2 has positions for 97: .* \(slide\)"):
         recall(model, params, words, **asked)
     assert isinstance(POLICIES["heavy"], HeavyHitters) and isinstance(POLICIES["pooled"], Pooled)
+
+
+def test_self_extend_is_another_model_and_has_its_reach() -> None:
+    model, params = random_model("llama", max_position_embeddings=97)
+    asked: dict[str, Any] = {"style": "story", "depths": (0,), "tries": 1}
+    named = {**asked, "lengths": (300,), "policies": ("self-extend",)}
+    with pytest.raises(ConfigError, match="needs the extended model"):
+        recall(model, params, words, **named)
+    short = build(model.config.self_extended(2, 9))
+    with pytest.raises(CapacityError, match=r"reaches texts of 184 tokens, not of 300: .*groups"):
+        recall(model, params, words, extended=short, **named)
+    numbers = default_extension(model.config, 300)
+    assert numbers == {"group_size": 4, "neighbor_window": 12}
+    assert model.config.self_extended(**numbers).context_length >= 316
+    assert default_extension(model.config, 3000)["group_size"] > 4
 
 
 def test_the_command_prints_draws_and_writes(run: Run, shallow: Any, tmp_path: Path) -> None:
