@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxllm.config import ROPE_FIELDS, SHARED_FIELDS, Rope
+from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import DecoderConfig
 
 from .tables import (
@@ -121,6 +122,11 @@ def resolve_layer_types(
 
 def written_rope(rope: Rope, context: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, as the published files have them. context: its length."""
+    if rope.extended:
+        raise ConfigError(
+            "Self-Extend (group_size, neighbor_window) has no Hugging Face form: transformers would"
+            " compute something else. Write the model without it, or in the native form"
+        )
     settings = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
     theta, share = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", None)
     if rope.rope_type == "divisors":  # what transformers calls so, with nothing but these

@@ -111,6 +111,18 @@ class LM:
             raise ConfigError(f"adapter must be the name of one, got {adapter!r:.60}")
         return dataclasses.replace(self, params=self.parts.using(adapter).params, adapter=adapter)
 
+    def self_extended(self, *, group_size: int, neighbor_window: int) -> "LM":
+        """The same model for longer texts, by Self-Extend (Jin et al. 2024, arXiv 2401.01325).
+
+        Nothing is trained: tokens within `neighbor_window` are seen where they are, farther ones at
+        positions divided by `group_size`. `config.context_length` says how far that reaches. A
+        cache is that of the model it was made with. Raises ConfigError for a model without rotary
+        positions, or whose angles follow the text's length, and for numbers that collide.
+        """
+        config = self.config.self_extended(group_size, neighbor_window)
+        model = models.build(config, self.model.precision)
+        return dataclasses.replace(self, config=config, model=model)
+
     @overload
     def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Completion: ...
     @overload

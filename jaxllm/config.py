@@ -51,6 +51,7 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "divisors": (("divisors",), ()),
 }
 SHARED_FIELDS = ("partial_rotary_factor",)  # that every type may have
+EXTENDED_FIELDS = ("group_size", "neighbor_window")  # likewise, where angles do not follow length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,10 @@ class Rope:
     partial_rotary_factor: the share of each head, its first numbers, that is turned. divisors: of
     each pair's frequency; `longrope` has two lists of them, for texts up to
     `original_max_position_embeddings` and for longer ones.
+
+    group_size, neighbor_window: Self-Extend (Jin et al. 2024, arXiv 2401.01325), both or neither,
+    which no published file has: a token sees those within the window where they are, and farther
+    ones at positions divided by the group's size, so that a trained model reads longer texts.
     """
 
     rope_type: str
@@ -79,6 +84,8 @@ class Rope:
     short_factor: Divisors | None = None
     long_factor: Divisors | None = None
     divisors: Divisors | None = None
+    group_size: Tokens | None = None
+    neighbor_window: Annotated[int, Meta(ge=0, le=1 << 26)] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_FIELDS:
@@ -95,9 +102,10 @@ class Rope:
         complaints = [f"{n} is missing" for n in required if n not in given]
         complaints += [
             f"{n} is not used by this type"
-            for n in sorted(given - {*required, *optional, *SHARED_FIELDS})
+            for n in sorted(given - {*required, *optional, *SHARED_FIELDS, *EXTENDED_FIELDS})
         ]
         complaints += complaints_of(self)
+        complaints += self._unfit_extension()
         if self.rope_type == "yarn" and self.rope_theta == 1:
             complaints.append("rope_theta must not be 1: no pair would turn slower than another")
         if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
@@ -106,6 +114,36 @@ class Rope:
             complaints.append("short_factor and long_factor must have as many numbers")
         if complaints:
             raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
+
+    def _unfit_extension(self) -> list[str]:
+        group, window = self.group_size, self.neighbor_window
+        if (group is None) != (window is None):
+            return ["Self-Extend needs both group_size and neighbor_window"]
+        if group is None:
+            return []
+        if self.follows_length:
+            return [
+                "Self-Extend turns keys to other positions, which angles that follow the text's"
+                " length do not allow: leave out group_size and neighbor_window"
+            ]
+        if window == 0:
+            return [
+                "neighbor_window 0 collides: a token and those before it in its group would share a"
+                " position. Give it at least 1"
+            ]
+        return []
+
+    @property
+    def extended(self) -> bool:
+        """Whether positions are those of Self-Extend."""
+        return self.group_size is not None
+
+    def reach(self, positions: int) -> int:
+        """How long a text may be whose farthest distance counts as less than `positions`."""
+        if self.group_size is None or self.neighbor_window is None:
+            return positions
+        window = self.neighbor_window
+        return self.group_size * (positions - window + window // self.group_size)
 
     def width(self, head_dim: int) -> int:
         """How many numbers of a head are turned, the first ones; two to a pair."""
@@ -312,6 +350,13 @@ class ModelConfig:
     def border(self) -> int | None:
         """The shortest `Rope.border` of its settings: no cached text can go on beyond it."""
         return min((r.border for r in self.ropes if r.border is not None), default=None)
+
+    def self_extended(self, group_size: int, neighbor_window: int) -> Self:
+        """The same with Self-Extend (`Rope`). Raises ConfigError where there is nothing to turn."""
+        raise ConfigError(
+            f"Self-Extend: {self.model_type} learns a vector for every position and has none beyond"
+            f" {self.max_position_embeddings}; only rotary positions can be grouped"
+        )
 
     def window(self, layer: int) -> int | None:
         """How many of the last positions a query of this layer sees, itself included."""

@@ -4,6 +4,7 @@ Inside `jit`, where nothing can be known, the same functions pass tracers on. Al
 numpy's: an operation of JAX would be compiled for every new length.
 """
 
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, check_usable
 from jaxllm.config import ModelConfig
-from jaxllm.errors import CacheMismatchError, TokenError
+from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
 from jaxllm.whole import check_ids, whole_array
 
 Array = Any  # a jax or numpy array, or a tracer of one
@@ -42,6 +43,8 @@ def checked(
         _check_order(np.asarray(positions_BT), cache)
     if is_concrete(tokens_BT) and is_concrete(positions_BT):
         check_values(config, np.asarray(tokens_BT), np.asarray(positions_BT))
+        if cache is not None and config.angles_follow_length and is_concrete(cache.cursor):
+            _check_going_on(config, cache, positions_BT)
     return (
         numpy_for(tokens_BT).asarray(tokens_BT, np.int32),
         numpy_for(positions_BT).asarray(positions_BT, np.int32),
@@ -90,6 +93,48 @@ def _check_order(positions_BT: np.ndarray, cache: KVCache | None) -> None:
                     " model's layers keep a memory. Rewind the cache, or go on from one forked"
                     " before"
                 )
+
+
+def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "model") -> None:
+    """Raise CapacityError where a text goes on across the border of LongRoPE's two lists, and warn
+    where dynamic scaling turns what is new otherwise than what is cached.
+
+    begin_B, end_B: of each row, how many tokens it has when it first enters the cache, and how many
+    have been run at the end. What is cached was turned by one list and would meet the other.
+    """
+    trained = _stretches_beyond(config)
+    if trained is not None and ((end_B > begin_B) & (np.asarray(end_B) > trained)).any():
+        warnings.warn(
+            f"the {whose}'s rotary angles stretch with every token past {trained} (dynamic), and"
+            " what is cached keeps those it was turned by, as in transformers: read at once, a text"
+            " has other logits. Run the text again, or keep it within a policy's window",
+            stacklevel=2,
+        )
+    if (border := config.border) is None:
+        return
+    rows = np.broadcast_arrays(np.atleast_1d(begin_B), np.atleast_1d(end_B))
+    for begin, end in zip(*(row.tolist() for row in rows), strict=True):
+        if begin <= border < end:
+            raise CapacityError(
+                f"the {whose} turns texts of up to {border} tokens otherwise than longer ones"
+                f" (longrope), and what is cached cannot be turned again: {begin} tokens cannot go"
+                f" on to {end}. Ask for {max(border - begin, 0) + 1} new tokens at most, begin with"
+                f" more than {border} tokens, or let short_factor be long_factor in config.json,"
+                " which turns all texts as long ones"
+            )
+
+
+def _stretches_beyond(config: ModelConfig) -> int | None:
+    """The longest text of dynamic scaling whose angles are the trained ones; None: no such type."""
+    dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
+    return config.max_position_embeddings if dynamic else None
+
+
+def _check_going_on(config: ModelConfig, cache: KVCache, positions_BT: Any) -> None:
+    """`check_border` of tokens that go on from what a cache holds."""
+    held_B = np.asarray(cache.next_position_B)
+    end_B = np.maximum(held_B, np.asarray(positions_BT).max(axis=1) + 1)
+    check_border(np.where(held_B > 0, held_B, end_B), end_B, config)
 
 
 def positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:

@@ -106,7 +106,8 @@ def test_dynamic_rope_equals_transformers_past_the_trained_length(tmp_path: Path
             theirs = twin.torch_model(
                 torch.tensor([[token]]), past_key_values=theirs.past_key_values, use_cache=True
             )
-            logits, cache = jaxllm.decode_step(twin.model, twin.params, cache, np.array([token]))
+            with pytest.warns(UserWarning, match=r"stretch with every token past 16 \(dynamic\)"):
+                logits, cache = jaxllm.decode_step(twin.model, twin.params, cache, [token])
             assert_close(logits, theirs.logits[:, -1].numpy())
 
 

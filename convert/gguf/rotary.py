@@ -114,6 +114,8 @@ def write_rope(
     texts may be.
     """
     settings: dict[str, Any] = {"rope.freq_base": float(rope.rope_theta)}
+    if rope.extended:
+        complaints.append("Self-Extend (group_size, neighbor_window)")
     match rope.rope_type:
         case "default":
             return settings, {}

@@ -1,8 +1,8 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
 generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, upcycle,
-infini, export; info, bench; verify, vectors, perplexity, sensitivity; train (a command for each
-kind of training).
+infini, export; info, bench; verify, vectors, perplexity, recall, sensitivity; train (a command for
+each kind of training).
 Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
 training (flags of every training), console (what is said, and errors), compiled (programs kept for
 the next process).
@@ -28,6 +28,7 @@ from jaxllm.cli import (
     merge,
     perplexity,
     quantize,
+    recall,
     sensitivity,
     train,
     upcycle,
@@ -42,7 +43,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "generate": (generate.generate, generate.EXAMPLE),
     "chat": (chat.chat, chat.EXAMPLE),
     "info": (info.info, info.EXAMPLE),
-    "perplexity": (perplexity.perplexity, perplexity.EXAMPLE),
+    "perplexity": (perplexity.perplexity, perplexity.EXAMPLES),
+    "recall": (recall.recall, recall.EXAMPLE),
     "sensitivity": (sensitivity.sensitivity, sensitivity.EXAMPLE),
     "verify": (verify.verify, verify.EXAMPLE),
     "vectors": (vectors.vectors, vectors.EXAMPLE),

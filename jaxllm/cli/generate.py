@@ -21,6 +21,7 @@ from jaxllm.cli.options import (
     PrecisionFile,
     Quantize,
     Seed,
+    SelfExtend,
     Stop,
     Temperature,
     TopK,
@@ -57,6 +58,7 @@ def generate(
     quantize: Quantize = None,
     precision: PrecisionFile = None,
     adapter: Adapters = None,
+    self_extend: SelfExtend = None,
     prompt_cache: Annotated[
         Path | None,
         typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
@@ -100,7 +102,13 @@ def generate(
 
     def opened() -> "LM":
         return load_model(
-            model, dtype, cache_dtype, quantize=quantize, precision=precision, adapters=adapter
+            model,
+            dtype,
+            cache_dtype,
+            quantize=quantize,
+            precision=precision,
+            adapters=adapter,
+            self_extend=self_extend,
         )
 
     if batch is not None:

@@ -82,7 +82,11 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="End before this text; may be given more than once.")
 ]
 Overflow = Annotated[
-    str | None, typer.Option(help="When the cache is full: refuse, slide, sinks, heavy, segments.")
+    str | None,
+    typer.Option(
+        help="When the context is full: refuse, slide, sinks, heavy, pooled, pooled-by-use,"
+        " segments."
+    ),
 ]
 More = Annotated[
     list[str] | None,
@@ -102,9 +106,29 @@ Adapters = Annotated[
         " given more than once: the first is taken where none is named (-o adapter=NAME).",
     ),
 ]
+SelfExtend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="G,W",
+        callback=lambda text: text and ",".join(map(str, group_and_window(text))),
+        help="Read longer texts without training (Self-Extend): tokens more than W away count by"
+        " groups of G, as in 8,512.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
+
+
+def group_and_window(text: str) -> tuple[int, int]:
+    """The two numbers of --self-extend. Raises ConfigError for what is no such pair."""
+    numbers = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", text)
+    if not numbers:
+        raise ConfigError(
+            "--self-extend takes the size of a group and the window of neighbours, as in 8,512;"
+            f" got {text!r:.40}"
+        )
+    return int(numbers[1]), int(numbers[2])
 
 
 def begin_reading(model: str, *changes: str | Path | None) -> None:
@@ -125,12 +149,14 @@ def load_model(
     precision: Path | None = None,
     int8_inputs: bool = False,
     adapters: list[str] | None = None,
+    self_extend: str | None = None,
     reuse_compiled: bool = True,
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
     adapters: directories beside it, each after its name and "=" where it is given one.
-    reuse_compiled: look first for programs that an earlier process compiled.
+    self_extend: "G,W", as `group_and_window` reads it. reuse_compiled: look first for programs that
+    an earlier process compiled.
     """
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
@@ -149,7 +175,13 @@ def load_model(
             chosen = dataclasses.replace(chosen, cache=cache_dtype)
         if int8_inputs:
             chosen = dataclasses.replace(chosen, int8_inputs=True)
-    return load_opened(opened, chosen, quantize, adapters=_adapters(adapters or []))
+    if self_extend is not None:  # before the weights are read
+        opened.config.self_extended(*group_and_window(self_extend))
+    lm = load_opened(opened, chosen, quantize, adapters=_adapters(adapters or []))
+    if self_extend is None:
+        return lm
+    group_size, neighbor_window = group_and_window(self_extend)
+    return lm.self_extended(group_size=group_size, neighbor_window=neighbor_window)
 
 
 def _adapters(given: list[str]) -> dict[str, Path] | list[Path]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import write
+from jaxllm.cli.console import note, write
 from jaxllm.cli.corpus import (
     Bos,
     Documents,
@@ -28,21 +28,28 @@ from jaxllm.cli.options import (
     AsJson,
     Dtype,
     Quantize,
+    SelfExtend,
     check_writable,
     dtype_named,
     load_model,
 )
-from jaxllm.errors import TokenError
+from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.cli.corpus import Corpus
+    from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.evaluate.likelihood.divergence import Divergence
     from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
+    from jaxllm.evaluate.likelihood.positions import Bucket
 
-EXAMPLE = (
-    "Example: jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4"
-)
+EXAMPLES = """
+Examples:
+
+  jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4
+
+  jaxllm perplexity demo:llama --text story.txt --by-position --picture losses.png
+"""
 
 
 def perplexity(
@@ -59,6 +66,7 @@ def perplexity(
     dtype: Dtype = None,
     quantize: Quantize = None,
     adapter: Adapters = None,
+    self_extend: SelfExtend = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -78,6 +86,22 @@ def perplexity(
         Path | None,
         typer.Option(help="Keep every batch's numbers in this file, and go on from what it has."),
     ] = None,
+    by_position: Annotated[
+        bool,
+        typer.Option(
+            "--by-position",
+            help="Also the loss by how many tokens of its window stand before a token.",
+        ),
+    ] = False,
+    buckets: Annotated[
+        int | None,
+        typer.Option(
+            help="--by-position: so many buckets of equal size; by default 1, 2-3, 4-7, ..."
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="--by-position: draw it as a PNG file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Perplexity of a text with its standard error; KL divergence of another model from this one.
@@ -88,10 +112,12 @@ def perplexity(
     from jaxllm.files import finite_json
 
     check_writable("--journal", journal)
+    alone = compare is None and other_dtype is None and other_quantize is None
+    _check_by_position(by_position, alone, buckets, picture)
     corpus = read_corpus(text, documents, separate)
-    lm = load_model(model, dtype, quantize=quantize, adapters=adapter)
+    lm = load_model(model, dtype, quantize=quantize, adapters=adapter, self_extend=self_extend)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
-    from jaxllm.evaluate.likelihood.perplexity import perplexity
+    from jaxllm.evaluate.likelihood.perplexity import Perplexity, token_logprobs
 
     loader, facts = make_loader(
         lm,
@@ -104,10 +130,21 @@ def perplexity(
         limit=limit,
     )
     report: dict[str, Any] = {"model": model, "dtype": dtype, "quantize": quantize, **facts}
-    if compare is None and other_dtype is None and other_quantize is None:
-        found = perplexity(lm.model, lm.params, loader, journal=journal)
+    if alone:
+        borders = _borders(loader.width, buckets) if by_position else []
+        logprob_N = token_logprobs(lm.model, lm.params, loader, journal=journal)
+        found = Perplexity.of(logprob_N)
         report |= _numbers(found)
         rows = [("text", described(facts)), *_lines(found)]
+        if by_position:
+            each = _each_position(logprob_N, loader, borders)
+            report["by_position"] = [_bucket(b) for b in each]
+            rows += [("position", "tokens   nats a token"), *map(_bucket_line, each)]
+            if picture is not None:
+                from jaxllm.evaluate.likelihood.positions import plot
+
+                plot(each, found.nll.mean, picture, f"{model}: loss by position")
+                note(f"{picture} written")
     else:
         other = load_model(compare or model, other_dtype or dtype, quantize=other_quantize)
         check_pair(lm.model, other.model)
@@ -124,6 +161,52 @@ def perplexity(
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         write(f"{name:{width}}  {value}\n")
+
+
+def _check_by_position(asked: bool, alone: bool, buckets: int | None, picture: Path | None) -> None:
+    """Raise ConfigError for options that do not go together, before anything is loaded."""
+    if not asked and (buckets is not None or picture is not None):
+        raise ConfigError("--buckets and --picture go with --by-position")
+    if asked and not alone:
+        raise ConfigError(
+            "--by-position is of one model: run it once for each, without --compare and --other-..."
+        )
+    check_writable("--picture", picture)
+    if picture is not None:
+        from jaxllm.compress.picture import check_plot
+
+        check_plot("--picture")
+
+
+def _borders(width: int, buckets: int | None) -> list[int]:
+    from jaxllm.evaluate.likelihood.positions import edges
+
+    return edges(width, buckets)
+
+
+def _each_position(logprob_N: Any, loader: "Loader", borders: list[int]) -> "list[Bucket]":
+    from jaxllm.evaluate.likelihood.positions import by_position, token_positions
+
+    return by_position(logprob_N, token_positions(loader), borders)
+
+
+def _bucket(found: "Bucket") -> dict[str, Any]:
+    nll = found.nll
+    return {
+        "start": found.start,
+        "stop": found.stop,
+        "tokens": found.tokens,
+        "nll_total": found.total,
+        "nll": None if nll is None else nll.mean,
+        "nll_error": None if nll is None else nll.error,
+    }
+
+
+def _bucket_line(found: "Bucket") -> tuple[str, str]:
+    last = found.stop - 1
+    name = str(last) if last == found.start else f"{found.start}-{last}"
+    shown = "none" if found.nll is None else _shown(found.nll)
+    return f"  {name}", f"{found.tokens:<8,} {shown}"
 
 
 def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:

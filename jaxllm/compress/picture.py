@@ -63,13 +63,13 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
         figure.savefig(file, format="png", dpi=150)
 
 
-def check_plot() -> None:
-    """Raise ConfigError, before the work, where there is nothing to draw with."""
+def check_plot(option: str = "--plot") -> None:
+    """Raise ConfigError, before the work, where there is nothing to draw with. option: who asks."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "a plot needs matplotlib: pip install 'jaxllm[notebooks]', or leave out --plot"
+            f"a plot needs matplotlib: pip install 'jaxllm[notebooks]', or leave out {option}"
         ) from None
 
 

@@ -43,7 +43,14 @@ class DecoderConfig(ModelConfig):
         complaints = super()._complaints()
         if complaints:
             return complaints
-        return [c for rope in self._ropes() for c in rope.complaints(self.head_dim)]
+        context = self.max_position_embeddings
+        complaints = [
+            f"neighbor_window {rope.neighbor_window} of Self-Extend must be less than the context"
+            f" of {context} tokens, beyond which it extends"
+            for rope in self._ropes()
+            if (rope.neighbor_window or 0) >= context
+        ]
+        return complaints + [c for rope in self._ropes() for c in rope.complaints(self.head_dim)]
 
     def _ropes(self) -> tuple[Rope, ...]:
         """Its rotary settings, whether a layer has them or not."""
@@ -61,9 +68,17 @@ class DecoderConfig(ModelConfig):
 
     @property
     def context_length(self) -> int:
-        """Dynamic NTK scaling stretches the trained context by its factor as the text grows."""
+        """Dynamic NTK scaling stretches the trained context by its factor as the text grows, and
+        Self-Extend counts farther tokens by groups.
+        """
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
-        return int(self.max_position_embeddings * (stretch or 1.0))
+        return self.rope.reach(int(self.max_position_embeddings * (stretch or 1.0)))
+
+    def self_extended(self, group_size: int, neighbor_window: int) -> Self:
+        rope = dataclasses.replace(
+            self.rope, group_size=group_size, neighbor_window=neighbor_window
+        )
+        return dataclasses.replace(self, rope=rope)
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:
@@ -192,6 +207,7 @@ class Attention(nn.Module):
             cap=c.attention_cap,
             kind=kind,
             beside=beside,
+            extended=rope if rope is not None and rope.extended else None,
         )
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:

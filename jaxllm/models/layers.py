@@ -10,9 +10,11 @@ from flax import struct
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import LongAttention, ModelConfig
+from jaxllm.config import LongAttention, ModelConfig, Rope
+from jaxllm.errors import ConfigError
 from jaxllm.models.long import KINDS, infini
 from jaxllm.models.long.infini import Beside
+from jaxllm.ops.extended import attend_extended
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, F]
@@ -133,6 +135,7 @@ def attend(
     cap: float | None = None,
     kind: LongAttention | None = None,
     beside: Beside | None = None,
+    extended: Rope | None = None,
 ) -> Attended:
     """Softmax attention of one layer over what the cache holds of it, and the new tokens.
 
@@ -140,7 +143,10 @@ def attend(
     heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
     window: how many of the last positions a query sees, itself included; None for all. cap: see
     `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`. beside: what more a
-    kind that keeps a memory is given.
+    kind that keeps a memory is given. extended: the layer's rotary settings where they are
+    Self-Extend's; not both.
+
+    Raises ConfigError for Self-Extend under a mask, with documents, or with each head's weights.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
@@ -157,10 +163,22 @@ def attend(
         out, mass = KINDS[kind.kind](kind, scope, q, parts, scale=scale, cap=cap)
         x = project_out(out.reshape(*out.shape[:2], -1))
         return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
+    if extended is not None and (mask_BTS is not None or scope.document_BT is not None):
+        raise ConfigError(
+            "Self-Extend (group_size, neighbor_window) runs by positions alone: no mask, no packed"
+            " documents, no exported graph. Use the model without it there"
+        )
     if scope.document_BT is not None:
         mask_BTS = within_documents(scope.position_BT, parts, scope.document_BT, window=window)
     if mask_BTS is not None:
         out, mass = attend_masked(q, parts, mask_BTS, scale=scale, cap=cap), None
+    elif extended is not None:
+        if scope.mass == "heads":
+            raise ConfigError("attention_weights are not there with Self-Extend; attention_mass is")
+        at, summed = scope.position_BT, scope.mass is True
+        out, mass = attend_extended(
+            q, at, parts, rope=extended, scale=scale, window=window, cap=cap, mass=summed
+        )
     else:
         at, summed = scope.position_BT, scope.mass is True
         out, mass = ops.attend(q, at, parts, scale=scale, window=window, cap=cap, mass=summed)

@@ -42,6 +42,11 @@ class LlamaConfig(DecoderConfig):
                 f"rotary settings of type {self.rope.rope_type!r} follow the text's length, which"
                 " segments of a fixed length do not"
             )
+        if self.rope.extended:
+            complaints.append(
+                f"attention of kind {self.attention.kind!r} reads long texts in its own way, and"
+                " Self-Extend (group_size, neighbor_window) in another: name one of them"
+            )
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         return complaints + self.attention.complaints(layers, heads)
 

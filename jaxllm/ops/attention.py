@@ -89,21 +89,36 @@ def _fold(
     B, T, N, H = q_BTNH.shape
     K = parts[0].k_BSKH.shape[2]
     queries = Queries(q_BTNH.reshape(B, T, K, N // K, H), position_BT, scale, window, cap)
+    return fold([Look(queries)], parts, q_BTNH.dtype, mass=mass)
+
+
+def fold(
+    looks: Sequence["Look"], parts: Sequence[Part], dtype: jnp.dtype, *, mass: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """One softmax over all that several looks show of the parts: `[B, T, N, H]` and the mass.
+
+    Every slot is shown to a query by one look at most. dtype: of what is returned.
+    """
+    B, T, K, G, H = looks[0].queries.q_BTKGH.shape
     state = _Softmax(
-        jnp.full((B, K, N // K, T), -jnp.inf, jnp.float32),
-        jnp.zeros((B, K, N // K, T), jnp.float32),
-        jnp.zeros((B, K, N // K, T, H), jnp.float32),
+        jnp.full((B, K, G, T), -jnp.inf, jnp.float32),
+        jnp.zeros((B, K, G, T), jnp.float32),
+        jnp.zeros((B, K, G, T, H), jnp.float32),
     )
-    for part in parts:
-        state, _ = _walk(_absorb, None, state, queries, part)
+    for look in looks:
+        for part in parts:
+            state, _ = _walk(look.through(_absorb), None, state, look.queries, part)
     total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
     out_BKGTH = state.value_BKGTH / total[..., None]
-    out = jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
+    out = jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, K * G, H).astype(dtype)
     if not mass:
         return out, None
     blank = jnp.zeros((B, BLOCK), jnp.float32)
-    received = [m for part in parts for m in _walk(_receive, blank, state, queries, part)[1]]
-    return out, jnp.concatenate(received, axis=1)
+    each = []
+    for look in looks:
+        walks = [_walk(look.through(_receive), blank, state, look.queries, p)[1] for p in parts]
+        each.append(jnp.concatenate([m for walk in walks for m in walk], axis=1))
+    return out, sum(each[1:], each[0])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -169,6 +184,28 @@ def capped(x: jax.Array, cap: float | None) -> jax.Array:
 
 # What is done with a block of slots: `(state, queries, block, seen) -> (state, [B, S] or None)`.
 Visit = Callable[[_Softmax, Queries, Part, jax.Array], tuple[_Softmax, Any]]
+
+
+class Look(NamedTuple):
+    """Queries, and what they make of a block and of what they see of it (bool `[B, T, S]`) before
+    they attend to it; None: they take it as it is.
+    """
+
+    queries: Queries
+    take: Callable[[Part, jax.Array], tuple[Part, jax.Array]] | None = None
+
+    def through(self, visit: Visit) -> Visit:
+        """The visit of blocks as this look takes them."""
+        take = self.take
+        if take is None:
+            return visit
+
+        def taken(
+            state: _Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
+        ) -> tuple[_Softmax, Any]:
+            return visit(state, queries, *take(block, seen_BTS))
+
+        return taken
 
 
 def _walk(

@@ -287,13 +287,16 @@ class GenerateOptions(TypedDict, total=False):
         ),
     ]
     overflow: Annotated[
-        Literal["refuse", "slide", "sinks", "heavy", "segments"] | Overflow | None,
+        Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
+        | Overflow
+        | None,
         Option(
             policy,
             f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
             "when the context is full: refuse, begin again from its recent half (slide), keep the"
-            " first tokens and a window (sinks), the recent and the most attended to (heavy), or,"
-            " where a memory has them, what finished segments held (segments)",
+            " first tokens and a window (sinks), the recent and the most attended to (heavy),"
+            " sinks, recent ones and older ones by four in a slot (pooled; pooled-by-use), or, where a"
+            " memory has them, no finished segments (segments)",
             from_file=False,
             ways=(PLAIN, STREAM),
         ),

@@ -14,7 +14,7 @@ from jaxllm.decode.loops.contrastive import contrastive_search
 from jaxllm.decode.loops.guidance import guided_generate
 from jaxllm.errors import CapacityError
 from jaxllm.models import build
-from tests.twins import Twin, assert_close, load_twin, save_random, tokens
+from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 BORDER = 40  # of the twin: original_max_position_embeddings
 
@@ -137,3 +137,38 @@ def test_the_list_is_of_each_text(twin: Twin) -> None:
     logits, _ = jaxllm.prefill(twin.model, twin.params, cache, ids, lengths_B=lengths, chunk=16)
     for row, size in enumerate(lengths):
         assert_close(logits[row], twin.logits(ids[row : row + 1, :size])[0, -1])
+
+
+STEPS: dict[str, Callable[[Twin, jaxllm.KVCache], object]] = {
+    "prefill": lambda t, c: jaxllm.prefill(t.model, t.params, c, tokens(1, 12)),
+    "forward": lambda t, c: jaxllm.forward(t.model, t.params, c, tokens(1, 12)),
+    "decode_step": lambda t, c: jaxllm.decode_step(
+        t.model, t.params, jaxllm.prefill(t.model, t.params, c, tokens(1, 10))[1], [5]
+    ),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_step_crosses_the_border_silently(twin: Twin, step: str) -> None:
+    """Up to it there is one list of angles, and a text that begins beyond it has the other."""
+    cache = jaxllm.init_cache(twin.config, 1, 64)
+    _, short = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 30))
+    with pytest.raises(CapacityError, match=r"cannot go on to 4\d"):
+        STEPS[step](twin, short)
+    _, long = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 45))
+    STEPS[step](twin, long)
+
+
+def test_dynamic_scaling_warns_where_it_mixes_angles() -> None:
+    """As transformers, a cached text keeps the angles it had; nobody is left to find it out."""
+    scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
+    changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
+    model, params = random_model("llama", **changes)
+    told = r"the model's rotary angles stretch with every token past 16 \(dynamic\)"
+    with pytest.warns(UserWarning, match=told):
+        jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=9)
+    jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=5)  # up to it, the same for all
+    cache = jaxllm.init_cache(model, 1, 64)
+    _, cache = jaxllm.prefill(model, params, cache, tokens(1, 30))  # at once, all alike
+    with pytest.warns(UserWarning, match=told):
+        jaxllm.forward(model, params, cache, [[5]])

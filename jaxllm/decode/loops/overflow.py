@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxllm.cache.eviction import heavy_hitters, segment_in_hand, sinks_and_window
 from jaxllm.cache.kv import KVCache, init_cache
-from jaxllm.cache.surgery import close_gaps, compact, slot_order
+from jaxllm.cache.pooling import pool, pooled_mass
+from jaxllm.cache.surgery import close_gaps, compact, keep, slot_order
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.shapes import pad_rows
@@ -157,13 +158,79 @@ class Segments:
         return compact(segment_in_hand(full.cache), capacity=full.cache.capacity), None
 
 
-Overflow = Slide | SinksAndWindow | HeavyHitters | Segments
+@dataclasses.dataclass(frozen=True)
+class Pooled:
+    """Keep the first `sinks` tokens and the last `recent`, and older ones by `ratio` in a slot.
+
+    The `pooled` newest of such slots stay (`cache.pooling`), so that sinks + pooled * ratio +
+    recent tokens are remembered, the older ones dimly. Each token is pooled once. Gaps are closed;
+    nothing is run again. For models with rotary positions. pooled: by default a quarter of the
+    cache, recent: what makes three quarters with it.
+    """
+
+    reads_mass: ClassVar[bool] = False
+
+    ratio: int = 4
+    sinks: int = 4
+    pooled: int | None = None
+    recent: int | None = None
+
+    def room_for(self, capacity: int) -> int:
+        """How many slots stay at most. Raises CapacityError where that leaves no room for more."""
+        pooled, recent = self._shares(capacity)
+        return self.sinks + pooled + recent + self._over
+
+    @property
+    def _over(self) -> int:
+        """The most tokens that are left over because they fill no slot."""
+        return self.ratio - 1
+
+    def _shares(self, capacity: int) -> tuple[int, int]:
+        pooled = max(1, capacity // 4) if self.pooled is None else self.pooled
+        recent = self.recent
+        if recent is None:
+            recent = capacity * 3 // 4 - pooled - self.sinks - self._over
+        room = self.sinks + pooled + recent + self._over
+        if min(self.ratio, pooled, recent) < 1 or self.sinks < 0 or room >= capacity:
+            raise CapacityError(
+                f"a cache of {capacity} slots cannot keep {self.sinks} sinks, {pooled} slots of"
+                f" {self.ratio} tokens each and {recent} recent tokens"
+            )
+        return pooled, recent
+
+    def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
+        """The cache with older tokens pooled, without what is too old, and its slots' mass."""
+        capacity, mass_BS = full.cache.capacity, full.mass_BS
+        options = {"ratio": self.ratio, "sinks": self.sinks, "recent": self._shares(capacity)[1]}
+        cache = pool(full.cache, **options, mass_BS=mass_BS)
+        if mass_BS is not None:
+            mass_BS = pooled_mass(full.cache, mass_BS, **options)
+        too_many_B1 = (cache.length_B - self.room_for(capacity))[:, None]
+        rank_1S = jnp.arange(cache.slots, dtype=jnp.int32)[None]
+        left = keep(cache, (rank_1S < self.sinks) | (rank_1S >= self.sinks + too_many_B1))
+        cache = compact(close_gaps(left), capacity=capacity)
+        if mass_BS is not None:
+            mass_BS = jnp.take_along_axis(mass_BS, slot_order(left)[:, :capacity], axis=1)
+            mass_BS = jnp.where(cache.position_BS >= 0, mass_BS, 0)
+        return cache, mass_BS
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledByUse(Pooled):
+    """As `Pooled`, a slot's tokens weighted by the attention that each has received so far."""
+
+    reads_mass: ClassVar[bool] = True
+
+
+Overflow = Slide | SinksAndWindow | HeavyHitters | Segments | Pooled
 OVERFLOWS: dict[str, Overflow | None] = {
     "refuse": None,
     "slide": Slide(),
     "sinks": SinksAndWindow(),
     "heavy": HeavyHitters(),
     "segments": Segments(),
+    "pooled": Pooled(),
+    "pooled-by-use": PooledByUse(),
 }
 
 

@@ -30,7 +30,7 @@ def check_going_on(
     model: nn.Module, cache: KVCache | None, lengths_B: np.ndarray, new_B: Any
 ) -> None:
     """`check_border` of prompts, after what a cache has, and so many new tokens, one not run."""
-    if model.config.border is None:
+    if not model.config.angles_follow_length:
         return
     held_B = np.zeros_like(lengths_B) if cache is None else np.asarray(cache.next_position_B)
     begin_B = np.where(held_B > 0, held_B, lengths_B)

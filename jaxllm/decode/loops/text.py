@@ -11,6 +11,7 @@ import numpy as np
 from jaxllm.cache.kv import MOST_SLOTS
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CapacityError, SamplingError
+from jaxllm.inputs import check_border as check_border
 from jaxllm.whole import whole, whole_array
 
 _EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
@@ -59,26 +60,6 @@ def check_positions(tokens: int, config: ModelConfig, whose: str = "model") -> N
             f"{tokens} tokens of prompt and continuation do not fit into {limit} positions of"
             f" the {whose}. Shorten the prompt or max_new_tokens"
         )
-
-
-def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "model") -> None:
-    """Raise CapacityError where a text goes on across the border of LongRoPE's two lists.
-
-    begin_B, end_B: of each row, how many tokens it has when it first enters the cache, and how many
-    have been run at the end. What is cached was turned by one list and would meet the other.
-    """
-    if (border := config.border) is None:
-        return
-    rows = np.broadcast_arrays(np.atleast_1d(begin_B), np.atleast_1d(end_B))
-    for begin, end in zip(*(row.tolist() for row in rows), strict=True):
-        if begin <= border < end:
-            raise CapacityError(
-                f"the {whose} turns texts of up to {border} tokens otherwise than longer ones"
-                f" (longrope), and what is cached cannot be turned again: {begin} tokens cannot go"
-                f" on to {end}. Ask for {max(border - begin, 0) + 1} new tokens at most, begin with"
-                f" more than {border} tokens, or let short_factor be long_factor in config.json,"
-                " which turns all texts as long ones"
-            )
 
 
 def put(x_BL: jax.Array, at_B: jax.Array, new_B: jax.Array, where_B: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """How likely is a text? Perplexity, and what a change of the model costs.
 
 data: documents in batches, windows: which tokens count. score: log-probabilities, passes: one pass
-with a journal. perplexity, divergence, sensitivity, continuations: what comes of them.
+with a journal. perplexity (positions: of tokens by how far into their window they stand),
+divergence, sensitivity, continuations: what comes of them.
 """
 
 from typing import TYPE_CHECKING, Any

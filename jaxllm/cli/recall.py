@@ -1,0 +1,147 @@
+"""`jaxllm recall`: does a model still know a fact, by its depth in texts of several lengths?"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxllm.cli.console import note, write
+from jaxllm.cli.corpus import Evaluated
+from jaxllm.cli.options import (
+    Adapters,
+    AsJson,
+    CacheDtype,
+    Dtype,
+    Quantize,
+    SelfExtend,
+    check_writable,
+    group_and_window,
+    load_model,
+)
+from jaxllm.errors import ConfigError, TokenError
+
+EXAMPLE = (
+    "Example: jaxllm recall demo:llama --lengths 96,192,384"
+    " --policies full,heavy,pooled,self-extend --slots 96 --picture recall.png"
+)
+
+
+def recall(
+    model: Evaluated = "demo:llama",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the texts with their question, with commas.")
+    ] = "96,192,384",
+    depths: Annotated[
+        str, typer.Option(help="Where the fact stands, 0 for the begin to 1 for the end.")
+    ] = "0,0.25,0.5,0.75,1",
+    policies: Annotated[
+        str,
+        typer.Option(
+            help="How texts are kept: full (a slot for every token), slide (begin again from the"
+            " recent half), window, sinks (the first tokens and a window), heavy (the most attended"
+            " to), pooled, pooled-by-use (older tokens by four in a slot), self-extend (full, with"
+            " positions in groups)."
+        ),
+    ] = "full",
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Of the cache of all but full; by default half the shortest text."),
+    ] = None,
+    tries: Annotated[int, typer.Option(help="Texts for each length and depth.")] = 8,
+    texts: Annotated[
+        str,
+        typer.Option(
+            help="passkey: a number in a text that says nothing; story: a name in a story of the"
+            " demo models' grammar; auto: story for these, else passkey."
+        ),
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="The same seed, the same texts.")] = 0,
+    dtype: Dtype = None,
+    cache_dtype: CacheDtype = None,
+    quantize: Quantize = None,
+    adapter: Adapters = None,
+    self_extend: SelfExtend = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write all numbers to this file, as JSON.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw heat maps as a PNG file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hide a fact in texts and ask for it at their end: by depth, length and policy of the cache.
+
+    An answer is right where it is the likeliest of those offered, and greedy where decoding would
+    give it. What is printed is the percentage of texts: right / greedy.
+    """
+    from jaxllm.files import finite_json
+
+    check_writable("--out", out)
+    check_writable("--picture", picture)
+    chosen = [name.strip() for name in policies.split(",") if name.strip()]
+    if self_extend is not None and "self-extend" not in chosen:
+        raise ConfigError("--self-extend goes with --policies self-extend")
+    asked_lengths = _numbers("--lengths", lengths, int)
+    asked_depths = _numbers("--depths", depths, float)
+    if picture is not None:
+        from jaxllm.compress.picture import check_plot
+
+        check_plot("--picture")
+    lm = load_model(model, dtype, cache_dtype, quantize=quantize, adapters=adapter)
+    from jaxllm.evaluate.recall import grid, report
+
+    if lm.tokenizer is None:
+        raise TokenError(f"{lm.path} has no tokenizer, and the texts are made of words")
+    if texts == "auto":
+        texts = "story" if model.startswith("demo:") else "passkey"
+    extended = None
+    if grid.EXTENDED in chosen:
+        numbers = grid.default_extension(lm.config, max(asked_lengths))
+        if self_extend is not None:
+            numbers = dict(zip(numbers, group_and_window(self_extend), strict=True))
+        extended = lm.self_extended(**numbers).model
+    slots = max(16, min(asked_lengths) // 2) if slots is None else slots
+    cells = grid.recall(
+        lm.model,
+        lm.params,
+        lm.encode,
+        style=texts,
+        lengths=asked_lengths,
+        depths=asked_depths,
+        policies=chosen,
+        slots=slots,
+        tries=tries,
+        seed=seed,
+        extended=extended,
+    )
+    facts: dict[str, Any] = {"model": model, "texts": texts, "slots": slots, "seed": seed}
+    told = json.dumps(finite_json({**facts, "cells": report.numbers(cells)}))
+    if out is not None:
+        from jaxllm.files import writing
+
+        with writing(out, "w") as file:
+            file.write(told + "\n")
+        note(f"{out} written")
+    if picture is not None:
+        report.plot(cells, picture, f"{model}: {texts} recalled, {slots} slots but for full")
+        note(f"{picture} written")
+    if as_json:
+        write(told + "\n")
+        return
+    note(
+        f"{texts} texts, {tries} a cell, {cells[0].choices} answers (guessing:"
+        f" {100 / cells[0].choices:.0f}); a cache of {slots} slots but for full"
+    )
+    for line in report.table(cells):
+        write(line + "\n")
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers with commas between them, each once."""
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if not found:
+        raise ConfigError(f"{option} takes numbers with commas between them, got {text!r:.60}")
+    return list(dict.fromkeys(found))

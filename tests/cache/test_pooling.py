@@ -1,0 +1,182 @@
+"""Pooled slots against brute force in numpy: un-turn, average, turn to one position."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.cache import close_gaps, compact, keep, pool
+from jaxllm.cache.pooling import pooled_mass
+from jaxllm.config import LongAttention
+from jaxllm.decode.loops.overflow import Full, Pooled, PooledByUse
+from jaxllm.decode.sampling.sampler import Context
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.ops import dense
+from tests.cache.caches import close, entries, filled, keys, lm_of, peek
+from tests.twins import random_model, tokens
+
+IDS = tokens(2, 17)
+RATIO, SINKS, RECENT = 3, 2, 4
+# Of 17 tokens 11 are old: three slots of three, two left over.
+GROUPS = [[0], [1], [2, 3, 4], [5, 6, 7], [8, 9, 10], [11], [12], [13], [14], [15], [16]]
+
+
+def turned(x_KH: np.ndarray, by: float, theta: float) -> np.ndarray:
+    """Each pair (x[i], x[i + F]) turned by `by * theta^(-2i/H)`, in float64."""
+    H = x_KH.shape[-1]
+    F = H // 2
+    out = np.array(x_KH, np.float64)
+    for i in range(F):
+        angle = by * theta ** (-2 * i / H)
+        a, b = x_KH[..., i], x_KH[..., i + F]
+        out[..., i] = a * math.cos(angle) - b * math.sin(angle)
+        out[..., i + F] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def brute(cache: Any, groups: list[list[int]], weights: Any = None) -> tuple[np.ndarray, ...]:
+    """Keys and values of row 0, `[layers, groups, K, H]`: of a compact cache from position 0."""
+    theta = cache.config.rope.rope_theta
+    ks, vs = [], []
+    for layer in range(len(cache.tail.k)):
+        k = np.asarray(dense(cache.tail.k[layer]), np.float64)[0]
+        v = np.asarray(dense(cache.tail.v[layer]), np.float64)[0]
+        for group in groups:
+            w = np.ones(len(group)) if weights is None else np.asarray(weights)[group]
+            w = w / w.sum()
+            straight = [turned(k[p], -p, theta) for p in group]
+            ks.append(
+                turned(sum(x * y for x, y in zip(straight, w, strict=True)), group[-1], theta)
+            )
+            vs.append(sum(v[p] * y for p, y in zip(group, w, strict=True)))
+    shape = (len(cache.tail.k), len(groups), *ks[0].shape)
+    return np.reshape(ks, shape), np.reshape(vs, shape)
+
+
+def values(cache: Any, count: int) -> np.ndarray:
+    return np.stack([np.asarray(dense(v))[0, :count] for v in cache.tail.v])
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    lm = lm_of(("llama", "float32"), num_hidden_layers=2)
+    return lm, filled(lm, IDS)
+
+
+@pytest.mark.parametrize("by_use", [False, True])
+def test_neighbours_are_averaged_unturned(made: Any, by_use: bool) -> None:
+    _, cache = made
+    mass = np.random.default_rng(0).random((2, cache.slots)).astype(np.float32)
+    found = pool(cache, ratio=RATIO, sinks=SINKS, recent=RECENT, mass_BS=mass if by_use else None)
+    k, v = brute(cache, GROUPS, mass[0] if by_use else None)
+    close(keys(found), k)
+    close(values(found, len(GROUPS)), v)
+    last = [g[-1] for g in GROUPS]
+    n = len(last)
+    assert np.asarray(found.position_BS)[:, :n].tolist() == [last, last]
+    assert (np.asarray(found.position_BS)[:, n:] < 0).all()
+    assert found.tokens(0) == IDS[0, last].tolist()
+    assert np.asarray(found.patched_BS)[0, :n].tolist() == [len(g) > 1 for g in GROUPS]
+    assert int(found.cursor) == n and found.next_position_B.tolist() == [17, 17]
+    summed = pooled_mass(cache, mass, ratio=RATIO, sinks=SINKS, recent=RECENT)
+    np.testing.assert_allclose(summed[1, :n], [mass[1, g].sum() for g in GROUPS], rtol=1e-6)
+
+
+def test_what_is_not_pooled_keeps_its_bits_and_nothing_is_pooled_twice(made: Any) -> None:
+    lm, cache = made
+    before = entries(cache)
+    found = pool(cache, ratio=RATIO, sinks=SINKS, recent=RECENT)
+    after = entries(found)
+    alone = [g[0] for g in GROUPS if len(g) == 1]
+    assert all(after[row, p] == before[row, p] for row in (0, 1) for p in alone)
+    assert entries(pool(cache, ratio=1, sinks=0, recent=0)) == before
+    # 15 more slots that are old are needed for the next group: the two left over and one more.
+    again = pool(found, ratio=RATIO, sinks=SINKS, recent=RECENT - 1)
+    now = entries(again)
+    assert [p for row, p in sorted(now) if row == 0] == [0, 1, 4, 7, 10, 13, 14, 15, 16]
+    assert all(now[0, p] == after[0, p] for p in (0, 1, 4, 7, 10, 14, 15, 16))
+    close(peek(lm, found), peek(lm, compact(found, capacity=32)))
+
+
+def test_groups_do_not_reach_over_what_was_patched_or_culled(made: Any) -> None:
+    _, cache = made
+    first = pool(cache, ratio=3, sinks=7, recent=7)  # 7, 8, 9 as one slot, at position 9
+    found = pool(first, ratio=3, sinks=0, recent=4)
+    positions = np.asarray(found.position_BS)[0]
+    assert positions[positions >= 0].tolist() == [2, 5, 6, 9, 12, 13, 14, 15, 16]
+    mask = np.ones((1, cache.slots), bool)
+    mask[:, 3] = False
+    left = pool(keep(cache, mask), ratio=2, sinks=0, recent=11)
+    positions = np.asarray(left.position_BS)[0]
+    assert positions[positions >= 0].tolist() == [1, 4, *range(5, 17)]  # 5 is left over
+
+
+def test_int8_entries_are_rounded_once_more() -> None:
+    lm = lm_of(("llama", "int8"), num_hidden_layers=1)
+    cache = filled(lm, IDS)
+    found = pool(cache, ratio=RATIO, sinks=SINKS, recent=RECENT)
+    k, v = brute(cache, GROUPS)
+    for ours, exact in ((keys(found), k), (values(found, len(GROUPS)), v)):
+        step = np.abs(exact).max(axis=-1, keepdims=True) / 127
+        assert (np.abs(ours - exact) <= step * 0.51).all()
+    assert found.dtype == "int8"
+
+
+def test_the_policy_keeps_sinks_pooled_slots_and_recent_tokens(made: Any) -> None:
+    (model, params), cache = made
+    policy = Pooled(ratio=3, sinks=2, pooled=2, recent=4)
+    assert policy.room_for(24) == 10
+    context = Context.empty(np.zeros(2, np.uint32), 2)
+    mass = np.random.default_rng(0).random((2, cache.slots)).astype(np.float32)
+    found, none = policy(Full(model, params, cache, context, None))
+    assert none is None
+    left = [[0], [1], *GROUPS[3:]]  # the oldest slot of three went
+    k, v = brute(cache, left)
+    theta = cache.config.rope.rope_theta
+    for layer in range(2):
+        for i, group in enumerate(left):
+            k[layer, i] = turned(k[layer, i], i - group[-1], theta)
+    close(keys(found), k)
+    close(values(found, len(left)), v)
+    assert found.next_position_B.tolist() == [len(left)] * 2
+    # The wave of use goes along: what slots have received is what their tokens have.
+    by_use = PooledByUse(ratio=3, sinks=2, pooled=2, recent=4)
+    _, total = by_use(Full(model, params, cache, context, mass))
+    assert total is not None
+    expected = [mass[1, g].sum() for g in left]
+    np.testing.assert_allclose(total[1, : len(left)], expected, rtol=1e-6)
+
+
+def test_generation_goes_on_beyond_the_cache(made: Any) -> None:
+    model, params = made[0]
+    for policy in (Pooled(), PooledByUse()):
+        cache = jaxllm.init_cache(model.config, 2, 24)
+        given = {"max_new_tokens": 40, "overflow": policy, "cache": cache}
+        result = jaxllm.generate(model, params, IDS, **given)
+        assert result.length_B.tolist() == [40, 40] and int(result.cache.cursor) <= 24
+        steps = jaxllm.stream(model, params, IDS, **given)
+        assert [s.token_BT[0, 0] for s in steps] == result.token_BT[0].tolist()
+
+
+def test_what_cannot_be_pooled_is_refused_by_name(made: Any) -> None:
+    _, cache = made
+    with pytest.raises(CapacityError, match="ratio must be a whole number from 1"):
+        pool(cache, ratio=0, sinks=0, recent=0)
+    with pytest.raises(CacheMismatchError, match="the mass is"):
+        pool(cache, ratio=2, sinks=0, recent=0, mass_BS=np.zeros((1, 3), np.float32))
+    lm = random_model("gpt2")
+    with pytest.raises(ConfigError, match=r"gpt2 adds a learned vector of its position .* slide"):
+        pool(jaxllm.init_cache(lm[0].config, 1, 8), ratio=2, sinks=0, recent=0)
+    with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
+        Pooled(pooled=9, recent=9).room_for(24)
+    config = random_model("phi3")[0].config
+    with pytest.raises(ConfigError, match="follow the text's length"):
+        pool(jaxllm.init_cache(config, 1, 8), ratio=2, sinks=0, recent=0)
+    dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
+    config = dataclasses.replace(cache.config, attention=dilated)
+    with pytest.raises(ConfigError, match="kind 'dilated' finds tokens by their positions"):
+        pool(jaxllm.init_cache(config, 1, 8), ratio=2, sinks=0, recent=0)
+    assert close_gaps(pool(cache, ratio=2, sinks=0, recent=0)).next_position_B.tolist() == [9, 9]

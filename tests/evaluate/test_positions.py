@@ -1,0 +1,105 @@
+"""Loss by position is transformers' loss, sorted by where a token stands; nothing is lost in it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.likelihood.data import loader
+from jaxllm.evaluate.likelihood.positions import by_position, edges, token_positions
+from jaxllm.text.tokenizer import Tokenizer
+from tests.conftest import Run
+from tests.twins import load_twin
+
+Find = Callable[[str], Path]
+WINDOW, STRIDE = 48, 30
+
+
+def test_edges_double_or_are_of_equal_size() -> None:
+    assert edges(48) == [1, 2, 4, 8, 16, 32, 48]
+    assert edges(33) == [1, 2, 4, 8, 16, 32, 33]
+    assert edges(2) == [1, 2]
+    assert edges(13, 3) == [1, 5, 9, 13]
+    assert edges(13, 12) == list(range(1, 14))
+    for wrong in (0, 13):
+        with pytest.raises(ConfigError, match="buckets must be from 1 to 12"):
+            edges(13, wrong)
+
+
+@pytest.mark.parametrize("protocol", ["strided", "second-half", "rolling"])
+def test_every_token_stands_where_its_span_says(protocol: str) -> None:
+    documents = [list(range(50)), [1], list(range(7))]
+    made = loader(documents, window=16, stride=5, protocol=protocol, batch=3)
+    expected = [i - s.start for s in made.spans for i in range(s.scored, s.end)]
+    np.testing.assert_array_equal(token_positions(made), expected)
+
+
+def test_a_bucket_without_tokens_says_so_and_totals_are_all_of_it() -> None:
+    rng = np.random.default_rng(0)
+    logprob_N = -rng.gamma(2.0, 1.0, 200).astype(np.float32)
+    position_N = rng.integers(1, 9, 200)
+    found = by_position(logprob_N, position_N, edges(20))
+    assert sum(b.tokens for b in found) == 200
+    total = -logprob_N.astype(np.float64).sum()
+    assert sum(b.total for b in found) == pytest.approx(total, rel=1e-13)
+    assert (found[-1].tokens, found[-1].nll) == (0, None)
+    third = -logprob_N[
+        (position_N == 4) | (position_N == 5) | (position_N == 6) | (position_N == 7)
+    ]
+    assert found[2].nll is not None
+    assert found[2].nll.mean == pytest.approx(third.astype(np.float64).mean(), rel=1e-13)
+
+
+def test_the_command_sorts_what_transformers_says(run: Run, data: Find, tmp_path: Path) -> None:
+    directory, picture = data("stories260K"), tmp_path / "losses.png"
+    text = (directory / "greedy_200.txt").read_text(encoding="utf-8")
+    common = ("perplexity", directory, "--text", "-", "--window", WINDOW, "--stride", STRIDE)
+    asked = (*common, "--by-position", "--picture", picture)
+    status, out, _ = run(*asked, "--json", stdin=text)
+    assert status == 0
+    report = json.loads(out)
+
+    twin = load_twin(directory)
+    ids = Tokenizer.from_directory(directory).encode(text, bos=True)
+    losses: dict[int, list[float]] = {}
+    seen = 1
+    for start in range(0, len(ids), STRIDE):
+        end = min(start + WINDOW, len(ids))
+        with torch.no_grad():
+            logits = twin.torch_model(torch.tensor([ids[start:end]])).logits[0]
+        for i in range(max(seen, start + 1), end):
+            loss = -float(logits[i - start - 1].log_softmax(-1)[ids[i]])
+            losses.setdefault(i - start, []).append(loss)
+        seen = end
+        if end == len(ids):
+            break
+    for bucket in report["by_position"]:
+        each = [x for p in range(bucket["start"], bucket["stop"]) for x in losses.get(p, [])]
+        assert bucket["tokens"] == len(each)
+        assert bucket["nll_total"] == pytest.approx(sum(each), rel=1e-4)
+    assert [b["start"] for b in report["by_position"]] == [1, 2, 4, 8, 16, 32]
+
+    # The totals are those of the ordinary perplexity, which is the same to the last digit.
+    plain = json.loads(run(*common, "--json", stdin=text)[1])
+    assert report["perplexity"] == plain["perplexity"]
+    totals = [b["nll_total"] for b in report["by_position"]]
+    assert sum(totals) / plain["tokens"] == pytest.approx(plain["nll"], rel=1e-13)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = run(*common, "--by-position", "--buckets", 2, stdin=text)[1]
+    assert "  1-23 " in shown and "  24-47 " in shown
+
+
+def test_options_that_do_not_go_together_are_refused_first(run: Run, tmp_path: Path) -> None:
+    for given, message in {
+        ("--picture", tmp_path / "x.png"): "--picture go with --by-position",
+        ("--buckets", 3): "go with --by-position",
+        ("--by-position", "--other-quantize", "int4"): "--by-position is of one model",
+        ("--by-position", "--picture", tmp_path / "away" / "x.png"): "is not a directory",
+    }.items():
+        status, out, err = run("perplexity", "none", "--text", tmp_path, *given)
+        assert (status, out) == (1, "")
+        assert message in err

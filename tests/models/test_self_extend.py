@@ -1,0 +1,291 @@
+"""Self-Extend against the paper: brute force in numpy, and transformers with it put in."""
+
+import dataclasses
+import json
+import math
+import types
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import jaxllm
+from jaxllm.config import LongAttention, Rope
+from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.convert.gguf.rotary import write_rope
+from jaxllm.decode.loops.overflow import SinksAndWindow
+from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.models import build
+from jaxllm.ops import Part, attend
+from jaxllm.ops.extended import attend_extended
+from tests.conftest import Run
+from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+
+THETA, H = 100.0, 6
+GROUP, WINDOW = 3, 7  # no multiple of each other
+
+
+def extended(**fields: Any) -> Rope:
+    given = {"group_size": GROUP, "neighbor_window": WINDOW, **fields}
+    return Rope(**{"rope_type": "default", "rope_theta": THETA, **given})
+
+
+def at(x_H: np.ndarray, position: int) -> np.ndarray:
+    """A vector turned to a position, pair by pair, in float64."""
+    out = np.array(x_H, np.float64)
+    for i in range(H // 2):
+        c, s = (f(position * THETA ** (-2 * i / H)) for f in (math.cos, math.sin))
+        a, b = x_H[i], x_H[i + H // 2]
+        out[i], out[i + H // 2] = a * c - b * s, b * c + a * s
+    return out
+
+
+def brute(
+    q_TNH: np.ndarray, k_SKH: np.ndarray, v_SKH: np.ndarray, q_T: Any, k_S: Any, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The paper's algorithm 1 on vectors that are not turned yet; the mass of each slot too."""
+    N, K = q_TNH.shape[1], k_SKH.shape[1]
+    out, mass = np.zeros(q_TNH.shape), np.zeros(len(k_S))
+    for t, p in enumerate(q_T):
+        seen = [s for s, x in enumerate(k_S) if 0 <= x <= p]
+        for n in range(N):
+            scores = []
+            for s in seen:
+                k = k_S[s]
+                if p - k < WINDOW:
+                    here, there = p, k
+                else:
+                    here, there = p // GROUP + WINDOW - WINDOW // GROUP, k // GROUP
+                scores.append(scale * at(q_TNH[t, n], here) @ at(k_SKH[s, n * K // N], there))
+            w = np.exp(np.array(scores) - max(scores, default=0))
+            w /= w.sum() if seen else 1
+            for s, share in zip(seen, w, strict=True):
+                out[t, n] += share * v_SKH[s, n * K // N]
+                mass[s] += share
+    return out, mass
+
+
+@pytest.mark.parametrize("slots", [40, 530])  # in one piece, and in blocks with a rest
+def test_the_operation_is_the_papers_formula(slots: int) -> None:
+    rng = np.random.default_rng(0)
+    T, N, K = 3, 4, 2
+    k_S = np.where(rng.random(slots) < 0.3, -1, np.arange(slots) * 3 % 97)
+    q_T = [41, 60, 95]
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((T, N, H), (slots, K, H), (slots, K, H))
+    )
+    out, mass = brute(q, k, v, q_T, k_S, 0.4)
+    turned_q = np.stack([[at(x, p) for x in row] for row, p in zip(q, q_T, strict=True)])
+    turned_k = np.stack([[at(x, p) for x in row] for row, p in zip(k, k_S, strict=True)])
+    cut = slots // 2
+    parts = [
+        Part(
+            jnp.asarray(turned_k[None, a:b], jnp.float32),
+            jnp.asarray(v[None, a:b]),
+            jnp.asarray(k_S[None, a:b], jnp.int32),
+        )
+        for a, b in ((0, cut), (cut, slots))
+    ]
+    if slots > 512:
+        parts = [Part(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))]
+    found, received = attend_extended(
+        jnp.asarray(turned_q[None], jnp.float32), jnp.asarray([q_T], jnp.int32), parts,
+        rope=extended(), scale=0.4, window=None, mass=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(found[0], out, atol=2e-5)
+    assert received is not None
+    np.testing.assert_allclose(received[0], mass, atol=2e-5)
+
+
+def test_groups_of_one_are_plain_attention() -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 2, H)), jnp.float32) for _ in range(3))
+    at_BT = jnp.tile(jnp.arange(9, dtype=jnp.int32)[None], (2, 1))
+    parts = [Part(k, v, at_BT)]
+    plain, _ = attend(q, at_BT, parts, scale=0.4, window=None)
+    same, _ = attend_extended(
+        q, at_BT, parts, rope=extended(group_size=1, neighbor_window=3), scale=0.4, window=None
+    )
+    assert_close(same, np.asarray(plain))
+
+
+def papers(group: int, window: int, rotary: Any) -> Any:
+    """`LlamaAttention.forward` as the paper's reference code has it, without a cache."""
+
+    def forward(self: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+        B, T, _D = hidden_states.shape
+
+        def heads(linear: Any) -> Any:
+            return linear(hidden_states).view(B, T, -1, self.head_dim).transpose(1, 2)
+
+        q, k, v = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
+        i = torch.arange(T)
+
+        def turned(position: Any) -> tuple[Any, Any]:
+            return apply_rotary_pos_emb(q, k, *rotary(hidden_states, position[None]))
+
+        def scores(q: Any, k: Any) -> Any:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            return q @ k.transpose(2, 3) * self.scaling
+
+        near = scores(*turned(i))
+        far = scores(turned(i // group + window - window // group)[0], turned(i // group)[1])
+        distance = i[:, None] - i[None]
+        score = torch.where(distance < window, near, far)
+        weight = score.masked_fill(distance < 0, -torch.inf).softmax(-1)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        return self.o_proj((weight @ v).transpose(1, 2).reshape(B, T, -1)), None
+
+    return forward
+
+
+@pytest.fixture(scope="module", params=["default", "yarn"])
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    """Two layers: what is far in the second has been read at grouped positions in the first."""
+    directory = tmp_path_factory.mktemp(request.param)
+    scaling: dict[str, Any] = {"rope_type": request.param, "rope_theta": THETA}
+    if request.param == "yarn":
+        scaling |= {"factor": 2.0, "original_max_position_embeddings": 24}
+    changes = {"num_hidden_layers": 2, "max_position_embeddings": 24}
+    save_random(directory, "llama", rope_parameters=scaling, **changes)
+    found = load_twin(directory)
+    forward = papers(GROUP, WINDOW, found.torch_model.model.rotary_emb)
+    for layer in found.torch_model.model.layers:
+        layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
+    config = found.config.self_extended(GROUP, WINDOW)
+    return dataclasses.replace(found, config=config, model=build(config))
+
+
+IDS = tokens(2, 45)  # the twins were made for 24
+
+
+def test_every_way_of_running_is_transformers_with_the_formula(twin: Twin) -> None:
+    expected = twin.logits(IDS)
+    assert_close(jaxllm.forward(twin.model, twin.params, None, IDS).logits, expected)
+    cache = jaxllm.init_cache(twin.model, 2, 48)
+    for chunk in (64, 16):
+        logits, full = jaxllm.prefill(twin.model, twin.params, cache, IDS[:, :41], chunk=chunk)
+        assert_close(logits, expected[:, 40])
+    for t in range(41, 45):
+        logits, full = jaxllm.decode_step(twin.model, twin.params, full, IDS[:, t])
+        assert_close(logits, expected[:, t])
+    plain = build(dataclasses.replace(twin.config, rope=_plain(twin.config.rope)))
+    near = jaxllm.forward(plain, twin.params, None, IDS).logits
+    assert_close(near[:, :WINDOW], expected[:, :WINDOW])
+    assert np.abs(np.asarray(near[:, -1]) - expected[:, -1]).max() > 0.01
+
+
+def _plain(rope: Rope) -> Rope:
+    return dataclasses.replace(rope, group_size=None, neighbor_window=None)
+
+
+def test_rows_that_share_a_segment_see_the_same(twin: Twin) -> None:
+    cache = jaxllm.init_cache(twin.model, 1, 48)
+    _, cache = jaxllm.prefill(twin.model, twin.params, cache, IDS[:1, :30])
+    forked = jaxllm.cache.fork(cache, 2)
+    ids = np.array([[3, 5], [7, 9]])
+    ours = jaxllm.forward(twin.model, twin.params, forked, ids).logits
+    for row in range(2):
+        text = np.concatenate([IDS[:1, :30], ids[row : row + 1]], axis=1)
+        assert_close(ours[row], twin.logits(text)[0, 30:])
+
+
+def test_attention_mass_is_one_a_query_and_policies_work() -> None:
+    model, params = random_model("llama", max_position_embeddings=24)
+    model = build(model.config.self_extended(GROUP, WINDOW))
+    out = jaxllm.forward(model, params, None, IDS, attention_mass=True)
+    assert out.attention_mass is not None
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    np.testing.assert_allclose(out.attention_mass.sum(1), 45 * layers * heads, rtol=1e-5)
+    found = jaxllm.generate(
+        model, params, IDS[:, :12], max_new_tokens=60, overflow=SinksAndWindow(),
+    )  # fmt: skip
+    assert found.length_B.tolist() == [60, 60]
+
+
+@pytest.mark.parametrize(("group", "window"), [(1, 5), (2, 8), (3, 7), (5, 3), (4, 23)])
+def test_the_context_is_as_far_as_distances_that_were_trained(group: int, window: int) -> None:
+    config = random_model("llama", max_position_embeddings=24)[0].config
+    reach = config.self_extended(group, window).context_length
+
+    def farthest(length: int) -> int:
+        p = length - 1
+        far = p // group + window - window // group
+        return far if p >= window else p
+
+    assert farthest(reach) <= 23 < farthest(reach + 1)
+
+
+def test_a_text_beyond_the_reach_is_refused_with_the_way_out(shallow: Any) -> None:
+    lm = jaxllm.load(shallow("llama"))
+    longer = lm.self_extended(group_size=2, neighbor_window=500)
+    for model, context in ((lm, 512), (longer, 524)):
+        with pytest.raises(CapacityError, match=rf"context of {context}.*overflow='slide'"):
+            model.generate([5] * 520, max_new_tokens=10)
+
+
+def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gpt2 learns a vector for every position"):
+        random_model("gpt2")[0].config.self_extended(2, 8)
+    config = random_model("llama")[0].config
+    with pytest.raises(ConfigError, match="neighbor_window 0 collides"):
+        config.self_extended(2, 0)
+    with pytest.raises(ConfigError, match="group_size must be"):
+        config.self_extended(0, 2)
+    with pytest.raises(ConfigError, match=r"neighbor_window 97 .* less than the context of 97"):
+        config.self_extended(2, 97)
+    with pytest.raises(ConfigError, match="needs both group_size and neighbor_window"):
+        Rope(rope_type="default", rope_theta=1e4, group_size=2)
+    for kind in ("dynamic", "longrope"):
+        more = {"factor": 2.0} if kind == "dynamic" else {
+            "short_factor": (1.0,), "long_factor": (2.0,), "original_max_position_embeddings": 8
+        }  # fmt: skip
+        with pytest.raises(ConfigError, match="angles that follow the text's length"):
+            extended(rope_type=kind, **more)
+    dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
+    with pytest.raises(ConfigError, match=r"'dilated' reads long texts .* name one of them"):
+        dataclasses.replace(config, attention=dilated).self_extended(2, 8)
+    model, params = random_model("llama", num_hidden_layers=1)
+    model = build(model.config.self_extended(2, 8))
+    with pytest.raises(ConfigError, match="attention_weights are not there with Self-Extend"):
+        jaxllm.forward(model, params, None, IDS, attention_weights=True)
+
+
+def test_it_stays_in_the_native_form_and_no_other_has_it(shallow: Any, tmp_path: Path) -> None:
+    lm = jaxllm.load(shallow("llama")).self_extended(group_size=4, neighbor_window=64)
+    assert lm.config.context_length == 4 * (512 - 64) + 64
+    lm.save(tmp_path / "longer")
+    again = jaxllm.load(tmp_path / "longer")
+    assert again.config == lm.config
+    opened = open_hf(shallow("llama"))
+    opened = dataclasses.replace(opened, config=lm.config)
+    with pytest.raises(ConfigError, match=r"Self-Extend .* has no Hugging Face form"):
+        write_hf(tmp_path / "hf", opened)
+    complaints: list[str] = []
+    write_rope(lm.config.rope, 64, 512, complaints)
+    assert "Self-Extend" in complaints[0]
+
+
+def test_commands_extend_a_model(run: Run, shallow: Any, tmp_path: Path) -> None:
+    demo = shallow("llama")
+    status, out, _ = run(
+        "generate", "-m", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
+    )
+    assert status == 0 and len(json.loads(out)["tokens"]) == 4
+    asked = ("--lengths", 60, "--depths", 0, "--tries", 1, "--texts", "story", "--json")
+    status, out, err = run("recall", demo, *asked, "--policies", "self-extend")
+    assert status == 0, err
+    assert [c["policy"] for c in json.loads(out)["cells"]] == ["self-extend"]
+    for given, message in {
+        ("generate", "-m", demo, "--self-extend", "8"): "as in 8,512; got '8'",
+        ("generate", "-m", demo, "--self-extend", "8,0"): "collides",
+        ("generate", "-m", demo, "--self-extend", "8,512"): "less than the context of 512",
+        ("recall", demo, "--self-extend", "8,16"): "goes with --policies self-extend",
+    }.items():
+        status, out, err = run(*given)
+        assert (status, out) == (1, "") and message in err
