@@ -15,7 +15,7 @@ import typer
 from safetensors import safe_open
 
 import jaxllm
-from jaxllm import api, cli
+from jaxllm import cli, located
 from jaxllm.cli.options import dtype_named
 from jaxllm.located import DEMOS
 from jaxllm.text.chat import ChatTemplate
@@ -34,7 +34,7 @@ def _shallow_demos(
 ) -> None:
     """What tests the commands does with a demo's first layers, which compile sooner."""
     if "whole_demos" not in request.fixturenames:
-        monkeypatch.setattr(api, "DEMOS", shallow_demos)
+        monkeypatch.setattr(located, "DEMOS", shallow_demos)
 
 
 def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None:

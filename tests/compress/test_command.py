@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import api
+from jaxllm import api, located
 from jaxllm.cli.calibration import Source, calibrate, read_source, samples_to_measure
 from jaxllm.compress import steps
 from jaxllm.compress.apply import compress
@@ -26,7 +26,7 @@ STORY = "Once upon a time there was a little girl who had a red ball and a big d
 
 @pytest.fixture(autouse=True)
 def _shallow_demos(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    monkeypatch.setattr(located, "DEMOS", shallow_demos)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import jaxllm
-from jaxllm import api
+from jaxllm import located
 from tests.conftest import Run
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
@@ -15,7 +15,7 @@ SMALL = ("--length", 32, "--batch", 2, "--steps", 2)
 
 @pytest.fixture(autouse=True)
 def _shallow_demos(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    monkeypatch.setattr(located, "DEMOS", shallow_demos)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import jaxllm
-from jaxllm import api, models
+from jaxllm import located, models
 from jaxllm.adapters import LoraConfig
 from jaxllm.api import LM
 from jaxllm.errors import ConfigError
@@ -200,7 +200,7 @@ def test_what_no_mixture_can_be_made_of_is_refused() -> None:
 def test_the_command_writes_a_mixture_and_info_says_what_a_token_runs(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    monkeypatch.setattr(located, "DEMOS", shallow_demos)
     made = tmp_path / "made"
     status, _, err = run("upcycle", "demo:llama", made, "--experts", 3)
     assert (status, "a mixtral of 3 experts, 2 for each token" in err) == (0, True), err
@@ -221,7 +221,7 @@ def test_the_command_writes_a_mixture_and_info_says_what_a_token_runs(
 def test_the_command_trains_a_mixture(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "DEMOS", shallow_demos)
+    monkeypatch.setattr(located, "DEMOS", shallow_demos)
     made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
     text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
     assert run("upcycle", "demo:llama", made, "--experts", 3)[0] == 0
