@@ -295,7 +295,7 @@ class GenerateOptions(TypedDict, total=False):
             f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
             "when the context is full: refuse, begin again from its recent half (slide), keep the"
             " first tokens and a window (sinks), the recent and the most attended to (heavy),"
-            " sinks, recent ones and older ones by four in a slot (pooled; pooled-by-use), or where a"
+            " sinks, recent and older ones by four in a slot (pooled; pooled-by-use), or where a"
             " memory has them, no finished segments (segments)",
             from_file=False,
             ways=(PLAIN, STREAM),
