@@ -74,7 +74,7 @@ UNEQUAL = np.stack(
 )
 
 
-@pytest.mark.parametrize("dedupe", [False, True])
+@pytest.mark.parametrize("dedupe", [pytest.param(False, marks=pytest.mark.full), True])
 def test_it_is_the_papers_loops(dedupe: bool) -> None:
     q, k, v = draw(4, LENGTH)
     out = ran(q, k, v, UNEQUAL, dedupe=dedupe)
@@ -163,7 +163,7 @@ def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
 CACHED = np.concatenate([np.arange(17), [-1, -1], np.arange(17, 24)])  # a slot is empty
 
 
-@pytest.mark.parametrize("order", ["in order", "with gaps"])
+@pytest.mark.parametrize("order", [pytest.param("in order", marks=pytest.mark.full), "with gaps"])
 def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
     """Two parts of a cache, the second of int8, and the token itself; empty slots hold NaN."""
     q, k, v = draw(2, 27)
