@@ -49,17 +49,18 @@ def by_expert(
     for expert in range(config.num_experts):
         one = {name: _matrix(stack, expert) for name, stack in stacks.items()}
         where = f"{stage.path}.{EXPERTS}.{expert}"
-
-        def change(names: tuple[str, ...], moments: Moments, one=one, where=where) -> None:
-            linear = prepare(moments, f"{where}.{names[0]}")
-            for name in names:
+        for names in (NAMES[:2], NAMES[2:]):
+            mine = [name for name in names if name in chosen]
+            if not mine:
+                continue
+            if names == NAMES[:2]:
+                moments = tokens.moments(expert)
+            else:
+                moments = tokens.hidden_moments(expert, one["gate_proj"], one["up_proj"])
+            linear = prepare(moments, f"{where}.{mine[0]}")
+            for name in mine:
                 one[name] = linear(f"{where}.{name}.weight", one[name])
                 made[name].append(one[name])
-
-        if first := tuple(name for name in NAMES[:2] if name in chosen):
-            change(first, tokens.moments(expert))
-        if NAMES[2] in chosen:
-            change(NAMES[2:], tokens.hidden_moments(expert, one["gate_proj"], one["up_proj"]))
     if idle := [str(e) for e in range(config.num_experts) if not tokens.count(e)]:
         say(
             f"{stage.path}: no token of the calibration text runs experts {', '.join(idle)}:"
