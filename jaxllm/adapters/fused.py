@@ -127,4 +127,4 @@ def _joined(
     rank = len(a_KI)
     alpha = first.alpha if one else scales[0] * (rank**0.5 if lora.use_rslora else rank)
     target = first.target._replace(name=group.name, fused="", shape=(group.rows, a_KI.shape[1]))
-    return Low(target, rank, scales[0], alpha), Matrices(a_KI, b_OK, magnitude)
+    return Low(target, rank, scales[0], alpha), Matrices(*jax.device_put((a_KI, b_OK, magnitude)))

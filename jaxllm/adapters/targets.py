@@ -55,16 +55,16 @@ def targets_of(config: ModelConfig) -> dict[str, Target]:
     """The linears and tables of a model by our paths of modules, the head of a tied one too."""
     row = models.family(config.model_type)
     _, table = TABLES[config.model_type].write_config(config)
-    head, found = table.head.removesuffix(".weight"), {}
+    found = {}
     for path, leaf in flatten(models.param_shapes(models.build(config))):
         module = path.removesuffix(".weight")
         routes = row.router is not None and module.endswith(f".{row.router}")
         if len(leaf.shape) == 2 and module != path and not routes:  # PEFT has none for a router
-            name = head if module == HEAD else f"{table.prefix}{module}"
+            name = module if module == HEAD else f"{table.prefix}{module}"
             site: Site = "rows" if module in row.tables else "product"
             found[module] = Target(path, name, site, leaf.shape, _fused(table, module))
     if config.tie_word_embeddings:
-        found[HEAD] = found[row.tokens]._replace(name=head, site="head")
+        found[HEAD] = found[row.tokens]._replace(name=HEAD, site="head")
     return found
 
 

@@ -72,7 +72,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fused-dora": (
         "gpt_neox",
-        {"target_modules": ["query_key_value", "embed_out"], "r": 2, "use_dora": True},
+        {"target_modules": ["query_key_value", "lm_head"], "r": 2, "use_dora": True},
     ),
     "tied": ("gpt2", {"target_modules": ["wte", "lm_head", "wpe"], "r": 3}),
 }
