@@ -1,4 +1,7 @@
-"""Matrices that are one in a checkpoint and several here, read and written without a change."""
+"""Matrices that are one in a checkpoint and several here, read and written without a change.
+
+Of what GPTQ or AWQ have quantized the pieces are taken apart (see `quantized`), never joined.
+"""
 
 import dataclasses
 import re
@@ -6,11 +9,15 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
+
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.lazy import LazyTensor, joined
 
 Tensors = dict[str, LazyTensor]
+Span = tuple[int, int]  # from a row to before another
+_BY_COLUMN = (".qweight", ".qzeros", ".scales")  # a matrix's rows are columns of these, or in them
 
 
 class Layout(Protocol):
@@ -46,23 +53,43 @@ class Fused:
         return self._found(path) is not None
 
     def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        made, rows, runs = Tensors(), self.rows(config), self.runs(config)
+        made = Tensors()
         for path, tensor in tensors.items():
             found = self._found(path)
             if found is None:
                 made[path] = tensor
                 continue
-            if not tensor.shape or tensor.shape[0] != sum(rows):
-                raise CheckpointError(
-                    f"{path} has shape {tensor.shape}, config.json makes it {sum(rows)} rows"
-                    f" ({' + '.join(map(str, rows))})"
-                )
-            ends = list(accumulate(rows * runs, lambda end, count: end + count // runs, initial=0))
-            for i, name in enumerate(self.ours):
-                made[f"{found[1]}{name}{found[2]}"] = joined(
-                    [tensor.rows(*ends[j : j + 2]) for j in range(i, len(ends) - 1, len(rows))]
-                )
+            for name, part in zip(self.ours, self.apart(path, tensor, config), strict=True):
+                made[f"{found[1]}{name}{found[2]}"] = part
         return made
+
+    def spans(self, config: ModelConfig) -> list[list[Span]]:
+        """Of each of ours, which rows of theirs it is, in its order."""
+        rows, runs = self.rows(config), self.runs(config)
+        ends = list(accumulate(rows * runs, lambda end, count: end + count // runs, initial=0))
+        turns = range(0, len(ends) - 1, len(rows))
+        return [[(ends[j + i], ends[j + i + 1]) for j in turns] for i in range(len(rows))]
+
+    def apart(self, path: str, tensor: LazyTensor, config: ModelConfig) -> list[LazyTensor]:
+        """Ours of one of theirs: of a weight, a bias, or a piece of a quantized weight.
+
+        Raises CheckpointError for a shape that does not fit.
+        """
+        rows, spans, end = self.rows(config), self.spans(config), path[path.rindex(".") :]
+        if end == ".g_idx":  # of the columns, which are those of all
+            return [tensor] * len(rows)
+        axis, total = int(end in _BY_COLUMN), sum(rows)
+        size = tensor.shape[axis] if tensor.ndim > axis else 0
+        whole = all(x * size % total == 0 for each in spans for span in each for x in span)
+        if axis and size and whole:
+            ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
+            return [_columns(tensor, each) for each in ours]
+        if axis or size != total:
+            raise CheckpointError(
+                f"{path} has shape {tensor.shape}, config.json makes it {total} rows"
+                f" ({' + '.join(map(str, rows))}{', in whole words' if axis else ''})"
+            )
+        return [joined([tensor.rows(*span) for span in each]) for each in spans]
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
         made, first, runs = Tensors(), re.compile(_within(self.ours[0])), self.runs(config)
@@ -78,7 +105,19 @@ class Fused:
         return made
 
     def _found(self, path: str) -> re.Match[str] | None:
-        return re.fullmatch(_within(self.theirs), path)
+        pieces = "".join(rf"|\{end}" for end in (*_BY_COLUMN, ".g_idx"))
+        return re.fullmatch(f"{_within(self.theirs)[:-1]}{pieces})", path)
+
+
+def _columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:
+    """Some columns of a matrix, one span after the other."""
+
+    def read() -> np.ndarray:
+        whole = tensor.read()
+        return np.concatenate([whole[:, begin:end] for begin, end in spans], axis=1)
+
+    count = sum(end - begin for begin, end in spans)
+    return LazyTensor(tensor.dtype, (tensor.shape[0], count), read, tensor.release)
 
 
 def _shares(parts: list[LazyTensor], run: int, runs: int) -> list[LazyTensor]:

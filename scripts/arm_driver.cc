@@ -124,7 +124,9 @@ int attend(const Kernels* k, Reader& in) {
   s.K = in.number();
   s.H = in.number();
   s.window = in.number();
-  s.scale = *in.array<float>();
+  const float* about = in.array<float>();
+  s.scale = about[0];
+  s.cap = about[1];
   s.q = in.array<uint8_t>();
   s.position = in.array<int32_t>();
   std::vector<jaxllm::Part> parts(in.number());

@@ -119,20 +119,22 @@ def cases(seed: int) -> bytes:
                     )
     for kind in (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8):
         for dtype in (np.dtype(np.float32), bfloat16):
-            for B, T, N, K, H, S, window in (
-                (1, 1, 4, 2, 20, 90, None), (3, 1, 4, 4, 32, 1030, 7), (2, 19, 6, 2, 64, 70, None),
-                (2, 3, 4, 2, 96, 0, None), (1, 1, 8, 1, 64, 600, None),
+            for B, T, N, K, H, S, window, cap in (
+                (1, 1, 4, 2, 20, 90, None, 0), (3, 1, 4, 4, 32, 1030, 7, 0),
+                (2, 19, 6, 2, 64, 70, None, 0), (2, 3, 4, 2, 96, 0, None, 0),
+                (1, 1, 8, 1, 64, 600, None, 0), (2, 19, 6, 2, 64, 70, 9, 2),
+                (1, 1, 4, 2, 20, 600, None, 50),
             ):  # fmt: skip
                 some = [(1, 1, 1), (1, 1, B), (B, B, 1), (B, 1, B)]
                 parts = [cached(rng, kind, r, (S + i, K, H)) for i, r in enumerate(some)]
                 q = rng.normal(0, 1, (B, T, N, H)).astype(dtype)
                 at = rng.integers(-1, 60, (B, T)).astype(np.int32)
-                exact, size = brute_force(q, at, parts, 0.3, window)
+                exact, size = brute_force(q, at, parts, 0.3, window, cap or None)
                 bound = (5e-6 if dtype == np.float32 else 2**-7) * (size + 1e-3)
-                head = _begin(2, f"attend {kind.name} {dtype} {(B, T, N, K, H, S, window)}")
+                head = _begin(2, f"attend {kind.name} {dtype} {(B, T, N, K, H, S, window, cap)}")
                 limit = -1 if window is None else window
                 out.append(head + struct.pack("7q", dtype == bfloat16, B, T, N, K, H, limit))
-                out += map(_array, (np.array([0.3], np.float32), q, at))
+                out += map(_array, (np.array([0.3, cap], np.float32), q, at))
                 out.append(struct.pack("q", len(parts)))
                 for p in parts:
                     one = [len(a) == 1 for a in (p.k, p.v, p.position)]

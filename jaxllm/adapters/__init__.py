@@ -2,9 +2,9 @@
 
 config: what an adapter is asked to be. targets: which modules it is beside, by PEFT's rules or by
 ours. attach: parameters with one adapter, to be trained, and the adapter out of them again.
-settings: PEFT's adapter_config.json, every field read or refused. files: PEFT's directories; gguf:
-GGUF's files. several: parameters with adapters of which each row of a batch takes one. load: those
-of directories and files. merge: into the weights.
+settings: PEFT's adapter_config.json, every field read or refused. files: PEFT's directories; fused:
+what is one module there and several here; gguf: GGUF's files. several: parameters with adapters of
+which each row of a batch takes one. load: those of directories and files. merge: into the weights.
 
 An `Adapter` is a value beside the parameters. What it does in a product, its leaf says
 (`weights.leaves.adapted`); the base's leaves stay the objects that they are.

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxllm.adapters import gguf
 from jaxllm.adapters.attach import Adapter, Matrices
+from jaxllm.adapters.fused import apart, together
 from jaxllm.adapters.settings import read_config, written_config
 from jaxllm.adapters.targets import Low, plan, shortest, targets_of
 from jaxllm.config import ModelConfig
@@ -68,7 +69,7 @@ def read_adapter(
         lows = plan(config, lora)
     except ConfigError as error:
         raise CheckpointError(f"{directory} is not an adapter of this model: {error}") from None
-    tensors = _open(directory)
+    tensors = apart(_open(directory), config, PREFIX)
     for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
         _check_base(directory, name, tensors.pop(name), config, params)
     pieces = {m: _pieces(low, dora=lora.use_dora) for m, low in lows.items()}
@@ -84,24 +85,26 @@ def write_adapter(
     """Write PEFT's directory, which PEFT loads over the same model: all of it, or nothing.
 
     base: the model's name or directory, which PEFT loads by itself. Raises CheckpointError where
-    there is an adapter already, or nothing can be written.
+    there is an adapter already, or nothing can be written; ConfigError as `fused.together` does.
     """
     directory = Path(directory)
     check_vacant(directory, CONFIG, "an adapter")
-    lora, lows, tensors = adapter.config, plan(config, adapter.config), {}
-    for module, low in lows.items():
+    lora, tensors = adapter.config, {}
+    beside = together(config, plan(config, lora), adapter.matrices, lora)
+    lows = [low for low, _ in beside]
+    for low, matrices in beside:
         for piece in _pieces(low, dora=lora.use_dora):
-            array = np.asarray(getattr(adapter.matrices[module], piece.field))
+            array = np.asarray(getattr(matrices, piece.field))
             array = np.ascontiguousarray(array.T) if piece.transposed else array
             tensors[piece.name] = LazyTensor.of(array)
     _, table = TABLES[config.model_type].write_config(config)
-    names = [low.target.name for low in lows.values()]
+    theirs = [t._replace(name=t.fused or t.name) for t in targets_of(config).values()]
     data = written_config(
         lora,
-        shortest(names, targets_of(config).values()),
-        {low.target.name: low.rank for low in lows.values() if low.rank != lora.r},
-        {low.target.name: low.alpha for low in lows.values() if low.alpha != lora.lora_alpha},
-        transposed=any(_is_transposed(table, low.target.path) for low in lows.values()),
+        shortest([low.target.name for low in lows], theirs),
+        {low.target.name: low.rank for low in lows if low.rank != lora.r},
+        {low.target.name: low.alpha for low in lows if low.alpha != lora.lora_alpha},
+        transposed=any(_is_transposed(table, low.target.path) for low in lows),
         base=base,
     )
     with writing_directory(directory, CONFIG) as made:
@@ -110,8 +113,8 @@ def write_adapter(
 
 
 def _pieces(low: Low, *, dora: bool) -> list[_Piece]:
-    (rows, columns), (_, name, site, _) = low.target.shape, low.target
-    name = f"{PREFIX}{name}."
+    (rows, columns), site = low.target.shape, low.target.site
+    name = f"{PREFIX}{low.target.name}."
     if site == "rows":
         found = [
             _Piece(f"{name}lora_embedding_A", (low.rank, rows), "b", True),

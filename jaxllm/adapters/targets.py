@@ -11,6 +11,8 @@ from jaxllm import models
 from jaxllm.adapters.config import ALL_LINEAR, LoraConfig, Names
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import TABLES
+from jaxllm.convert.layouts import Fused
+from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
 from jaxllm.files import compile_pattern
 from jaxllm.weights.leaves.adapted import Site
@@ -24,13 +26,20 @@ class Target(NamedTuple):
     """A module that can have an adapter.
 
     path: of its weight in the parameters; a tied head's is the tokens' table. name: Hugging Face's.
-    site: what of the weight it changes. shape: `(O, I)`.
+    site: what of the weight it changes. shape: `(O, I)`. fused: Hugging Face's name of the module
+    of which this is some rows, where it is none by itself there.
     """
 
     path: str
     name: str
     site: Site
     shape: tuple[int, int]
+    fused: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that rules may call it."""
+        return (self.name, self.fused) if self.fused else (self.name,)
 
 
 class Low(NamedTuple):
@@ -53,10 +62,19 @@ def targets_of(config: ModelConfig) -> dict[str, Target]:
         if len(leaf.shape) == 2 and module != path and not routes:  # PEFT has none for a router
             name = module if module == HEAD else f"{table.prefix}{module}"
             site: Site = "rows" if module in row.tables else "product"
-            found[module] = Target(path, name, site, leaf.shape)
+            found[module] = Target(path, name, site, leaf.shape, _fused(table, module))
     if config.tie_word_embeddings:
         found[HEAD] = found[row.tokens]._replace(name=HEAD, site="head")
     return found
+
+
+def _fused(table: Architecture, module: str) -> str:
+    """Hugging Face's name of the module of whose rows ours are some; "" where there is none."""
+    for layout in table.layouts:
+        for name in layout.ours if isinstance(layout, Fused) else ():
+            if module.endswith(f".{name}"):
+                return f"{table.prefix}{module.removesuffix(name)}{layout.theirs}"
+    return ""
 
 
 def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
@@ -78,8 +96,8 @@ def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
         )
     found = {}
     for module in (m for m in targets if m in chosen):
-        rank = _by_pattern(lora.rank_pattern, targets[module].name, lora.r)
-        alpha = _by_pattern(lora.alpha_pattern, targets[module].name, lora.lora_alpha)
+        rank = _by_pattern(lora.rank_pattern, targets[module].names, lora.r)
+        alpha = _by_pattern(lora.alpha_pattern, targets[module].names, lora.lora_alpha)
         found[module] = Low(targets[module], rank, lora.scale(rank, alpha), alpha)
     return found
 
@@ -96,11 +114,13 @@ def shortest(names: Iterable[str], targets: Iterable[Target]) -> list[str]:
 def _is_chosen(lora: LoraConfig, module: str, target: Target) -> bool:
     if lora.rules is not None:
         return bool(first_match(lora.rules, f"{module}.weight"))
-    if lora.exclude_modules and _matches(target.name, lora.exclude_modules):
+    excluded = lora.exclude_modules
+    if excluded and any(_matches(name, excluded) for name in target.names):
         return False
     if isinstance(lora.target_modules, str) and lora.target_modules.lower() == ALL_LINEAR:
         return target.site == "product" and module != HEAD
-    return _matches(target.name, lora.target_modules) and _in_layers(lora, target.name)
+    wanted = lora.target_modules
+    return any(_matches(name, wanted) and _in_layers(lora, name) for name in target.names)
 
 
 def _matches(name: str, wanted: Names) -> bool:
@@ -128,10 +148,11 @@ def _in_layers(lora: LoraConfig, name: str) -> bool:
     return int(parts[number]) in ([wanted] if isinstance(wanted, int) else wanted)
 
 
-def _by_pattern(patterns: Mapping[str, V], name: str, otherwise: V) -> V:
-    """The value of the first pattern with which a name ends, from a dot on."""
+def _by_pattern(patterns: Mapping[str, V], names: Iterable[str], otherwise: V) -> V:
+    """The value of the first pattern with which one of the names ends, from a dot on."""
     for pattern, value in patterns.items():
-        if compile_pattern(rf"(.*\.)?({pattern})", "the adapter's pattern").fullmatch(name):
+        regex = compile_pattern(rf"(.*\.)?({pattern})", "the adapter's pattern")
+        if any(regex.fullmatch(name) for name in names):
             return value
     return otherwise
 
@@ -140,9 +161,9 @@ def _unmatched(lora: LoraConfig, targets: Iterable[Target]) -> list[str]:
     """Names of a list that no module has."""
     if lora.rules is not None or isinstance(lora.target_modules, str):
         return []
-    names = [target.name for target in targets]
+    names = [name for target in targets for name in target.names]
     return [end for end in lora.target_modules if not any(_ends_in(n, [end]) for n in names)]
 
 
 def _known(targets: Mapping[str, Target]) -> str:
-    return ", ".join(dict.fromkeys(t.name.rpartition(".")[2] for t in targets.values()))
+    return ", ".join(dict.fromkeys(n.rpartition(".")[2] for t in targets.values() for n in t.names))

@@ -190,8 +190,8 @@ def check_line(line: Line, shapes: Shapes) -> None:
         if stacks and not line.step.experts:
             raise ConfigError(
                 f"{str(line)!r}: {stacks[0]} is of experts, each of which sees tokens of its own:"
-                r" this step is for what all tokens run, on=.*self_attn.*, and 'quantize: rtn'"
-                " rounds experts"
+                r" this step is for what all tokens run, on=.*self_attn.*, and 'quantize: gptq' or"
+                " rtn rounds experts"
             )
     if line.step.check is not None:
         try:

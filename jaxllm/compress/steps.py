@@ -24,6 +24,8 @@ STEPS: tuple[Step, ...] = (
         "integers, later columns making up for the errors of earlier ones",
         _INTEGERS,
         calibrated.Gptq,
+        experts=True,
+        check=calibrated.check_gptq,
     ),
     Step(
         "quantize",
@@ -72,6 +74,7 @@ STEPS: tuple[Step, ...] = (
         "zero the least of weight times size of input, in each row",
         PATTERN,
         On,
+        experts=True,
         check=calibrated.check_pattern,
     ),
     Step(
@@ -81,6 +84,7 @@ STEPS: tuple[Step, ...] = (
         "zero what costs least, later columns making up for it",
         PATTERN,
         calibrated.SparseGpt,
+        experts=True,
         check=calibrated.check_sparsegpt,
     ),
     Step(

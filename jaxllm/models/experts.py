@@ -176,6 +176,6 @@ class Block(decoder.Block):
 
 
 def family(config: type[MixtureConfig], module: type[Decoder]) -> Family:
-    """The row of a family of this kind: linears that every token runs are those of attention."""
+    """The row of a family of this kind, whose layers without experts have linears of an MLP."""
     row = decoder.family(config, module)
-    return dataclasses.replace(row, router="mlp.gate", sites=row.sites[:2], channels=())
+    return dataclasses.replace(row, router="mlp.gate", channels=())

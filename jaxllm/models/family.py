@@ -43,9 +43,9 @@ class Family:
     (None: there is none). The rest is what stages are called: embeddings, norm, and within the
     layers, whose path is `layers`, the norms before attention and before the MLP (None: there is
     none), attention, the MLP's last linear, and what a layer of experts has in its place, their
-    router. block: the class of a layer. sites: its linears, in the order in which it runs them; no
-    experts. heads, channels: what goes together with a key/value head and its query heads, or with
-    a number of the MLP's hidden ones.
+    router. block: the class of a layer. sites: its linears, in the order in which it runs them, of
+    which a layer may lack some; no experts. heads, channels: what goes together with a key/value
+    head and its query heads, or with a number of the MLP's hidden ones.
     """
 
     config: type[ModelConfig]

@@ -71,8 +71,8 @@ def attend(
     summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
     """
     alike = all(k.dtype == v.dtype for k, v, _ in parts)  # or the kernel does not take them
-    if not mass and alike and cap is None and native.enabled():
-        return _traced_once(q_BTNH, position_BT, tuple(parts), scale, window), None
+    if not mass and alike and native.enabled():
+        return _traced_once(q_BTNH, position_BT, tuple(parts), scale, window, cap), None
     return _fold(q_BTNH, position_BT, parts, scale, window, cap, mass)
 
 
@@ -121,18 +121,19 @@ def fold(
     return out, sum(each[1:], each[0])
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _in_place(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: tuple[Part, ...],
     scale: float,
     window: int | None,
+    cap: float | None,
 ) -> jax.Array:
     """On a CPU by the native kernel, which reads the parts where they lie."""
 
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, scale, window, None, False)[0]
+        return _fold(q_BTNH, position_BT, parts, scale, window, cap, False)[0]
 
     @jax.custom_batching.custom_vmap
     def kernel(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
@@ -144,7 +145,7 @@ def _in_place(
             else:
                 pieces += [k, v, part.position_BS]
         q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
-        out = native.attend(q, position_BT, pieces, scale=scale, window=window)
+        out = native.attend(q, position_BT, pieces, scale=scale, window=window, cap=cap)
         return out.astype(q_BTNH.dtype)
 
     @kernel.def_vmap
@@ -159,15 +160,15 @@ def _in_place(
 
 
 @_in_place.defjvp
-def _(scale: float, window: int | None, primals: Any, tangents: Any) -> Any:
+def _(scale: float, window: int | None, cap: float | None, primals: Any, tangents: Any) -> Any:
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, scale, window, None, False)[0]
+        return _fold(q_BTNH, position_BT, parts, scale, window, cap, False)[0]
 
-    return _in_place(*primals, scale, window), jax.jvp(fold, primals, tangents)[1]
+    return _in_place(*primals, scale, window, cap), jax.jvp(fold, primals, tangents)[1]
 
 
 # As a function of its own: a model's layers are alike, and it is traced for one of them.
-_traced_once = jax.jit(_in_place, static_argnums=(3, 4))
+_traced_once = jax.jit(_in_place, static_argnums=(3, 4, 5))
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:

@@ -24,8 +24,9 @@ from jaxllm.adapters import (
     with_adapters,
     write_adapter,
 )
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import build
+from tests.adapters.made import random_adapter
 from tests.twins import Twin, assert_close, load_twin, save_random, tokens
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
@@ -60,6 +61,19 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2",
         {"target_modules": "all-linear", "fan_in_fan_out": True, "use_dora": True},
     ),
+    "fused": (
+        "phi3",
+        {
+            "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"],
+            "r": 3,
+            "lora_alpha": 7,
+            "rank_pattern": {"qkv_proj": 4},
+        },
+    ),
+    "fused-dora": (
+        "gpt_neox",
+        {"target_modules": ["query_key_value", "lm_head"], "r": 2, "use_dora": True},
+    ),
     "tied": ("gpt2", {"target_modules": ["wte", "lm_head", "wpe"], "r": 3}),
 }
 TOKENS = tokens(2, 9)
@@ -69,7 +83,8 @@ WEIGHTS = "adapter_model.safetensors"
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Twin]:
     made = {}
-    for family, layers in (("llama", "num_hidden_layers"), ("gpt2", "n_layer")):
+    for family in ("llama", "gpt2", "phi3", "gpt_neox"):
+        layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
         directory = tmp_path_factory.mktemp(family)
         save_random(directory, family, **{layers: 1})
         made[family] = load_twin(directory)
@@ -108,7 +123,7 @@ def peft_logits(model: Any) -> np.ndarray:
 
 
 # The others add nothing that these have not, one by one.
-DAILY = ("patterns", "tables", "layers", "conv1d-dora", "tied")
+DAILY = ("patterns", "tables", "layers", "conv1d-dora", "fused", "fused-dora", "tied")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +157,35 @@ def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
     kept = load_file(directory / "adapter_model.safetensors")
     for key, tensor in load_file(tmp_path / "ours/adapter_model.safetensors").items():
         np.testing.assert_array_equal(tensor, kept[key])
+
+
+def test_what_was_trained_apart_is_one_module_of_peft(
+    twins: dict[str, Twin], tmp_path: Path
+) -> None:
+    """Each with an A and a rank of its own, and one of them without: PEFT's is as wide as all."""
+    twin = twins["phi3"]
+    lora = LoraConfig(
+        r=2, lora_alpha=6, target_modules=("q_proj", "v_proj", "gate_up_proj"),
+        rank_pattern={"v_proj": 3},
+    )  # fmt: skip
+    adapter = random_adapter(twin.config, twin.params, lora)
+    held = with_adapters(twin.config, twin.params, {"x": adapter})
+    ours = forward(twin.model, choose(held, jnp.zeros(1, jnp.int32)), None, TOKENS).logits
+    write_adapter(tmp_path / "ours", adapter, twin.config, base=str(twin.directory))
+    assert json.loads((tmp_path / "ours/adapter_config.json").read_text())["target_modules"] == [
+        "gate_up_proj", "qkv_proj",
+    ]  # fmt: skip
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        twin.directory, attn_implementation="eager"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert_close(ours, peft_logits(theirs))
+    alone = LoraConfig(r=2, target_modules=("q_proj",), use_dora=True)
+    adapter = random_adapter(twin.config, twin.params, alone)
+    with pytest.raises(ConfigError, match=r"DoRA beside .*q_proj alone has no form in PEFT"):
+        write_adapter(tmp_path / "dora", adapter, twin.config)
 
 
 @pytest.fixture(scope="module")

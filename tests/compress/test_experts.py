@@ -1,15 +1,19 @@
 """Mixtures of experts in the rooms that make models smaller: what works, and what is refused."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm import models
 from jaxllm.api import LM
 from jaxllm.compress.apply import compress
 from jaxllm.compress.data.calibration import Calibration
+from jaxllm.compress.matrices import surgery
 from jaxllm.compress.recipe import check_recipe, parse_lines
 from jaxllm.compress.steps import STEPS
 from jaxllm.compress.structure import structure
@@ -17,7 +21,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 from jaxllm.train.fake.prepare import prepare
 from jaxllm.weights.formats import as_format, dense, format_of
-from jaxllm.weights.paths import flatten
+from jaxllm.weights.leaves.integers import parse
+from jaxllm.weights.paths import flatten, map_leaves
 from tests.compress.models import tiny
 from tests.twins import tokens
 
@@ -55,9 +60,8 @@ def test_ranges_of_experts_are_clipped_each_by_itself(lm: LM) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["quantize: gptq int4", "quantize: awq int4", "smooth: smoothquant", "prune: wanda 50%",
-             "prune: sparsegpt 50%", "prune: magnitude 50%", "factor: svd 4"],
-)  # fmt: skip
+    "line", ["quantize: awq int4", "smooth: smoothquant", "prune: magnitude 50%", "factor: svd 4"]
+)
 def test_a_method_that_sees_what_all_tokens_run_is_refused_for_experts(lm: LM, line: str) -> None:
     recipe = parse_lines([line], STEPS)
     with pytest.raises(ConfigError, match=r"mlp\.experts\.\w+_proj\.weight is of experts"):
@@ -101,3 +105,103 @@ def test_layers_of_two_forms_are_cut_by_their_form() -> None:
     assert isinstance(config, Qwen3MoeConfig)
     assert config.mlp_layer_types == ("sparse",)
     assert set(params["layers.0"]["mlp"]) == {"gate", "experts"}
+
+
+UNUSED = (5, 6)  # experts that no token runs: of equal scores the first are taken
+
+
+@pytest.fixture(scope="module")
+def mixed() -> LM:
+    """Two layers, the first without experts; of the second's seven a token runs three."""
+    lm = tiny("qwen3_moe")
+    path = "layers.1.mlp.gate.weight"
+
+    def change(name: str, leaf: Any) -> Any:
+        return leaf.at[3:].set(leaf[2]) if name == path else leaf
+
+    return dataclasses.replace(lm, params=map_leaves(change, lm.params))
+
+
+def _seen(lm: LM, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What comes into the second layer's mixture, and which experts each token runs, by numpy."""
+    at = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int32), rows.shape)
+    length = np.full(len(rows), rows.shape[1], np.int32)
+    trace: Any = lm.model.apply({"params": lm.params}, rows, at, length)
+    score_RE = np.asarray(trace.layers[1].router).reshape(-1, 7)
+    expert_RE = np.argsort(-score_RE, axis=1, kind="stable")
+    return np.asarray(trace.layers[1].mlp_norm).reshape(len(score_RE), -1), expert_RE[:, :3]
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _change(x_RI: np.ndarray, weight: Any, leaf: Any) -> float:
+    """The sum of squares of what becomes of the outputs."""
+    return float(((np.asarray(weight - dense(leaf)) @ x_RI.T) ** 2).sum())
+
+
+def test_each_expert_is_quantized_by_the_tokens_that_are_routed_to_it(mixed: LM) -> None:
+    rows, said, to = tokens(4, 16).astype(np.int32), list[str](), parse("int4-g64")
+    made = compress(
+        mixed, [r"quantize: gptq int4 on=layers\.1\.mlp\..*"],
+        calibration=Calibration(rows, {"from": "random"}), say=said.append,
+    )  # fmt: skip
+    assert [line for line in said if "experts 5, 6" in line]
+    before, after = leaves(mixed), leaves(made)
+    names = [f"layers.1.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")]
+    assert {format_of(after[name]) for name in names} == {"int4-g64"}
+    assert after["layers.1.mlp.gate.weight"] is before["layers.1.mlp.gate.weight"]
+    x_RD, expert_Rk = _seen(mixed, rows)
+    for expert in range(7):
+        mine = x_RD[(expert_Rk == expert).any(axis=1)]
+        assert (len(mine) == 0) == (expert in UNUSED)
+        one = {name: jax.tree.map(lambda x, e=expert: x[e], after[name]) for name in names}
+        gate, up = (np.asarray(dense(one[name])) for name in names[:2])
+        hidden = _silu(mine @ gate.T) * (mine @ up.T)
+        for name, inputs in zip(names, (mine, mine, hidden), strict=True):
+            weight = before[name][expert]
+            plain = as_format(weight, "int4")
+            if expert in UNUSED:
+                np.testing.assert_array_equal(dense(one[name]), dense(plain))
+                continue
+            # What GPTQ makes of the matrix with these inputs, which are summed here.
+            by = surgery.factor(inputs.T.astype(np.float64) @ inputs, float(len(inputs)))
+            alone = surgery.solve(weight, by, to=to)
+            assert float(jnp.isclose(dense(one[name]), alone.value_OI).mean()) > 0.98, name
+            assert _change(inputs, weight, one[name]) < _change(inputs, weight, plain)
+
+
+def test_layers_without_experts_are_not_passed_over(mixed: LM) -> None:
+    rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
+    made = leaves(compress(mixed, ["quantize: gptq int4"], calibration=rows))
+    whole = ("embed_tokens.weight", "lm_head.weight", "layers.1.mlp.gate.weight")
+    for path, leaf in made.items():
+        if leaf.ndim > 1:
+            assert format_of(leaf) == ("float32" if path in whole else "int4-g64"), path
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("line", ["prune: sparsegpt 2:4", "prune: wanda 50%"])
+def test_experts_are_pruned_by_the_tokens_that_are_routed_to_them(mixed: LM, line: str) -> None:
+    rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
+    made = leaves(compress(mixed, [line], calibration=rows))
+    for path in (STACK.replace("0", "1"), "layers.0.mlp.up_proj.weight"):
+        assert 0.45 < float((made[path] == 0).mean()) <= 0.55
+        assert np.isfinite(np.asarray(made[path])).all()
+
+
+def test_an_order_of_columns_for_each_expert_is_refused(lm: LM) -> None:
+    recipe = parse_lines(["quantize: gptq int4 act_order=true static_groups=false"], STEPS)
+    with pytest.raises(ConfigError, match="of experts, which take act_order with static_groups"):
+        check_recipe(recipe, lm.config, calibrated=True)
+
+
+def test_a_matrix_whose_inputs_nobody_knows_is_named(
+    mixed: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = models.family("qwen3_moe")
+    monkeypatch.setitem(models.FAMILIES, "qwen3_moe", dataclasses.replace(row, sites=row.sites[:2]))
+    rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.\w+_proj\.weight: this step does not"):
+        compress(mixed, ["quantize: gptq int4"], calibration=rows)

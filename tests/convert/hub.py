@@ -38,6 +38,8 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+HEADS = ("lm_head", "embed_out")
+_LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rms_norm_eps")
 
 
 def words_along_rows(numbers: np.ndarray, bits: int) -> np.ndarray:
@@ -96,16 +98,19 @@ def rounded(
 
 def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny model of transformers with every tensor random."""
-    kind = {"llama": "Llama", "gpt2": "GPT2"}[family]
-    config = getattr(transformers, f"{kind}Config")(
-        **{**(GPT2 if family == "gpt2" else LLAMA), **changes}
-    )
+    kind, settings = {
+        "llama": ("Llama", LLAMA),
+        "gpt2": ("GPT2", GPT2),
+        "phi3": ("Phi3", {**LLAMA, "pad_token_id": 0}),
+        "gpt_neox": ("GPTNeoX", {k: LLAMA[k] for k in LLAMA if k not in _LLAMAS_OWN}),
+    }[family]
+    config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
     torch.manual_seed(seed)
-    head = "GPT2LMHeadModel" if family == "gpt2" else "LlamaForCausalLM"
+    head = "GPT2LMHeadModel" if family == "gpt2" else f"{kind}ForCausalLM"
     model = getattr(transformers, head)(config)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            norm = "norm" in path or ".ln_" in path
+            norm = ("norm" in path or ".ln_" in path) and path.endswith("weight")
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if norm else 0.0))
     return model.eval()
 
@@ -134,7 +139,7 @@ def write(
     dense = {}
     for path, module in model.named_modules():
         conv = type(module).__name__ == "Conv1D"
-        if not (conv or isinstance(module, torch.nn.Linear)) or (path == "lm_head" and not head):
+        if not (conv or isinstance(module, torch.nn.Linear)) or (path in HEADS and not head):
             continue
         weight = module.weight.detach().numpy()
         weight_OI = weight.T if conv else weight

@@ -97,6 +97,8 @@ def test_every_number_is_exactly_what_the_file_means(case: str, tmp_path: Path) 
         ("llama", {"act_order": True, "shards": True}),
         pytest.param("llama", {"method": "awq", "group": 64}, marks=pytest.mark.full),
         ("gpt2", {"bits": 3, "group": -1, "symmetric": True}),
+        ("phi3", {"act_order": True}),  # one matrix there is several here
+        ("gpt_neox", {"method": "awq"}),
     ],
 )
 def test_logits_are_those_of_transformers_on_the_dequantized_model(
@@ -294,3 +296,13 @@ def test_layers_that_differ_have_rules_of_their_own() -> None:
     found = dict(rules(formats, paths))
     assert found.pop(r"layers\.\d+\.mlp\.down_proj\.weight") == "int4-g128"
     assert found == {rf"layers\.{i}\.mlp\.up_proj\.weight": "int4-g128" for i in range(11)}
+
+
+def test_heads_that_are_no_whole_words_are_refused_by_name(tmp_path: Path) -> None:
+    """Zero points of 3 bits lie ten and two thirds to a word; a head here has sixteen rows."""
+    model = hub.random_model("gpt_neox", num_hidden_layers=1)
+    hub.write(tmp_path, model, bits=3)
+    with pytest.raises(
+        CheckpointError, match=r"query_key_value.qzeros has shape .* in whole words"
+    ):
+        open_hf(tmp_path)

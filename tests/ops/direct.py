@@ -45,7 +45,7 @@ Part = structure(
 )  # fmt: skip
 Queries = structure(
     "Queries", q=c_void_p, bf16=c_bool, position=c_void_p, B=c_int64, T=c_int64, N=c_int64,
-    K=c_int64, H=c_int64, window=c_int64, scale=c_float,
+    K=c_int64, H=c_int64, window=c_int64, scale=c_float, cap=c_float,
 )  # fmt: skip
 
 _W, _I, _Q, _P = (POINTER(s) for s in (Weight, Input, Queries, Part))
@@ -183,14 +183,14 @@ class Cached:
 
 def attend(
     isa: str, q: np.ndarray, position: np.ndarray, parts: Sequence[Cached], *, scale: float,
-    window: int | None,
+    window: int | None, cap: float | None = None,
 ) -> np.ndarray:  # fmt: skip
     """Attention as a kernel has it: q and the result `[B, T, N, H]`, float32 or bfloat16."""
     B, T, N, H = q.shape
     K = parts[0].k.shape[2]
     queries = Queries(
         address(q), q.dtype == bfloat16, address(position), B, T, N, K, H,
-        -1 if window is None else window, scale,
+        -1 if window is None else window, scale, cap or 0,
     )  # fmt: skip
     each = (Part * len(parts))(*(
         Part(

@@ -81,13 +81,14 @@ def attention(rng: Rng, isa: str) -> bool:
     q = placed(rng.normal(0, 1, (B, T, K * G, H)).astype(dtype))
     at = placed(rng.integers(-1, 60, (B, T)).astype(np.int32))
     window = None if rng.random() < 0.6 else int(rng.integers(1, 70))
-    exact, size = brute_force(q, at, parts, 0.3, window)
-    y = attend(isa, q, at, parts, scale=0.3, window=window).astype(np.float64)
+    cap = None if rng.random() < 0.5 else float(rng.choice((0.5, 2.0, 50.0)))
+    exact, size = brute_force(q, at, parts, 0.3, window, cap)
+    y = attend(isa, q, at, parts, scale=0.3, window=window, cap=cap).astype(np.float64)
     share = 5e-6 if dtype == np.float32 else 2**-7
     right = bool((np.abs(y - exact) <= share * (size + 1e-3)).all())
     if T:  # what is wild may be wrong, but nobody may crash over it
         q[:, 0] = rng.choice([np.nan, np.inf, 3e38, 1e-40])
-        attend(isa, q, at, parts, scale=1e30, window=window)
+        attend(isa, q, at, parts, scale=1e30, window=window, cap=cap)
     return right
 
 

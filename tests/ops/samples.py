@@ -202,8 +202,9 @@ def errors(y: np.ndarray, x: np.ndarray, matrix: Matrix) -> np.ndarray:
 
 
 def brute_force(
-    q: np.ndarray, at: np.ndarray, parts: Sequence[Cached], scale: float, window: int | None
-) -> tuple[np.ndarray, np.ndarray]:
+    q: np.ndarray, at: np.ndarray, parts: Sequence[Cached], scale: float, window: int | None,
+    cap: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Softmax attention, a query and head at a time, in float64; and of the values' magnitudes."""
     B, T, N, H = q.shape
     out, size = np.zeros((2, B, T, N, H))
@@ -223,7 +224,8 @@ def brute_force(
             if window is not None:
                 seen &= at[b, t] - position < window
             head = n // (N // k.shape[1])
-            scores.append(scale * (k[seen, head] @ q[b, t, n].astype(np.float64)))
+            score = scale * (k[seen, head] @ q[b, t, n].astype(np.float64))
+            scores.append(score if cap is None else cap * np.tanh(score / cap))
             values.append(v[seen, head])
         score, value = np.concatenate(scores), np.concatenate(values)
         if len(score):

@@ -240,7 +240,8 @@ def test_attention_equals_brute_force(isa: str, kind: Kind, dtype: np.dtype) -> 
         parts = [cached(rng, kind, r, (S + i, K, H)) for i, r in enumerate(rows)]
         q = placed(rng.normal(0, 1, (B, T, N, H)).astype(dtype))
         at = placed(rng.integers(-1, 60, (B, T)).astype(np.int32))
-        exact, size = brute_force(q, at, parts, 0.3, window)
-        y = attend(isa, q, at, parts, scale=0.3, window=window).astype(np.float64)
         share = 5e-6 if dtype == np.float32 else 2**-7  # two roundings to 8 bits
-        assert (np.abs(y - exact) <= share * (size + 1e-3)).all(), (B, T, N, K, H, S)
+        for cap in (None, 2.0):
+            exact, size = brute_force(q, at, parts, 0.3, window, cap)
+            y = attend(isa, q, at, parts, scale=0.3, window=window, cap=cap).astype(np.float64)
+            assert (np.abs(y - exact) <= share * (size + 1e-3)).all(), (B, T, N, K, H, S, cap)

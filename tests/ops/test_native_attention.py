@@ -17,8 +17,9 @@ Parts = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def brute_force(
-    q: np.ndarray, at: np.ndarray, parts: Parts, scale: float, window: int | None
-) -> np.ndarray:
+    q: np.ndarray, at: np.ndarray, parts: Parts, scale: float, window: int | None,
+    cap: float | None = None,
+) -> np.ndarray:  # fmt: skip
     """Softmax attention, one query and head at a time, in float64."""
     B, T, N, H = q.shape
     out = np.zeros((B, T, N, H))
@@ -29,7 +30,8 @@ def brute_force(
             for s, p in enumerate(position):
                 if 0 <= p <= at[b, t] and (window is None or at[b, t] - p < window):
                     head = n // (N // k.shape[1])
-                    scores.append(scale * q[b, t, n].astype(np.float64) @ k[s, head])
+                    score = scale * q[b, t, n].astype(np.float64) @ k[s, head]
+                    scores.append(score if cap is None else cap * np.tanh(score / cap))
                     values.append(v[s, head])
         if scores:
             weights = np.exp(np.array(scores) - max(scores))
@@ -134,3 +136,62 @@ def test_keys_and_values_of_two_formats_are_read_too() -> None:
     out, _ = ops.attend(q, part.position_BS, [part], scale=0.3, window=None)
     expected = brute_force(np.asarray(q), np.arange(4)[None], in_numpy([part]), 0.3, None)
     np.testing.assert_allclose(out, expected, atol=5e-6)
+
+
+def _capped(kept: str) -> tuple[jax.Array, jax.Array, list[ops.Part]]:
+    """Queries, their positions, and two parts of a cache whose slots are not all seen."""
+    rng = np.random.default_rng(13)
+    q = jnp.asarray(rng.normal(0, 3, (2, 3, 4, 32)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(0, 1, (2, 90, 2, 32)), jnp.float32) for _ in "kv")
+    at = jnp.asarray([[80, 81, 82], [5, -1, 88]], jnp.int32)
+    k, v = (ops.cast(x, jnp.dtype(kept)) for x in (k, v))
+    own = jnp.where(jnp.arange(90) % 5 == 0, -1, jnp.arange(90))[None]
+    parts = [ops.Part(k, v, own), ops.Part(*jax.tree.map(lambda x: x[:, :3], (k, v)), at)]
+    return q, at, parts
+
+
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+def test_scores_are_bent_to_stay_within_a_cap(kept: str) -> None:
+    q, at, parts = _capped(kept)
+    outs = {}
+    for cap in (0.7, 50.0):
+        expected = brute_force(np.asarray(q), np.asarray(at), in_numpy(parts), 0.3, 40, cap)
+        attend = jax.jit(partial(ops.attend, scale=0.3, window=40, cap=cap))
+        for isa in native.available():
+            native.isa(isa)
+            outs[isa, cap] = attend(q, at, parts)[0]
+            np.testing.assert_allclose(outs[isa, cap], expected, atol=5e-6, err_msg=isa)
+        with native.disabled():
+            plain = ops.attend(q, at, parts, scale=0.3, window=40, cap=cap)[0]
+        np.testing.assert_allclose(outs[isa, cap], plain, atol=5e-6)
+    assert float(jnp.abs(outs[isa, 0.7] - outs[isa, 50.0]).max()) > 0.1
+
+
+def test_a_score_past_every_number_is_its_cap_and_no_number_shows() -> None:
+    _, at, parts = _capped("float32")
+    q = jnp.zeros((2, 3, 4, 32)).at[..., 0].set(3e38)  # one term alone, or sums are of both signs
+    parts = [part._replace(k_BSKH=part.k_BSKH.at[..., 0].multiply(9)) for part in parts]
+    attend = jax.jit(partial(ops.attend, scale=0.3, window=None, cap=5.0))
+    for isa in native.available():
+        native.isa(isa)
+        with native.disabled():
+            plain = np.asarray(ops.attend(q, at, parts, scale=0.3, window=None, cap=5.0)[0])
+        assert np.isfinite(plain).all()
+        np.testing.assert_allclose(attend(q, at, parts)[0], plain, atol=5e-6, err_msg=isa)
+        bad = np.asarray(attend(q.at[0, 0, 0, 0].set(jnp.nan), at, parts)[0])
+        assert np.isnan(bad[0, 0, 0]).all() and np.isfinite(bad[0, 0, 1]).all(), isa
+
+
+def test_with_a_cap_gradients_and_batches_are_those_of_plain_jax() -> None:
+    q, at, parts = _capped("float32")
+
+    def loss(q: jax.Array, parts: list[ops.Part]) -> jax.Array:
+        return (ops.attend(q, at, parts, scale=0.3, window=None, cap=2.0)[0] ** 2).sum()
+
+    both = jax.value_and_grad(loss, allow_int=True)
+    ours, batch = both(q, parts), jax.vmap(loss, (0, None))(jnp.stack([q, 2 * q]), parts)
+    with native.disabled():
+        plain = both(q, parts)
+    np.testing.assert_allclose(ours[0], plain[0], rtol=1e-5)
+    np.testing.assert_allclose(ours[1], plain[1], atol=1e-5)
+    np.testing.assert_allclose(batch, [loss(q, parts), loss(2 * q, parts)], rtol=1e-5)

@@ -45,8 +45,9 @@ class Stage:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The layer's linears by their inputs, in the order in which it runs them."""
-        return models.family(self.model.config.model_type).sites
+        """The layer's linears by their inputs, in the order in which it runs them; no experts."""
+        sites = models.family(self.model.config.model_type).sites
+        return tuple(site for site in sites if has(self.params, site.linears[0]))
 
     def moments(self, params: Params, site: Site) -> Moments:
         """Of the inputs of a site's linears, with such parameters of the layer.
@@ -129,6 +130,15 @@ def at(params: Params, path: str) -> Params:
     for name in path.split("."):
         params = params[name]
     return params
+
+
+def has(params: Params, path: str) -> bool:
+    """Whether there is a module with a weight at a dotted path."""
+    for name in path.split("."):
+        if name not in params:
+            return False
+        params = params[name]
+    return "weight" in params
 
 
 def put(params: Params, path: str, **leaves: Any) -> Params:

@@ -12,6 +12,7 @@ from jaxllm.compress.matrices import pruning
 from jaxllm.compress.matrices.clip import rounded
 from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
 from jaxllm.compress.matrices.surgery import factor, solve
+from jaxllm.compress.methods.experts import Linear, by_expert, chosen_stacks
 from jaxllm.compress.methods.walk import chosen_of, layer_by_layer, single
 from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
 from jaxllm.errors import ConfigError
@@ -19,8 +20,6 @@ from jaxllm.weights.formats import Weight, dense, parse
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.ordered import Ordered
 from jaxllm.weights.paths import Params, first_match, map_leaves
-
-Linear = Callable[[str, Weight], Weight]  # of a matrix at a path, what it becomes
 
 
 class Gptq(On, frozen=True):
@@ -185,6 +184,14 @@ def integers(name: str) -> Integer:
     return found
 
 
+def check_gptq(shapes: Shapes, argument: str, options: Gptq) -> None:
+    """Raise ConfigError for experts whose columns would each be in an order of their own."""
+    ordered = options.act_order and not options.static_groups and integers(argument).group
+    for path in matched(shapes, options.on, argument):
+        if ordered and len(shapes[path]) > 2:
+            raise ConfigError(f"{path} is of experts, which take act_order with static_groups=true")
+
+
 def check_pattern(shapes: Shapes, argument: str, options: On) -> None:
     """Raise ConfigError for a matrix whose rows cannot be parted into groups of M."""
     sparsity = parse_sparsity(argument)
@@ -224,6 +231,8 @@ def by_inputs(
             for linear in chosen:
                 path = f"{stage.path}.{linear}.weight"
                 params = put(params, linear, weight=one(path, at(params, linear)["weight"]))
+        if stacks := chosen_stacks(stage, options.on):
+            params = by_expert(stage, params, stacks, prepare, work.say)
         return params
 
     return layer_by_layer(subject, work, name, change)

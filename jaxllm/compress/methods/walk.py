@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+from jaxllm import models
 from jaxllm.compress.layers.stream import Stage, at, each_layer
 from jaxllm.compress.recipe import Subject, Work, matched, shapes_of
 from jaxllm.errors import ConfigError
@@ -37,9 +38,18 @@ def layer_by_layer(
 def chosen_of(stage: Stage, rule: str) -> list[tuple[Site, list[str]]]:
     """The sites of which a path rule names linears, with those, in the order of the layer.
 
-    Raises ConfigError as `check_single` does.
+    Raises ConfigError as `check_single` does, and for a matrix that the rule names of which nobody
+    says what comes into it. Routers stay as they are.
     """
     found = []
+    known = {linear for site in stage.sites for linear in site.linears}
+    router = models.family(stage.model.config.model_type).router
+    for path, leaf in flatten(stage.params):
+        linear, named = path.removesuffix(".weight"), f"{stage.path}.{path}"
+        if leaf.ndim != 2 or linear == router or not first_match([(rule, True)], named):
+            continue
+        if linear not in known:
+            raise ConfigError(f"{named}: this step does not know its inputs: leave it out of on=")
     for site in stage.sites:
         paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
         linears = [linear for linear, path in paths.items() if first_match([(rule, True)], path)]

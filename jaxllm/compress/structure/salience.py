@@ -134,8 +134,10 @@ def _squares(model: nn.Module, params: Params, token_BT: jax.Array) -> Arrays:
     found: Arrays = {}
     for number, layer in enumerate(trace(model, params, token_BT).layers):
         for site in family.sites:
-            x = attrgetter(site.input)(layer).astype(jnp.float32)
-            squared_I = (x**2).sum(axis=(0, 1)).reshape(-1)
+            x = attrgetter(site.input)(layer)
+            if x is None:  # a layer of experts has no such linear
+                continue
+            squared_I = (x.astype(jnp.float32) ** 2).sum(axis=(0, 1)).reshape(-1)
             paths = [f"{family.layers}.{number}.{linear}.weight" for linear in site.linears]
             found |= dict.fromkeys(paths, squared_I)
     return found

@@ -268,16 +268,19 @@ def attend(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Attention over the parts of a cache where they lie: `[B, T, N, H]`, of the queries' dtype.
 
     q_BTNH: float32 or bfloat16; the latter meets a bfloat16 cache in BF16's own products. pieces:
-    for each part k, v and positions, and after them the two scales where k is int8.
+    for each part k, v and positions, and after them the two scales where k is int8. cap: scores
+    are bent to stay within it, by a tanh that is within two units in the last place.
     """
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     call = jax.ffi.ffi_call("jaxllm_attend", out, vmap_method="sequential")
     limit = np.int64(-1 if window is None else window)
-    y: jax.Array = call(q_BTNH, position_BT, *pieces, scale=np.float32(scale), window=limit)
+    attributes = {"scale": np.float32(scale), "window": limit, "cap": np.float32(cap or 0)}
+    y: jax.Array = call(q_BTNH, position_BT, *pieces, **attributes)
     return y
 
 

@@ -133,7 +133,8 @@ inline void fold_block(const Rows& rows, const Part& part, const Seen& seen, con
     v_scale[j] = part.v_scale[(v_row + slot) * s.K + rows.head];
   }
   for (int64_t i = 0; i < count; i++) {
-    absorb(score + i * kBlock, s.scale, part.k_scale ? k_scale : nullptr, seen.mask(i / rows.G()), running[i], width);
+    absorb(s, score + i * kBlock, part.k_scale ? k_scale : nullptr, seen.mask(i / rows.G()), seen.count, running[i],
+           width);
     for (int64_t j = 0; j < kBlock && part.v_scale; j++) score[i * kBlock + j] *= v_scale[j];
   }
   const Place v = place_of(part, part.v, v_row, rows.head, s.K, s.H, seen.slot, seen.count, count, wide);

@@ -333,14 +333,14 @@ ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs args, ffi::R
 }
 
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer position, ffi::RemainingArgs args,
-                  ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window) {
+                  ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, float cap) {
   const auto size = q.dimensions();
   const bool bf16 = q.element_type() == Type::BF16;
   if (size.size() != 4 || (!bf16 && q.element_type() != Type::F32) ||
       !is(*out, q.element_type(), {size[0], size[1], size[2], size[3]}) || !is(position, Type::S32, {size[0], size[1]}))
     return wrong("queries are [B, T, N, H] in float32 or bfloat16, their positions [B, T]");
-  Queries queries = {q.untyped_data(), bf16, data_of<int32_t>(position), size[0], size[1], size[2], 0, size[3],
-                     window,           scale};
+  Queries queries = {
+      q.untyped_data(), bf16, data_of<int32_t>(position), size[0], size[1], size[2], 0, size[3], window, scale, cap};
   const auto pieces = pieces_of(args, 0, args.size());
   if (!pieces.has_value()) return pieces.error();
   const auto found = parts_of(pieces.value(), queries);
@@ -448,7 +448,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("cap"));
 
 // An instruction set's `Kernels`; null where this machine, or this build, has it not.
 extern "C" const jaxllm::Kernels* jaxllm_kernels(const char* name) {

@@ -78,13 +78,14 @@ struct Part {
   const int32_t* position;
 };
 
-// Queries [B, T, N, H], in float32 or bfloat16, and where they stand. window < 0: none.
+// Queries [B, T, N, H], in float32 or bfloat16, and where they stand. window < 0: none. cap: what scores are bent to
+// stay within; 0: none.
 struct Queries {
   const void* q;
   bool bf16;
   const int32_t* position;
   int64_t B, T, N, K, H, window;
-  float scale;
+  float scale, cap;
 };
 
 constexpr int64_t kStrip = 16, kSpan = 512;

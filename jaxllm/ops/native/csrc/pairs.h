@@ -101,7 +101,7 @@ inline bool fold_pairs(const Rows& rows, const Part& part, int64_t begin, int64_
     pairs_products(count, kBlock, reinterpret_cast<uint32_t*>(q), H / 2, k, kBlock, H / 2, score, kBlock, false);
     for (int64_t i = 0; i < count; i++) {
       float* line = score + i * kBlock;
-      absorb(line, s.scale, nullptr, seen.mask(i / rows.G()), running[i], H);
+      absorb(s, line, nullptr, seen.mask(i / rows.G()), seen.count, running[i], H);
       put_floats(line, kBlock, true, weight, i * kBlock);
     }
     if (!paired_values(values, apart, seen, H, v)) return false;

@@ -104,6 +104,19 @@ inline bool absorb(float* line, float scale, const float* each, const int32_t* m
   return true;
 }
 
+// The same of queries that may have a cap: where they have, the first `seen` products become scores before, which are
+// bent to stay within it (Gemma 2, section 2). Infinite products are not wild then.
+inline bool absorb(const Queries& s, float* line, const float* each, const int32_t* mask, int64_t seen, Running& row,
+                   int64_t width) {
+  if (!(s.cap > 0)) return absorb(line, s.scale, each, mask, row, width);
+  const float inverse = 1 / s.cap;
+  for (int64_t j = 0; j < seen; j += kLanes) {
+    const Floats score = load<Floats>(line + j) * (each ? load<Floats>(each + j) : all_of(s.scale));
+    store(line + j, tanh_of(score * inverse) * s.cap);
+  }
+  return absorb(line, 1, nullptr, mask, row, width);
+}
+
 // Bytes of the state of a strip's rows: of each its top and total, then of each its value.
 inline size_t state_bytes(const Queries& s, int64_t tokens) { return 4 * tokens * (s.N / s.K) * (up(s.H, kLanes) + 2); }
 

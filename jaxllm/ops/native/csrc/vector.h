@@ -114,5 +114,18 @@ JAXLLM_INLINE Floats exp_of(Floats x) {
   return Floats(Ints(p * power) & kept);
 }
 
+// tanh by a polynomial below 0.625, beyond it by exp (Cephes' tanhf), within two units in the last place. NaN stays
+// NaN.
+JAXLLM_INLINE Floats tanh_of(Floats x) {
+  const Floats size = magnitude(x), e = exp_of(size * -2.0f), z = x * x;
+  Floats p = all_of(-5.70498872745e-3f);
+  p = fma(p, z, all_of(2.06390887954e-2f));
+  p = fma(p, z, all_of(-5.37397155531e-2f));
+  p = fma(p, z, all_of(1.33314422036e-1f));
+  p = fma(p, z, all_of(-3.33332819422e-1f));
+  const Floats near = fma(p * z, x, x), far = (1.0f - e) / (1.0f + e);
+  return size > 0.625f ? Floats(Bits(far) | (Bits(x) & 0x80000000u)) : near;
+}
+
 }  // namespace
 }  // namespace jaxllm
