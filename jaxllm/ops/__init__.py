@@ -1,8 +1,9 @@
 """Pure mathematics on arrays: knows neither caches nor parameters.
 
-attention: over segments, blockwise; masked: under an explicit mask. entries: keys and values as
-they are kept, int8 or not. rope, norms, activations: what their names say. pooling: one vector for
-many. native/: kernels in C++; pallas: one for GPUs.
+attention: over segments, blockwise; masked: under an explicit mask; dilated: LongNet's, by
+gathering; dilation: what it shows, and the same densely. entries: keys and values as they are kept,
+int8 or not. rope, norms, activations: what their names say. pooling: one vector for many. native/:
+kernels in C++; pallas: one for GPUs.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS
