@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.config import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema
+from jaxllm.longer import LongAttention
 from jaxllm.models.llama import LlamaConfig
 
 from .decoders import ATTENTION_BIAS, MLP_BIAS, SLIDING, read_decoder, table, write_decoder

@@ -9,8 +9,9 @@ of checkpoints on disk), located (where they are), prompts (text or ids as ids).
 compress/, bench, batchfile, harness (lm-evaluation-harness), verifying (`jaxllm.verify`). Under it
 steps (`forward`, `prefill`, `decode_step`), inputs (what they are given, checked), embed, repair
 (parts of a cache run again), checkpoint (our own form of files), programs (compiled ones that
-outlive the process), config (what a model is). At the bottom errors, whole (numbers as arguments),
-shapes (few of them), progress (bars), process (streams and Ctrl-C of a command), moved (old names).
+outlive the process), config (what a model is), longer (attention that is not dense). At the bottom
+errors, whole (numbers as arguments), shapes (few of them), progress (bars), process (streams and
+Ctrl-C of a command), moved (old names).
 """
 
 from importlib import import_module

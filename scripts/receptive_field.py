@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from jaxllm import models
 from jaxllm.cli import run_command
 from jaxllm.cli.console import write
-from jaxllm.config import LongAttention, Rope
+from jaxllm.config import Rope
 from jaxllm.evaluate.receptive import receptive_field
+from jaxllm.longer import LongAttention
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.weights.paths import Params, map_leaves
 

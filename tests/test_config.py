@@ -9,9 +9,10 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS, LongAttention
+from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS
 from jaxllm.convert.decoders import DIVISORS
 from jaxllm.errors import ConfigError
+from jaxllm.longer import LongAttention
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.weights.paths import flatten
 from tests.twins import random_model, tokens

@@ -102,6 +102,7 @@ def test_no_line_is_long(name: str) -> None:
 STOREYS = """
     errors process progress shapes moved
     whole files
+    longer
     config
     ops
     weights programs

@@ -10,8 +10,9 @@ from flax import struct
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import LongAttention, ModelConfig, Rope
+from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import ConfigError
+from jaxllm.longer import LongAttention
 from jaxllm.models.long import KINDS, infini
 from jaxllm.models.long.infini import Beside
 from jaxllm.ops.extended import attend_extended

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from jaxllm.config import LongAttention, Tokens
+from jaxllm.config import Tokens
+from jaxllm.longer import LongAttention
 from jaxllm.models.decoder import Block, Decoder, DecoderConfig, family
 
 

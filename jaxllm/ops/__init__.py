@@ -1,10 +1,10 @@
 """Pure mathematics on arrays: knows neither caches nor parameters.
 
-attention: over segments, blockwise; extended: far tokens in groups; masked: under an explicit mask.
-entries: keys and values as they are kept, int8 or not. rope, norms, activations: what their names
-say. pooling: one vector for many. dilated: LongNet's attention by gathering; dilation: what it
-shows, all at once. compressive: the memory of Infini-attention; buckets: tokens by the segments
-that they touch. native/: kernels in C++; pallas: one for GPUs.
+attention: over segments, blockwise; extended: far tokens in groups; masked: under an explicit mask;
+dilated/: LongNet's, by gathering. entries: keys and values as they are kept, int8 or not. rope,
+norms, activations: what their names say. pooling: one vector for many. compressive: the memory of
+Infini-attention; buckets: tokens by the segments that they touch. native/: kernels in C++; pallas:
+one for GPUs.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

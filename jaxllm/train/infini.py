@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from jaxllm import models
 from jaxllm.api import LM
-from jaxllm.config import LongAttention, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.longer import LongAttention
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.ops.compressive import UPDATES, Update
 from jaxllm.weights.leaves.arrays import DTYPES

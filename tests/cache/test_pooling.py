@@ -10,10 +10,10 @@ import pytest
 import jaxllm
 from jaxllm.cache import close_gaps, compact, keep, pool
 from jaxllm.cache.pooling import pooled_mass
-from jaxllm.config import LongAttention
 from jaxllm.decode.loops.overflow import Full, Pooled, PooledByUse
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.longer import LongAttention
 from jaxllm.ops import dense
 from tests.cache.caches import close, entries, filled, keys, lm_of, peek
 from tests.twins import random_model, tokens

@@ -14,11 +14,12 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jaxllm
-from jaxllm.config import LongAttention, Rope
+from jaxllm.config import Rope
 from jaxllm.convert.engine import open_hf, write_hf
 from jaxllm.convert.gguf.rotary import write_rope
 from jaxllm.decode.loops.overflow import SinksAndWindow
 from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.longer import LongAttention
 from jaxllm.models import build
 from jaxllm.ops import Part, attend
 from jaxllm.ops.extended import attend_extended

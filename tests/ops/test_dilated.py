@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxllm.ops import Part, cast, dilated
-from jaxllm.ops.dilated import attend
-from jaxllm.ops.dilation import Dilation, dense_attend, dense_weights, multiplicity
+from jaxllm.ops.dilated.attention import attend
+from jaxllm.ops.dilated.dilation import Dilation, dense_attend, dense_weights, multiplicity
 
 N, K, H = 6, 2, 5
 SCALE = 0.6

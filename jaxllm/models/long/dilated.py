@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from jaxllm.config import LongAttention
 from jaxllm.errors import ConfigError
-from jaxllm.ops import dilated
+from jaxllm.longer import LongAttention
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilation import Dilation, dense_weights
+from jaxllm.ops.dilated import attention
+from jaxllm.ops.dilated.dilation import Dilation, dense_weights
 
 
 @cache
@@ -49,7 +49,7 @@ def attend(
             "attention of kind 'dilated' goes by positions and takes no mask: leave mask_BTS out"
         )
     shown = dilations(kind, q_BTNH.shape[2])
-    out = dilated.attend(
+    out = attention.attend(
         q_BTNH,
         at_BT,
         parts,

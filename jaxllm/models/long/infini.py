@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import ops
-from jaxllm.config import LongAttention
 from jaxllm.errors import ConfigError
+from jaxllm.longer import LongAttention
 from jaxllm.ops.buckets import Buckets, in_buckets
 from jaxllm.ops.compressive import Memory, compress, empty
 

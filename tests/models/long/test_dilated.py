@@ -13,12 +13,12 @@ import pytest
 import jaxllm
 from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select, shift
 from jaxllm.compress.structure.structure import narrower
-from jaxllm.config import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.receptive import receptive_field
 from jaxllm.fixed.step import Form, check_form
+from jaxllm.longer import LongAttention
 from jaxllm.models.long import dilated as told
-from jaxllm.ops.dilation import dense_attend, multiplicity
+from jaxllm.ops.dilated.dilation import dense_attend, multiplicity
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken

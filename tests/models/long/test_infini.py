@@ -26,11 +26,11 @@ from jaxllm.cache import (
     shift,
 )
 from jaxllm.compress.structure.structure import narrower
-from jaxllm.config import LongAttention
 from jaxllm.decode.loops.endless import read_through
 from jaxllm.decode.loops.overflow import HeavyHitters, Segments
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.fixed.step import Form, fixed_step, input_shapes
+from jaxllm.longer import LongAttention
 from jaxllm.train.infini import with_memory
 from jaxllm.weights.precision import Precision, cast
 from tests.twins import random_model, tokens

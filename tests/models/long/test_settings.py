@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jaxllm import models
-from jaxllm.config import LONG_FIELDS, LongAttention
 from jaxllm.convert.engine import open_hf, read_config, write_hf
 from jaxllm.convert.gguf.settings import write_config as gguf_config
 from jaxllm.errors import ConfigError
 from jaxllm.located import DEMOS
+from jaxllm.longer import LONG_FIELDS, LongAttention
 from tests.twins import LLAMA, random_model
 
 DILATED = {"kind": "dilated", "segment_lengths": (4, 12), "dilated_ratios": (1, 3)}

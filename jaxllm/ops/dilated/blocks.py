@@ -1,0 +1,137 @@
+"""Dilated attention of a run of positions: block by block, each within one segment."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.ops.attention import Part
+from jaxllm.ops.dilated.sight import (
+    SCORES,
+    Find,
+    Sight,
+    finder,
+    first,
+    mixed,
+    read,
+    seen_by,
+    softmax,
+    streams,
+)
+
+
+def in_blocks(
+    sight: Sight, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
+) -> jax.Array:
+    """Tokens of a run of positions: block by block, each within one segment."""
+    T = q_BTNH.shape[1]
+    begin_B = first(position_BT)
+    first_B, count = begin_B - sight.reach + 1, T + sight.reach - 1
+    columns = finder(position_BT, first_B, count)
+    finders = [finder(p.position_BS, first_B, count) for p in parts]
+    found = [
+        _dilation(sight, i, q_BTNH, position_BT, begin_B, columns, parts, finders)
+        for i in range(len(sight.dilations))
+    ]
+    return mixed(sight, found, q_BTNH.dtype)
+
+
+def _dilation(
+    sight: Sight,
+    number: int,
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    begin_B: jax.Array,
+    columns: Find,
+    parts: tuple[Part, ...],
+    finders: Sequence[Find],
+) -> tuple[jax.Array, jax.Array]:
+    """What one dilation gives each token, `[B, T, N, H]`, and the logarithm of its denominator."""
+    d = sight.dilations[number]
+    B, T, N, H = q_BTNH.shape
+    K, M, r = parts[0].k_BSKH.shape[2], d.rows, d.ratio
+    head_E, kv_E, G = streams(d, K, share=not (sight.dedupe and number))
+    E = len(head_E)
+    own = -(-(T - 1) // r) + 1  # rows of a head that T positions have, at most
+    Q = min(M, own)
+    each = B * E * G * M  # scores of a row of queries
+    turn = max(1, min(Q, SCORES // each))  # rows of queries at a time
+    turns = -(-Q // turn)
+    most = (own + M - 2) // M + 1  # segments that so many rows can be of
+    step = max(1, min(most, SCORES // (each * turn * turns)))  # segments at a time
+    steps = -(-most // step)
+
+    X = steps * step
+    segment_XB = begin_B[None] // d.length + jnp.arange(X, dtype=jnp.int32)[:, None]
+    start_XB = jnp.maximum(segment_XB * M, begin_B[None] // r)
+    offset_11E1 = np.asarray(d.offsets, np.int32)[head_E].reshape(1, 1, E, 1)
+    row_111Q = np.arange(turns * turn, dtype=np.int32).reshape(1, 1, 1, -1)
+    u_XB1Q = start_XB[..., None, None] + row_111Q
+    q_at = r * u_XB1Q + offset_11E1
+    own_XB1Q = (u_XB1Q < (segment_XB[..., None, None] + 1) * M) & (row_111Q < Q)
+    column = jnp.where(own_XB1Q, columns(q_at), -1)
+    row_111M = np.arange(M, dtype=np.int32).reshape(1, 1, 1, -1)
+    k_at = r * (segment_XB[..., None, None] * M + row_111M) + offset_11E1
+    k, v, there = read(parts, finders, k_at, kv_E.reshape(1, 1, E, 1))
+    row = np.arange(B).reshape(1, B, 1, 1)
+    q_BTEGH = q_BTNH.reshape(B, T, N // G, G, H)
+    q = q_BTEGH[row, jnp.maximum(column, 0), head_E.reshape(1, 1, E, 1) // G]
+
+    def rows(
+        given: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, there: jax.Array, k_at: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        q, column, q_at = given
+        seen = seen_by(sight, number, head_E.reshape(1, 1, E, 1, 1), q_at, k_at)
+        seen &= (column >= 0)[..., None] & there[..., None, :]
+        return softmax(sight, q, k, v, seen)
+
+    def segments(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, column, q_at, *keys = given
+        one = jax.checkpoint(rows)
+        if turns == 1:
+            return one((q, column, q_at), *keys)
+        split = [
+            jnp.moveaxis(x.reshape(*x.shape[:3], turns, turn, *x.shape[4:]), 3, 0)
+            for x in (q, column, q_at)
+        ]
+        out, total = jax.lax.map(lambda given: one(given, *keys), tuple(split))
+        return tuple(  # type: ignore[return-value]
+            jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]) for x in (out, total)
+        )
+
+    def nothing(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        shape = given[0].shape
+        return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
+
+    def some(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond((given[1] >= 0).any(), segments, nothing, given)
+
+    everything = (q, column, q_at, k, v, there, k_at)
+    if steps == 1:
+        out, total = some(everything)
+    else:
+        grouped = tuple(x.reshape(steps, step, *x.shape[1:]) for x in everything)
+        out, total = (x.reshape(X, *x.shape[2:]) for x in jax.lax.map(some, grouped))
+
+    # Each token takes what the block that it is in has for it.
+    which_BT = position_BT // d.length - (begin_B // d.length)[:, None]
+    which_BT = jnp.clip(which_BT, 0, X - 1)
+    row_BT = position_BT // r - jnp.take_along_axis(start_XB.T, which_BT, axis=1)
+    stream_N = np.full(N, 0)
+    for e, head in enumerate(head_E):
+        stream_N[head : head + G] = e
+    index = (
+        which_BT[..., None],
+        np.arange(B).reshape(B, 1, 1),
+        stream_N.reshape(1, 1, N),
+        jnp.clip(row_BT, 0, Q - 1)[..., None],
+        np.arange(N).reshape(1, 1, N) % G,
+    )
+    shown = (position_BT >= 0)[..., None] & (
+        (position_BT % r)[..., None] == jnp.asarray(d.offsets, jnp.int32)[None, None]
+    )
+    return (
+        jnp.where(shown[..., None], out[index], 0.0),
+        jnp.where(shown, total[index], -jnp.inf),
+    )

@@ -1,0 +1,164 @@
+"""Dilated attention of tokens that stand anywhere: each gathers what it sees."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.ops.attention import Part
+from jaxllm.ops.dilated.dilation import Dilation
+from jaxllm.ops.dilated.sight import (
+    SCORES,
+    Find,
+    Sight,
+    finder,
+    first,
+    mixed,
+    read,
+    same_dtype,
+    seen_by,
+    softmax,
+)
+from jaxllm.ops.entries import dense
+
+
+def each_gathers(
+    sight: Sight,
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    parts: tuple[Part, ...],
+    finders: Sequence[Find] | None = None,
+) -> jax.Array:
+    """Tokens that each gather what they see: only the heads to which a dilation shows something."""
+    B, T, N, _ = q_BTNH.shape
+    K = parts[0].k_BSKH.shape[2]
+    itself = None
+    if finders is None:  # of one token
+        first_B = position_BT[:, 0] - sight.reach + 1
+        if len(parts) > 1 and parts[-1].position_BS.shape == (B, 1):  # it sees itself: no search
+            *rest, itself = parts
+            parts = tuple(rest)
+        finders = [finder(p.position_BS, first_B, sight.reach) for p in parts]
+    found = []
+    for number, d in enumerate(sight.dilations):
+        heads, rank_N, share = _heads_of(d, K, share=not (sight.dedupe and number))
+        residue_BT = position_BT % d.ratio
+        head_BTE = jnp.asarray(heads)[residue_BT]
+        row_11M = np.arange(d.rows, dtype=np.int32).reshape(1, 1, -1) * d.ratio
+        k_at = (position_BT // d.length * d.length + residue_BT)[..., None] + row_11M  # [B, T, M]
+        # As `read` has it: one part of positions `[1, B, T x E, M]`.
+        E = head_BTE.shape[-1]
+        at = jnp.broadcast_to(k_at[:, :, None], (B, T, E, d.rows)).reshape(1, B, T * E, d.rows)
+        kv = (jnp.maximum(head_BTE, 0) // (N // K)).reshape(1, B, T * E, 1)
+        k, v, there = (x.reshape(B, T, E, *x.shape[3:]) for x in read(parts, finders, at, kv))
+        if itself is not None:
+            index_BTE1 = kv.reshape(B, T, E, 1)
+            own = (
+                jnp.take_along_axis(dense(x), index_BTE1, axis=2)[:, :, :, None]
+                for x in (itself.k_BSKH, itself.v_BSKH)
+            )
+            k, v = (
+                jnp.concatenate(same_dtype(x, new), axis=3)
+                for x, new in zip((k, v), own, strict=True)
+            )
+            there = jnp.concatenate([there, jnp.ones_like(there[..., :1])], axis=-1)
+            k_at = jnp.concatenate([k_at, position_BT[..., None]], axis=-1)
+        G = N // K if share else 1
+        q_BTEGH = q_BTNH.reshape(B, T, -1, G, q_BTNH.shape[-1])
+        picked = jnp.maximum(head_BTE, 0) // G
+        q = jnp.take_along_axis(q_BTEGH, picked[..., None, None], axis=2)[:, :, :, None]
+        q_at = position_BT[:, :, None, None]
+        seen = seen_by(
+            sight, number, jnp.maximum(head_BTE, 0)[..., None, None], q_at, k_at[:, :, None]
+        )
+        real = (q_at >= 0) & (head_BTE >= 0)[..., None]
+        out, total = softmax(sight, q, k, v, seen & there[..., None, :] & real[..., None])
+        index = (
+            np.arange(B).reshape(B, 1, 1),
+            np.arange(T).reshape(1, T, 1),
+            rank_N.reshape(1, 1, N),
+            0,
+            np.arange(N).reshape(1, 1, N) % G,
+        )
+        shown = residue_BT[..., None] == jnp.asarray(d.offsets, jnp.int32)[None, None]
+        shown &= (position_BT >= 0)[..., None]
+        found.append(
+            (
+                jnp.where(shown[..., None], out[index], 0.0),
+                jnp.where(shown, total[index], -jnp.inf),
+            )
+        )
+    return mixed(sight, found, q_BTNH.dtype)
+
+
+def _heads_of(d: Dilation, kv_heads: int, share: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+    """The heads that see each residue, `[ratio, E]` and -1 for none; each head's place there; and
+    whether all heads of a key head stand there as one.
+    """
+    N = len(d.offsets)
+    if share and d.ratio == 1 and min(d.offsets) >= 0:
+        group = N // kv_heads
+        return (np.arange(kv_heads, dtype=np.int32) * group)[None], np.arange(N) // group, True
+    each = [[j for j in range(N) if d.offsets[j] == o] for o in range(d.ratio)]
+    heads = np.full((d.ratio, max(map(len, each))), -1, np.int32)
+    rank_N = np.zeros(N, int)
+    for o, found in enumerate(each):
+        heads[o, : len(found)] = found
+        rank_N[found] = range(len(found))
+    return heads, rank_N, False
+
+
+def one_by_one(
+    sight: Sight, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
+) -> jax.Array:
+    """New tokens wherever they stand."""
+
+    def one(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BNH, position_B = given
+        return each_gathers(sight, q_BNH[:, None], position_B[:, None], parts)[:, 0]
+
+    out = jax.lax.map(one, (jnp.moveaxis(q_BTNH, 1, 0), position_BT.T))
+    return jnp.moveaxis(out, 0, 1)
+
+
+def by_documents(
+    sight: Sight,
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    parts: tuple[Part, ...],
+    document_BT: jax.Array,
+) -> jax.Array:
+    """New tokens that see of each other their own document alone."""
+    B, T, N, H = q_BTNH.shape
+    rows = max(d.rows for d in sight.dilations)
+    width = max(1, min(T, SCORES // (B * N * rows * H)))  # columns at a time
+    first_B, count = first(position_BT) - sight.reach + 1, T + sight.reach - 1
+    cached = [finder(p.position_BS, first_B, count) for p in parts[:-1]]
+    row = jnp.arange(B)[None, :, None, None, None]
+
+    def some(given: tuple[jax.Array, ...]) -> jax.Array:
+        q, at_BW, column_BW, own_BW = given
+
+        def find(position: jax.Array) -> jax.Array:
+            """In the last part: as far before the query's column as before its position."""
+            wanted = position.reshape(1, B, at_BW.shape[1], -1, position.shape[-1])
+            column = (column_BW - at_BW)[None, :, :, None, None] + wanted
+            inside = (column >= 0) & (column < T) & (wanted >= 0)
+            held = row, jnp.clip(column, 0, T - 1)
+            inside &= (position_BT[held] == wanted) & (
+                document_BT[held] == own_BW[None, :, :, None, None]
+            )
+            return jnp.where(inside, column, -1).reshape(position.shape)
+
+        return each_gathers(sight, q, at_BW, parts, [*cached, find])
+
+    def turns(x: jax.Array, blank: int) -> jax.Array:
+        pad = [(0, 0), (0, -T % width), *[(0, 0)] * (x.ndim - 2)]
+        padded = jnp.pad(x, pad, constant_values=blank)
+        return jnp.moveaxis(padded.reshape(B, -1, width, *x.shape[2:]), 1, 0)
+
+    column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    given = turns(q_BTNH, 0), turns(position_BT, -1), turns(column_BT, 0), turns(document_BT, -1)
+    out = jax.lax.map(some, given)
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, H)[:, :T]
