@@ -16,6 +16,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.files import inside
 from jaxllm.models import build, param_shapes
+from jaxllm.weights.formats import can_stack
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision
@@ -65,7 +66,8 @@ def open_gguf(path: Path) -> Checkpoint:
         header, entry = stored[found.name]
         placed = _placed(header, entry, found, config, complaints)
         leaf = placed.leaf() if found.path in kept else None
-        if leaf is None:
+        single = leaf is not None and len(placed.shape) == 3 and not can_stack(leaf[0].name)
+        if leaf is None or single:  # experts that no stack can keep so: their numbers, exactly
             tensors[found.path] = placed.numbers()
         else:
             formats[found.path] = leaf[0].name

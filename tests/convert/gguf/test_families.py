@@ -167,6 +167,19 @@ def test_what_is_written_is_what_the_converter_writes(
             assert second[key].contents() == field.contents(), key
 
 
+def test_experts_that_no_stack_can_keep_are_the_packages_numbers(
+    directory: Any, tmp_path: Path
+) -> None:
+    kind, source = gguf.GGMLQuantizationType.Q4_1, directory("mixtral")
+    lm = jaxllm.load(write(tmp_path / "a.gguf", source, raw_of(kind)))
+    params, exact = dict(flatten(lm.params)), dict(flatten(jaxllm.load(source).params))
+    path = "layers.0.mlp.experts.down_proj.weight"
+    expected = gguf.quants.dequantize(gguf.quants.quantize(np.asarray(exact[path]), kind), kind)
+    np.testing.assert_array_equal(np.asarray(params[path], np.float32), expected)
+    assert format_of(params["layers.0.self_attn.o_proj.weight"]).startswith("offset")
+    assert np.isfinite(np.asarray(jaxllm.forward(lm.model, lm.params, None, IDS).logits)).all()
+
+
 def test_gemma_3_may_say_which_layers_see_a_window(directory: Any, tmp_path: Path) -> None:
     says = [False, True, True, False, True, True]
 
