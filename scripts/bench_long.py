@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "dilated_ratios": [1, 4, 16],
         }
     },
+    "infini": {"attention": {"kind": "infini", "segment_length": 2048}},
 }
 SHAPE = {
     "vocab_size": 512,
@@ -96,6 +97,8 @@ def time_layer(kind: str, length: int, repeats: int) -> Timed:
     from jaxllm.models.layers import Scope, attend
 
     config = config_of(kind)
+    if config.segment_length is not None:
+        raise ConfigError("a memory has parameters of its own: measure the model")
     rng, H = np.random.default_rng(0), config.head_dim
     q, k, v = (
         jnp.asarray(rng.standard_normal((1, length, heads, H), np.float32))

@@ -115,7 +115,8 @@ def attend(*pieces: Any, q: Any = None, at: Any = None, out: Any = None) -> Call
     at = zeros(2, 3, dtype=i32) if at is None else at
     out = shape(*q.shape, dtype=q.dtype) if out is None else out
     return lambda: call(
-        "attend", out, q, at, *pieces, scale=np.float32(1), window=np.int64(-1)
+        "attend", out, q, at, *pieces,
+        scale=np.float32(1), window=np.int64(-1), cap=np.float32(0),
     )  # fmt: skip
 
 

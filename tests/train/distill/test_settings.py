@@ -80,7 +80,7 @@ def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: P
         ({"beta": 1.5}, "beta"),
         ({"temperature": 0.0}, "temperature"),
         ({"alpha": -0.1}, "alpha"),
-        ({"hidden": "l1"}, "hidden: .*'l1'"),
+        ({"hidden": "l1"}, "hidden must be one of .*'l1'"),
         ({"top_k": 4, "on_policy": 0.5}, "leave one of them out"),
         ({"top_k": 4, "hidden": "mse"}, "need the teacher to run"),
         ({"alpha": 0.0, "on_policy": 0.5}, "with alpha 0 nothing is learned"),
