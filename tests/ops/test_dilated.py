@@ -116,7 +116,7 @@ def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> 
 
 def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few scores at a time: several segments in a row, and the queries of one in turns."""
-    monkeypatch.setattr(dilated, "SCORES", 24 * 6)
+    monkeypatch.setattr(blocks, "SCORES", 24 * 6)
     q, k, v = map(jnp.asarray, draw(1, LENGTH))
     at = jnp.asarray(UNEQUAL[:1], jnp.int32)
     for pair in (pairs((3, 1)), pairs((12, 1))):  # two segments at a time; two queries
