@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.ops import Part, cast, dilated
+from jaxllm.ops import Part, cast
+from jaxllm.ops.dilated import blocks
 from jaxllm.ops.dilated.attention import attend
 from jaxllm.ops.dilated.dilation import Dilation, dense_attend, dense_weights, multiplicity
+from jaxllm.ops.dilated.sight import Sight
 
 N, K, H = 6, 2, 5
 SCALE = 0.6
@@ -122,8 +124,8 @@ def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     for pair in (pairs((3, 1)), pairs((12, 1))):  # two segments at a time; two queries
 
         def ours(q: Any, k: Any, v: Any) -> Any:
-            sight = dilated.Sight(pair, SCALE, None, False, False)  # noqa: B023
-            return dilated._in_blocks(sight, q, at, (Part(k, v, at),))
+            sight = Sight(pair, SCALE, None, False, False)  # noqa: B023
+            return blocks.in_blocks(sight, q, at, (Part(k, v, at),))
 
         def oracle(q: Any, k: Any, v: Any) -> Any:
             return dense_attend(q, at, [Part(k, v, at)], pair, scale=SCALE)  # noqa: B023
