@@ -47,7 +47,7 @@ def oracle(lm: Any, patch: pytest.MonkeyPatch) -> Any:
     """From now on all that is traced is one softmax with multiplicities: the same model, for which
     nothing was traced before.
     """
-    patch.setattr(told.dilated, "attend", densely)
+    patch.setattr(told.attention, "attend", densely)
     model, params = lm
     return model.clone(config=dataclasses.replace(model.config, max_position_embeddings=98)), params
 
@@ -160,7 +160,7 @@ def test_it_trains_as_its_documents_would_one_by_one(monkeypatch: pytest.MonkeyP
         return sum(outs)
 
     model = oracle(lm, monkeypatch)[0]
-    monkeypatch.setattr(told.dilated, "attend", apart)
+    monkeypatch.setattr(told.attention, "attend", apart)
     expected = gradient(model, rows)
     jax.tree.map(close, found, expected)
 
