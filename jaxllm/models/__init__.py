@@ -5,8 +5,7 @@ smollm3: the families, a row each in `FAMILIES`; family: what a row says. decode
 are; experts: those of which a token runs a part; modules: what names parameters; layers: what is
 computed; long/: attention that is not dense. A family's file has its configuration too, which says
 what its rotary settings and windows are (`ModelConfig.rotary`, `.window`). How its checkpoints are
-read, its table in `convert` says; docs/add_a_family.md
-goes through all of it.
+read, its table in `convert` says; docs/add_a_family.md goes through all of it.
 """
 
 from functools import cache
