@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxllm import checkpoint, models
+from jaxllm import checkpoint
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
@@ -38,6 +38,7 @@ from jaxllm.errors import (
 )
 from jaxllm.forms import open_path, read_texts, texts_files
 from jaxllm.located import resolve
+from jaxllm.mesh import Axes, placed
 from jaxllm.options import GenerateOptions, Kind, check_options, described, row_options
 from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
@@ -120,8 +121,7 @@ class LM:
         positions, or whose angles follow the text's length, and for numbers that collide.
         """
         config = self.config.self_extended(group_size, neighbor_window)
-        model = models.build(config, self.model.precision)
-        return dataclasses.replace(self, config=config, model=model)
+        return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
 
     @overload
     def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Completion: ...
@@ -348,6 +348,8 @@ def load(
     quantize: Rules | None = None,
     adapters: Adapters = (),
     place: Place | None = None,
+    mesh: str | Axes | None = None,
+    exact: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
@@ -362,8 +364,10 @@ def load(
     directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that `generate` is to
     know them by, or a list of them, which go by their
     own; the first is taken where none is named. place: told an array's path and the array, says its
-    device or its sharding, None for the default. show_progress: by default where stderr is a
-    terminal.
+    device or its sharding, None for the default. mesh: the devices that the model is spread over, as
+    "data=2,tensor=4" (`jaxllm.mesh`), in place of `place`; each reads its own share. exact: there,
+    the bits of one device, for twice as much that is sent. show_progress: by default where stderr
+    is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
@@ -373,6 +377,8 @@ def load(
         quantize,
         adapters=adapters,
         place=place,
+        mesh=mesh,
+        exact=exact,
         show_progress=show_progress,
     )
 
@@ -384,6 +390,8 @@ def load_opened(
     *,
     adapters: Adapters = (),
     place: Place | None = None,
+    mesh: str | Axes | None = None,
+    exact: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """`load` of a checkpoint that has been opened."""
@@ -395,14 +403,15 @@ def load_opened(
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
+    model, into = placed(opened.config, precision, place, mesh, exact)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
         reading = beside.submit(read_texts, opened)
-        params = checkpoint.load_params(opened, precision, place=place, show_progress=show_progress)
+        params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)
     texts = reading.result()
     params, names = with_directories(opened.config, params, adapters)
     return LM(
         config=opened.config,
-        model=models.build(opened.config, precision),
+        model=model,
         params=params,
         tokenizer=texts.tokenizer,
         generation=opened.generation,
