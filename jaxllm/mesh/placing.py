@@ -21,7 +21,7 @@ from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.rules import WHOLE, Split, split_of
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.lazy import LazyTensor, joined
-from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares, alike
 from jaxllm.weights.reading import Whole
@@ -78,8 +78,14 @@ class Shared(Whole):
     def leaf(self, path: str, weight: Weight) -> Weight:
         split = split_of(self._config, self._exact, path)
         if isinstance(weight, Adapted):
-            return self._adapted(path, weight, split)
+            return self._adapted(path, weight, split, self._split(path, bare(weight), split))
         return self._split(path, weight, split)
+
+    def beside(self, path: str, weight: Weight) -> Weight:
+        if not isinstance(weight, Adapted):
+            return weight
+        split = split_of(self._config, self._exact, path)
+        return self._adapted(path, weight, split, bare(weight))
 
     def tensor(
         self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
@@ -108,8 +114,9 @@ class Shared(Whole):
         return self._of(cut, tensor.shape, share)
 
     def _split(self, path: str, weight: Weight, split: Split) -> Weight:
-        if isinstance(weight, Shares) or split is WHOLE:
-            return self._whole(weight)
+        if split is WHOLE:
+            placed: Weight = jax.device_put(weight, NamedSharding(self._mesh, P()))
+            return placed
         cut = cut_of(path, weight.shape, split, self._axes)
         leaf = as_leaf(weight)
 
@@ -158,27 +165,17 @@ class Shared(Whole):
         parts = jax.tree.unflatten(jax.tree.structure(shares[0]), joint)
         return Shares(parts, split.axis, split.runs, cut.size)
 
-    def _whole(self, weight: Weight) -> Weight:
-        if isinstance(weight, Shares):
-            return weight
-        placed: Weight = jax.device_put(weight, NamedSharding(self._mesh, P()))
-        return placed
-
-    def _adapted(self, path: str, weight: Adapted, split: Split) -> Adapted:
-        """An adapter's pieces beside its weight, which is cut already."""
-        inner = weight.weight
-        if isinstance(inner, Adapted):
-            inner = self._adapted(path, inner, split)
-        elif not isinstance(inner, Shares):
-            inner = self._split(path, inner, split)
-        known = weight
-        if weight.magnitude is not None and weight.norm is None:
-            known = weight.replace(norm=weight.norms())
+    def _adapted(self, path: str, weight: Adapted, split: Split, inner: Weight) -> Adapted:
+        """An adapter's pieces beside a weight, `inner`, that is where it is to be."""
+        measured = weight.magnitude is not None and weight.norm is None
+        known = weight.replace(norm=weight.norms()) if measured else weight
         fields = {
             name: self._split(f"{path}.{name}", x, role)
             for name, role in adapted_splits(known, split).items()
             if (x := getattr(known, name)) is not None
         }
+        if isinstance(weight.weight, Adapted):
+            inner = self._adapted(path, weight.weight, split, inner)
         adapted: Adapted = known.replace(weight=inner, **fields)
         return adapted
 

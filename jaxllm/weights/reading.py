@@ -28,6 +28,10 @@ class Whole:
         """The parameter at `path`, where it is to be."""
         return put(weight, self._place, path)
 
+    def beside(self, path: str, weight: Weight) -> Weight:
+        """The same of one that has come, now that something may stand beside it (an adapter)."""
+        return weight
+
     def tensor(
         self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
     ) -> Weight:
