@@ -33,5 +33,7 @@ def placed(
         return models.build(config, precision), None if place is None else Whole(place)
     if place is not None:
         raise ConfigError("mesh= says where every array is, and so does place=: give one of them")
-    model: Any = meshed(config, precision, parse(mesh) if isinstance(mesh, str) else mesh, exact=exact)
+    model: Any = meshed(
+        config, precision, parse(mesh) if isinstance(mesh, str) else mesh, exact=exact
+    )
     return model, model.reader()

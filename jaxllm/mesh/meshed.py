@@ -162,9 +162,7 @@ class Meshed(nn.Module, Placed):
         layers = tuple(
             Layer(
                 attention_norm=stream,
-                attention=Attended(
-                    heads, groups, groups, heads, stream, mass, memory[i] or stream
-                ),
+                attention=Attended(heads, groups, groups, heads, stream, mass, memory[i] or stream),
                 mlp_norm=stream,
                 mlp_hidden=P(rows, None, HEADS),
                 mlp=stream,
@@ -177,9 +175,7 @@ class Meshed(nn.Module, Placed):
         return Trace(stream, layers, stream, stream)
 
 
-def meshed(
-    config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False
-) -> Meshed:
+def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False) -> Meshed:
     """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
     axes = fitted(axes, config)
     mesh_of(axes)

@@ -229,7 +229,8 @@ def per_device(tree: Any) -> dict[int, int]:
     found: dict[int, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
-            found[shard.device.id] = found.get(shard.device.id, 0) + math.prod(
-                shard.data.shape
-            ) * shard.data.dtype.itemsize
+            found[shard.device.id] = (
+                found.get(shard.device.id, 0)
+                + math.prod(shard.data.shape) * shard.data.dtype.itemsize
+            )
     return found

@@ -86,7 +86,9 @@ def split_of(config: ModelConfig, exact: bool, path: str) -> Split:
     """What a device has of the parameter at `path`. Raises ConfigError where no rule names it."""
     found = first_match(rules(config, exact), path)
     if found is None:
-        raise ConfigError(f"{path}: no rule says how it is split over devices ({config.model_type})")
+        raise ConfigError(
+            f"{path}: no rule says how it is split over devices ({config.model_type})"
+        )
     return found
 
 

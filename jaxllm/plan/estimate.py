@@ -102,11 +102,12 @@ class Plan:
 
     @property
     def token_time(self) -> float:
-        """Of one token of each row: stages work one after the other, and on other rows meanwhile
-        where there are as many groups of rows as stages."""
-        ticks = max(self.stages, self.asked.microbatches)
-        stage = max(self.read_time, self.compute_time / self.asked.microbatches)
-        return ticks * stage + self.traffic_time
+        """Of one token of each row: a group of rows passes all stages before its next token, and
+        each stage works on the other groups meanwhile. A tick reads a stage's weights once."""
+        groups, h = self.asked.microbatches, self.asked.hardware
+        reading = (self.weights.read + self.cache / groups) / h.bandwidth
+        tick = max(reading, self.compute_time / groups)
+        return max(self.stages, groups) * tick + self.traffic_time
 
     @property
     def tokens_per_second(self) -> float:

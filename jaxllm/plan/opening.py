@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from jaxllm.api import open_checkpoint
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.convert.engine import read_config
 from jaxllm.files import read_json
+from jaxllm.loading import open_checkpoint
 from jaxllm.weights.precision import Precision
 
 

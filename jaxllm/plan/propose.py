@@ -14,7 +14,7 @@ Goal = Literal["latency", "throughput"]
 
 
 def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
-    """Data x stage x expert x tensor for so many devices, of which none is refused for this model."""
+    """Data x stage x expert x tensor for so many devices, where they divide the model."""
     config = asked.opened.config
     for tensor in _divisors(devices):
         for expert in _divisors(devices // tensor):
@@ -27,9 +27,7 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
                 if isinstance(config, MixtureConfig) and config.num_experts % expert:
                     continue
                 try:
-                    yield fitted(
-                        Axes(data=data, stage=stage, expert=expert, tensor=tensor), config
-                    )
+                    yield fitted(Axes(data=data, stage=stage, expert=expert, tensor=tensor), config)
                 except ConfigError:
                     continue
 

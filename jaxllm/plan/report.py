@@ -12,7 +12,8 @@ def text(plan: Plan) -> str:
     """All of a plan, in lines."""
     asked, h = plan.asked, plan.asked.hardware
     lines = [
-        f"{asked.opened.directory.name} on {asked.axes}: {asked.batch} rows of {asked.context} tokens",
+        f"{asked.opened.directory.name} on {asked.axes}, {asked.batch} rows of {asked.context}"
+        " tokens",
         "",
         "bytes on each device",
         f"  weights    {_size(plan.weights.held):>10}   of which a step reads"

@@ -48,7 +48,8 @@ def weights(
             count //= axes.stage
         held += count
         table = path.removesuffix(".weight") in tables
-        if not table or config.tie_word_embeddings and path == f"{tables[0]}.weight":
+        head = config.tie_word_embeddings and path == f"{tables[0]}.weight"
+        if head or not table:
             read += round(count * share_read(config, shape.ndim, rows))
     return Weights(held, read)
 

@@ -11,7 +11,10 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
+from jaxllm.models import family
 from jaxllm.models.experts import MixtureConfig
+from jaxllm.weights.formats import parse
+from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.precision import Precision
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
@@ -62,7 +65,9 @@ def step(
     layers = config.num_hidden_layers // axes.stage
     found: list[Collective] = []
     if tensor > 1:
-        found.append(Collective("embeddings", "all-reduce", "tensor", tensor, 1, each * D * 4))
+        table = parse(precision.format_at(f"{family(config.model_type).tokens}.weight", 2)).exact_in
+        rows_of = each * D * np.dtype(DTYPES[table]).itemsize
+        found.append(Collective("embeddings", "all-reduce", "tensor", tensor, 1, rows_of))
         logits = rows * config.vocab_size * 4
         found.append(Collective("logits", "all-gather", "tensor", tensor, 1, logits))
         inputs = (
@@ -84,9 +89,7 @@ def step(
     if axes.stage > 1:
         ticks = groups + axes.stage - 1
         block = -(-rows // groups) * tokens * D * width
-        found.append(
-            Collective("stages", "collective-permute", "stage", axes.stage, ticks, block)
-        )
+        found.append(Collective("stages", "collective-permute", "stage", axes.stage, ticks, block))
     if axes.sequence > 1:
         keys = 2 * each // axes.sequence * config.num_key_value_heads // axes.tensor
         block = keys * config.head_dim * width
@@ -96,9 +99,7 @@ def step(
         )
     if axes.expert > 1 and isinstance(config, MixtureConfig):
         routed = each * config.num_experts_per_tok * D * width
-        found.append(
-            Collective("experts", "all-to-all", "expert", axes.expert, 2 * layers, routed)
-        )
+        found.append(Collective("experts", "all-to-all", "expert", axes.expert, 2 * layers, routed))
     return found
 
 
