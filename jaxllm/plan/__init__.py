@@ -3,5 +3,7 @@
 hardware: devices by name or by numbers. sizes: bytes on each device, by the table of shardings.
 traffic: the collectives of a step, their number and bytes. estimate: what both take on a device's
 peaks, and the largest batch and context. propose: the meshes of a number of devices, the best
-first. The counts are those of compiled programs (`mesh.counts`); times are bounds from data sheets.
+first. simulate: many requests on many replicas. opening: a checkpoint, or its configuration alone;
+report: plans as text. Collectives and bytes are those of compiled programs (`mesh.counts`); times
+are bounds from data sheets.
 """

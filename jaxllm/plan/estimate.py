@@ -6,6 +6,7 @@ of overheads, or of communication that is hidden behind arithmetic.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from jaxllm.checkpoint import Checkpoint
@@ -130,7 +131,7 @@ def plan(asked: Asked) -> Plan:
     keys = _attention(asked, asked.context)
     prompt = chunks * (
         max(held.read / h.bandwidth, rows * chunk * (flops + keys / 2) / h.flops)
-        + _seconds(prefill, h)
+        + _seconds(prefill, asked)
     )
     return Plan(
         asked,
@@ -141,7 +142,7 @@ def plan(asked: Asked) -> Plan:
         prefill,
         read / h.bandwidth,
         rows * (flops + keys) / h.flops,
-        _seconds(decode, h),
+        _seconds(decode, asked),
         prompt * (1 + (asked.axes.stage - 1) / max(1, chunks)),
         _most(lambda n: _bytes(asked, held.held, n, capacity), h),
         _most(lambda n: _bytes(asked, held.held, asked.batch, n), h),
@@ -193,11 +194,13 @@ def _attention(asked: Asked, slots: int) -> float:
     return 4 * heads * config.head_dim * slots / (axes.tensor * axes.copies * axes.stage)
 
 
-def _seconds(found: list[Collective], h: Hardware) -> float:
-    """Over the node's own link where an axis stays within it."""
+def _seconds(found: list[Collective], asked: Asked) -> float:
+    """Over the node's own link where an axis, with those within it, stays in a node."""
+    h, axes = asked.hardware, asked.axes
     total = 0.0
     for c in found:
-        total += c.sent / (h.link if c.over <= h.node else h.across) + c.count * h.latency
+        inner = math.prod(axes.sizes[axes.names.index(c.axis) :])
+        total += c.sent / (h.link if inner <= h.node else h.across) + c.count * h.latency
     return total
 
 

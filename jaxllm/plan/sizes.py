@@ -5,7 +5,9 @@ smaller leaf, so what it takes is what the format says of a smaller shape.
 """
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +16,9 @@ from jaxllm import models
 from jaxllm.cache.kv import init_cache
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
-from jaxllm.mesh.rules import share_of, split_of
+from jaxllm.mesh.placing import cut_of
+from jaxllm.mesh.rules import WHOLE, share_of, split_of
 from jaxllm.models.experts import share_read
 from jaxllm.weights.formats import parse
 from jaxllm.weights.paths import flatten
@@ -64,14 +66,10 @@ def _bytes(
 ) -> int:
     """Of one device's share of a parameter."""
     split = split_of(opened.config, exact, path)
-    over, local = axes.over(split.over), list(shape.shape)
-    at = len(local) - 2 + split.axis if len(local) > 1 else 0
-    if local[at] % over:
-        raise ConfigError(
-            f"{path}: axis {split.axis} of size {local[at]} does not divide over"
-            f" {'+'.join(split.over)}={over}"
-        )
-    local[at] //= over
+    local, over = list(shape.shape), axes.over(split.over)
+    if split is not WHOLE:
+        cut = cut_of(path, shape.shape, split, axes)
+        local[-1 if split.axis or len(local) == 1 else -2] = cut.each * split.runs
     name = opened.formats.get(path) or precision.formats_at(path, len(local))[-1]
     pieces = parse(name).expected(tuple(local))
     if any(None in piece for piece, _ in pieces.values()):  # of a size that the numbers decide
@@ -83,14 +81,21 @@ def _bytes(
 def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capacity: int) -> int:
     """Bytes of one device's part of a cache of so many rows with room for so many tokens."""
     rows = -(-rows // axes.data)
-    share = share_of(config, axes)
-    made = jax.eval_shape(lambda: init_cache(share, rows, 8, dtype=precision.cache))
-    keys = (made.tail.k, made.tail.v)
-    token = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(keys)) // 8
-    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.memory))
-    slots = rows * 9  # position, token, whether it was patched
-    shared = axes.stage * axes.sequence
-    return -(-token * capacity // shared) + rest // axes.stage + slots * capacity
+    slot, memory = _row(share_of(config, axes), precision.cache)
+    described = 9 * rows * capacity  # a slot's position, its token, whether it was patched
+    keys = -(-slot * rows * capacity // (axes.stage * axes.sequence))
+    return keys + memory * rows // axes.stage + described
+
+
+@functools.cache
+def _row(share: ModelConfig, dtype: str) -> tuple[int, int]:
+    """Bytes of a slot's keys and values in all layers, and of a row's memory."""
+    made = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
+
+    def count(tree: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    return count((made.tail.k, made.tail.v)), count(made.memory)
 
 
 def working(config: ModelConfig, axes: Axes, rows: int, tokens: int, slots: int) -> int:

@@ -68,7 +68,7 @@ def step(
         table = parse(precision.format_at(f"{family(config.model_type).tokens}.weight", 2)).exact_in
         rows_of = each * D * np.dtype(DTYPES[table]).itemsize
         found.append(Collective("embeddings", "all-reduce", "tensor", tensor, 1, rows_of))
-        logits = rows * config.vocab_size * 4
+        logits = rows * -(-config.vocab_size // tensor) * tensor * 4
         found.append(Collective("logits", "all-gather", "tensor", tensor, 1, logits))
         inputs = (
             ("attention", config.num_attention_heads * config.head_dim),
