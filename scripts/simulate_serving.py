@@ -1,6 +1,6 @@
 """The tables of docs/scale.md: plans of a 70B model from one device to many, and fleets simulated.
 
-    python scripts/simulate_serving.py --markdown docs/scale_tables.md
+    python scripts/simulate_serving.py docs/scale.md
 
 Nothing is run but arithmetic: times are bounds from data sheets (`jaxllm.plan`), arrivals a Poisson
 process with a seed. The same numbers on every machine.
@@ -102,7 +102,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def markdown() -> str:
+def tables() -> dict[str, str]:
+    """The page's tables, by name."""
     places = [
         [
             name,
@@ -132,30 +133,40 @@ def markdown() -> str:
                 f"{computed:.0%}",
             ]
         )
-    return (
-        table(
+    return {
+        "places": table(
             ["70B in bfloat16, 8,192 tokens a row", "mesh", "rows", "GB a device: weights + cache",
              "ms a token", "tokens/s", "of it communication", "idle in prompts", "most rows"],
             places,
-        )
-        + "\n"
-        + table(
+        ),
+        "fleets": table(
             ["fleet", "first token, s: median", "99 %", "then ms a token: median", "99 %",
              "prompt tokens run"],
             served,
-        )
-    )  # fmt: skip
+        ),
+    }  # fmt: skip
+
+
+def filled(text: str) -> str:
+    """A page with each table after the line that names it, in place of one that is there."""
+    for name, rows in tables().items():
+        mark = f"<!-- table: {name}, by scripts/simulate_serving.py -->\n"
+        before, _, after = text.partition(mark)
+        rest = after.lstrip("\n")
+        while rest.startswith("|"):
+            rest = rest.partition("\n")[2]
+        text = f"{before}{mark}\n{rows}{rest if rest.startswith(chr(10)) else chr(10) + rest}"
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--markdown", type=Path, help="where the tables go; by default stdout")
-    where = parser.parse_args().markdown
-    text = markdown()
-    if where is None:
-        print(text, end="")
+    parser.add_argument("page", type=Path, nargs="?", help="the page whose tables are made again")
+    page = parser.parse_args().page
+    if page is None:
+        print("\n".join(tables().values()), end="")
     else:
-        where.write_text(text, encoding="utf-8")
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
