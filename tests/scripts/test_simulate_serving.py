@@ -1,6 +1,7 @@
 """The tables of the page on scale are what the script makes."""
 
 from simulate_serving import filled
+
 from tests.conftest import ROOT
 
 
