@@ -65,8 +65,7 @@ def test_a_file_of_noise_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     small |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setattr(family_speed, "CONFIGS", {"llama": small})
     family_speed.write("llama", "Q8_0", tmp_path / "noise.gguf")
-    with pytest.warns(UserWarning, match="tokenizer"):
-        lm = jaxllm.load(tmp_path / "noise.gguf")
+    lm = jaxllm.load(tmp_path / "noise.gguf")
     logits = np.asarray(jaxllm.forward(lm.model, lm.params, None, [[1, 2, 3]]).logits)
     assert np.isfinite(logits).all()
     assert logits.std() > 0
