@@ -140,17 +140,24 @@ def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool
     """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
     axes = fitted(axes, config)
     mesh_of(axes)
-    over = axes.over(HEADS)
-    if precision.int8_inputs and over > 1 and not exact:
-        widths = {name: getattr(config, name) for name in models.family(config.model_type).widths}
-        heads = config.num_attention_heads * config.head_dim
-        for name, size in {"the heads' width": heads, **widths}.items():
-            if size // over % ROUNDED:
-                raise ConfigError(
-                    f"int8_inputs rounds inputs in blocks of {ROUNDED} columns, and {name} {size}"
-                    f" over tensor={over} would cut one: take the exact mode, which does not"
-                )
+    if not exact:
+        check_rounding(config, precision, axes)
     return Meshed(config=config, precision=precision, axes=axes, exact=exact)
+
+
+def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> None:
+    """Raises ConfigError where inputs are rounded in blocks, one of which would be cut."""
+    over = axes.over(HEADS)
+    if not precision.int8_inputs or over == 1:
+        return
+    widths = {name: getattr(config, name) for name in models.family(config.model_type).widths}
+    heads = config.num_attention_heads * config.head_dim
+    for name, size in {"the heads' width": heads, **widths}.items():
+        if size // over % ROUNDED:
+            raise ConfigError(
+                f"int8_inputs rounds inputs in blocks of {ROUNDED} columns, and {name} {size}"
+                f" over tensor={over} would cut one: take the exact mode, which does not"
+            )
 
 
 @cache

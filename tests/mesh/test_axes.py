@@ -8,6 +8,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh import Axes, meshed
 from jaxllm.mesh.axes import parse
 from jaxllm.mesh.counts import Count, counts
+from jaxllm.mesh.meshed import check_rounding
 from jaxllm.mesh.rules import WHOLE, fitted, split_of
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
@@ -41,11 +42,9 @@ def test_what_is_no_mesh_is_refused_by_name(text: str, said: str) -> None:
 
 
 def test_more_devices_than_there_are_are_refused_with_the_way_to_have_them() -> None:
-    model, _ = one("llama", num_attention_heads=16, num_key_value_heads=16, intermediate_size=64)
-    with pytest.raises(
-        ConfigError, match=r"is of 16 devices, 8 cpu devices are there.*_DEVICES=16"
-    ):
-        meshed(model.config, Precision(), parse("tensor=16"))
+    config = one("llama")[0].config
+    with pytest.raises(ConfigError, match=r"is of 8 devices, 1 cpu device is there.*_DEVICES=8 in"):
+        meshed(config, Precision(), parse("data=2,tensor=4"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,7 +74,8 @@ def test_what_does_not_divide_is_refused_by_name_size_and_axis() -> None:
     config = one("llama")[0].config
     with pytest.raises(ConfigError, match="num_attention_heads 8 does not divide over tensor=3"):
         fitted(Axes(tensor=3), config)
-    config = one("llama", num_attention_heads=12, num_key_value_heads=3, head_dim=4)[0].config
+    three = {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
+    config = one("llama", **three)[0].config
     with pytest.raises(ConfigError, match="num_key_value_heads 3 does not divide over tensor=4"):
         fitted(Axes(tensor=4), config)
     config = one("llama", intermediate_size=52)[0].config
@@ -98,9 +98,9 @@ def test_a_mesh_and_places_are_not_given_at_once() -> None:
 
 def test_inputs_that_are_rounded_in_blocks_are_not_cut_inside_one() -> None:
     config, precision = one("llama")[0].config, Precision(int8_inputs=True)
+    check_rounding(config, Precision(), Axes(tensor=2))
     with pytest.raises(ConfigError, match="the heads' width 48 over tensor=2 would cut one"):
-        meshed(config, precision, parse("tensor=2"))
-    meshed(config, precision, parse("tensor=2"), exact=True)
+        check_rounding(config, precision, Axes(tensor=2))
 
 
 def test_collectives_are_counted_by_kind_and_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Every family on every mesh, in every kind of number: the same tokens, logits apart by rounding."""
+"""Every family on every mesh, in each kind of number: the same tokens, logits but for rounding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from jaxllm.weights.precision import Precision
 from tests.mesh.made import FAMILIES, WIDE, largest_difference, one, spread
 from tests.twins import tokens
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.devices]
 
 MESHES = ("tensor=2", "tensor=4", "tensor=8", "data=2,tensor=2", "data=2,tensor=4")
 PRECISIONS = {
