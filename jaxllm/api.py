@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxllm import checkpoint, models
+from jaxllm import checkpoint
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
     Completion,
@@ -114,8 +114,7 @@ class LM:
         positions, or whose angles follow the text's length, and for numbers that collide.
         """
         config = self.config.self_extended(group_size, neighbor_window)
-        model = models.build(config, self.model.precision)
-        return dataclasses.replace(self, config=config, model=model)
+        return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
 
     @overload
     def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Completion: ...

@@ -5,13 +5,14 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxllm import checkpoint, models
+from jaxllm import checkpoint
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.api import LM
 from jaxllm.forms import open_path, read_texts
 from jaxllm.located import resolve
+from jaxllm.mesh import Axes, placed
 from jaxllm.settings import UNSUPPORTED
-from jaxllm.weights.paths import Place
+from jaxllm.weights.paths import Place, map_leaves
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
 
@@ -23,6 +24,8 @@ def load(
     quantize: Rules | None = None,
     adapters: Adapters = (),
     place: Place | None = None,
+    mesh: str | Axes | None = None,
+    exact: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
@@ -37,8 +40,10 @@ def load(
     directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that `generate` is to
     know them by, or a list of them, which go by their
     own; the first is taken where none is named. place: told an array's path and the array, says its
-    device or its sharding, None for the default. show_progress: by default where stderr is a
-    terminal.
+    device or its sharding, None for the default. mesh: the devices that the model is spread over,
+    as "data=2,tensor=4" (`jaxllm.mesh`), in place of `place`; each has its own share, and no more.
+    exact: there, the bits of one device, for twice as much that is sent. show_progress: by default
+    where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
@@ -48,6 +53,8 @@ def load(
         quantize,
         adapters=adapters,
         place=place,
+        mesh=mesh,
+        exact=exact,
         show_progress=show_progress,
     )
 
@@ -59,6 +66,8 @@ def load_opened(
     *,
     adapters: Adapters = (),
     place: Place | None = None,
+    mesh: str | Axes | None = None,
+    exact: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """`load` of a checkpoint that has been opened."""
@@ -70,14 +79,17 @@ def load_opened(
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
+    model, into = placed(opened.config, precision, place, mesh, exact)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
         reading = beside.submit(read_texts, opened)
-        params = checkpoint.load_params(opened, precision, place=place, show_progress=show_progress)
+        params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)
     texts = reading.result()
     params, names = with_directories(opened.config, params, adapters)
+    if into is not None and names:
+        params = map_leaves(into.beside, params)
     return LM(
         config=opened.config,
-        model=models.build(opened.config, precision),
+        model=model,
         params=params,
         tokenizer=texts.tokenizer,
         generation=opened.generation,
