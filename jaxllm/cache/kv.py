@@ -236,10 +236,15 @@ def _empty_cache(
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
     )
-    if spread is None:
+    return where_placed(cache, spread)
+
+
+def where_placed(cache: KVCache, model: Any) -> KVCache:
+    """In a compiled program, a cache on the devices that its model says; most say nothing."""
+    if not isinstance(model, Placed):
         return cache
     named, structure = named_arrays(cache)
-    placed = [jax.lax.with_sharding_constraint(x, spread.place(path, x)) for path, x in named]
+    placed = [jax.lax.with_sharding_constraint(x, model.place(path, x)) for path, x in named]
     made: KVCache = jax.tree.unflatten(structure, placed)
     return made
 
@@ -302,11 +307,11 @@ def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
     return step(grown, delta).replace(frozen=frozen)
 
 
-def unchecked_commit(cache: KVCache, delta: Delta) -> KVCache:
-    """`commit` without its checks, for use inside compiled programs."""
+def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] = ()) -> KVCache:
+    """`commit` without its checks, for use inside compiled programs; after: see `at_cursor`."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    written = at_cursor(cache.cursor, cache.tail, cast_like(delta, cache.tail))
+    written = at_cursor(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
     return cache.replace(
         tail=written,
         cursor=cache.cursor + columns,
