@@ -22,6 +22,7 @@ from jaxllm.steps import _decode_step, _prefill
 from jaxllm.weights.precision import Precision
 from tests.mesh.made import FAMILIES, WIDE, one, spread
 
+pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
 ROWS, SLOTS, CHUNK = 4, 32, 8
 CASES = [
