@@ -39,7 +39,7 @@ def tell(rng: Random, width: int) -> Iterator[Part]:
     """A text of about `width` tokens, without end: kinds are met, each with a name of its own, and
     each is asked for once, later.
     """
-    slots = width // SENTENCE
+    slots = max(6, width // SENTENCE)
     count = min(len(KINDS) - 1, width // PER_FACT)
     said: dict[int, list[Part]] = {}
     for kind, name in zip(rng.sample(KINDS, count), rng.sample(FRIENDS, count), strict=True):

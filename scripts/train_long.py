@@ -3,12 +3,12 @@
     python scripts/train_long.py --out long-models --picture docs/long_recall.png
 
 They differ in attention alone: dense, a sliding window, LongNet's dilated, Infini-attention. A text
-tells facts early and asks for them late (scripts/long_data.py), first over two windows, then over
-more. Then `jaxllm recall` hides a fact at the begin of longer and longer texts. The loop, the
-optimiser and the numbers that weights start from are those of scripts/train_demo.py; an interrupted
-run goes on where it was, and the same seed gives the same bytes on one machine.
+tells facts early and asks for them late (scripts/long_data.py), first within a window, then over
+more and more. Then `jaxllm recall` hides a fact at the begin of longer and longer texts. The loop,
+the optimiser and the numbers that weights start from are those of scripts/train_demo.py; an
+interrupted run goes on where it was, and the same seed gives the same bytes on one machine.
 
-    jaxllm recall long-models/infini --texts meetings --lengths 64,256,512 --depths 0,0.5,1
+    jaxllm recall long-models/long-infini --texts meetings --lengths 64,256,512 --depths 0,0.5,1
 """
 
 import argparse
@@ -21,12 +21,13 @@ from typing import Any
 
 import demo_data
 import jax
-from demo_files import save
+from demo_files import save_native
 from long_data import Lasting, Stretch, corpus
 from tokenizers import Tokenizer
 from train_demo import Mixed, init_params
 
 import jaxllm
+from jaxllm.checkpoint import claim
 from jaxllm.evaluate.recall.grid import Cell, recall
 from jaxllm.files import writing
 from jaxllm.longer import LongAttention
@@ -61,8 +62,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "infini": {"attention": LongAttention(kind="infini", segment_length=WINDOW)},
 }
-# First over two windows, where copying a name is learned, then from farther and farther away.
-STRETCHES = (Stretch(200, 32, 128), Stretch(200, 16, 256), Stretch(150, 8, 512))
+# First within a window, where all four compute the same and copying a name is learned, then from
+# farther and farther away: gradients go through eight segments in the end.
+STRETCHES = (
+    Stretch(150, 64, 64),
+    Stretch(150, 32, 128),
+    Stretch(150, 16, 256),
+    Stretch(100, 8, 512),
+)
 WARM, FLOOR = 20, 1 / 30
 WINDOWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # that texts are long when they are asked about
 TRIES = 48
@@ -116,11 +123,15 @@ def measured(lm: jaxllm.LM, windows: Sequence[int], tries: int, seed: int) -> li
     )
 
 
-def make(kind: str, out: Path, share: float, seed: int) -> float:
-    """Train a kind and save it to `out / kind`; the seconds that it took."""
+def make(kind: str, directory: Path, share: float, seed: int) -> float:
+    """Train a kind and save it to a directory; the seconds that it took.
+
+    Raises CheckpointError, before it begins, where there is a checkpoint.
+    """
+    claim(directory)
     stretches = tuple(Stretch(max(1, round(s.steps * share)), s.rows, s.width) for s in STRETCHES)
     tokenizer = demo_data.train_tokenizer(corpus(seed), VOCAB_SIZE)
-    work, began = out / f".{kind}.training", time.monotonic()
+    work, began = directory.with_name(f".{directory.name}.training"), time.monotonic()
     params = learned(kind, tokenizer, stretches, seed, work)
     seconds = time.monotonic() - began
     half = jaxllm.cast(params, jaxllm.Precision.uniform("float16"))
@@ -131,7 +142,7 @@ def make(kind: str, out: Path, share: float, seed: int) -> float:
     }
     told = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     config = config_of(kind, tokenizer.get_vocab_size())
-    save(out / kind, config, half, tokenizer, README.format(kind=kind, facts=told))
+    save_native(directory, config, half, tokenizer, README.format(kind=kind, facts=told))
     shutil.rmtree(work)
     return seconds
 
@@ -191,10 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Cell]] = {}
     for kind in options.kinds:
+        directory = options.out / f"long-{kind}"
         if not options.measure_only:
-            seconds = make(kind, options.out, options.share, options.seed)
-            print(f"{options.out / kind}: trained in {seconds:.0f} s", flush=True)
-        lm = jaxllm.load(options.out / kind, dtype="float32")
+            seconds = make(kind, directory, options.share, options.seed)
+            print(f"{directory}: trained in {seconds:.0f} s", flush=True)
+        lm = jaxllm.load(directory, dtype="float32")
         found[kind] = measured(lm, options.windows, options.tries, options.seed)
     print("\n".join(table(found, options.windows)))
     if options.picture:

@@ -105,7 +105,7 @@ def test_the_command_trains_saves_measures_and_draws(
     assert [line.split()[1] for line in lines[-4:]] == list(train_long.KINDS)
     assert picture.read_bytes().startswith(b"\x89PNG") and report.exists()
     for kind in train_long.KINDS:
-        lm = jaxllm.load(tmp_path / kind)
+        lm = jaxllm.load(tmp_path / f"long-{kind}")
         assert lm.config == train_long.config_of(kind, lm.config.vocab_size)
         assert all(jax.numpy.isfinite(x).all() for _, x in flatten(lm.params))
     train_long.main([str(x) for x in (*given, "--measure-only", "--kinds", "infini")])

@@ -42,24 +42,28 @@ def plot(
 ) -> None:
     """Write a PNG file: heat maps, each under its name, lengths across and depths down.
 
-    maps: cells of one policy each, as `by_policy` has them, or of several models. across: maps in
-    a row, at most. Raises CheckpointError where the file cannot be written.
+    maps: cells of one policy each, as `by_policy` has them, or of several models; a cell that a map
+    has none of stays empty. across: maps in a row, at most.
+
+    Raises CheckpointError where the file cannot be written.
     """
     from matplotlib.figure import Figure
 
+    cells = [cell for found in maps.values() for cell in found]
+    lengths = sorted({cell.length for cell in cells})
+    depths = sorted({cell.depth for cell in cells})
     across = min(across, len(maps))
     down = math.ceil(len(maps) / across)
     figure = Figure(figsize=(1 + 3.6 * across, 0.8 + 2.6 * down), layout="constrained")
     all_axes = figure.subplots(down, across, squeeze=False)
     image = None
     for axes, (name, found) in zip(all_axes.flat, maps.items(), strict=False):
-        lengths = list(dict.fromkeys(cell.length for cell in found))
-        depths = list(dict.fromkeys(cell.depth for cell in found))
         share = {(c.depth, c.length): c.share for c in found}
-        map_DL = np.array([[share[d, n] for n in lengths] for d in depths])
+        map_DL = np.array([[share.get((d, n), np.nan) for n in lengths] for d in depths])
         image = axes.imshow(map_DL, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (row, column), value in np.ndenumerate(map_DL):
-            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=7)
+            told = "" if np.isnan(value) else f"{value:.0%}"
+            axes.text(column, row, told, ha="center", va="center", fontsize=7)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
         axes.set_title(name, fontsize=9)
@@ -67,7 +71,7 @@ def plot(
         axes.axis("off")
     figure.supxlabel("tokens of the text", fontsize=8)
     figure.supylabel("depth of the fact", fontsize=8)
-    chance = max(1 / cell.choices for found in maps.values() for cell in found)
+    chance = max(1 / cell.choices for cell in cells)
     figure.suptitle(f"{title}; guessing: {chance:.0%}", fontsize=10)
     if image is not None:
         figure.colorbar(image, ax=all_axes, label="right answers", shrink=0.8)
