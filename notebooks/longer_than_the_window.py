@@ -63,9 +63,9 @@ print("answer:", dense.tokenizer.decode(story.answers[story.right]))
 # ## What each still knows
 #
 # Twelve such stories of 480 tokens, each with the fact at its begin, in its middle and at its end.
-# The policies have 128 slots, about a quarter of what the text would take; the Infini model has 128
-# too, two segments of 64, beside a memory that is as large after a million tokens. The dilated model
-# has a slot for every token, but reads few of them.
+# The policies have 128 slots, about a quarter of what the text would take. The Infini model has 128
+# too, two segments of 64, beside a memory that is as large after a million tokens. The dilated
+# model has a slot for every token, but reads few of them.
 
 # %%
 SLOTS, DEPTHS, TRIES = 128, (0.0, 0.5, 1.0), 12
@@ -124,10 +124,10 @@ plt.show()
 # %% [markdown]
 # ## Beyond what was learned from
 #
-# No text of the training was longer than 512 tokens, and the question now comes after 960. The dense
-# model's angles are of distances that it has never seen; Self-Extend counts them by groups, so that
-# none is new, and nothing is trained. In the dilated model no information crosses a multiple of its
-# longest segment, 512. The memory has no length.
+# No text of the training was longer than 512 tokens, and the question now comes after 960. The
+# dense model's angles are of distances that it has never seen. Self-Extend counts them by groups,
+# so that none is new, and nothing is trained. In the dilated model no information crosses a
+# multiple of its longest segment, 512. The memory has no length.
 
 # %%
 LONG = 960
@@ -145,9 +145,9 @@ for way, counts in farther.items():
 # %% [markdown]
 # ## What a token costs
 #
-# Milliseconds for one more token, by what was read before it. Times are this machine's, which is why
-# they are in a picture: the page's numbers are the same wherever it runs. A cache that does not grow
-# costs the same after any text.
+# Milliseconds for one more token, by what was read before it. Times are this machine's, and
+# therefore in a picture: the page's numbers are the same wherever it runs. A cache that does not
+# grow costs the same after any text.
 
 # %%
 LENGTHS = (256, 1024, 4096)

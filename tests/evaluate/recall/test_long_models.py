@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import jaxllm
 from jaxllm.evaluate.recall.grid import recall
 
