@@ -28,7 +28,7 @@ MAPS = (
     ("demo:gpt2", "story", "slide"),
     ("demo:long-dense", "meetings", "full"),
     ("demo:long-dense", "meetings", "window"),
-    ("demo:long-dilated", "meetings", "full"),
+    ("demo:long-dense", "meetings", "self-extend"),
     ("demo:long-infini", "meetings", "segments"),
 )
 

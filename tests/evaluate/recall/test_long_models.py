@@ -21,5 +21,18 @@ def shares(kind: str, *lengths: int, **settings: Any) -> list[float]:
 
 def test_they_are_small() -> None:
     files = [path for path in DEMO.glob("long-*/*") if path.is_file()]
-    assert {path.parent.name for path in files} == {"long-dense", "long-dilated", "long-infini"}
-    assert sum(path.stat().st_size for path in files) < 1.5e6
+    assert {path.parent.name for path in files} == {"long-dense", "long-infini"}
+    assert sum(path.stat().st_size for path in files) < 1e6
+
+
+def test_the_memory_knows_what_is_eight_segments_back() -> None:
+    """From a cache of two segments: far above a guess among all who were met."""
+    (share,) = shares("infini", 512, policies=("segments",), slots=128)
+    assert share > 0.75 > 5 * GUESSING
+
+
+def test_the_dense_one_knows_it_and_its_window_does_not() -> None:
+    (full,) = shares("dense", 448)
+    (window,) = shares("dense", 448, policies=("window",), slots=128)
+    assert full > 0.75
+    assert window < 0.4
