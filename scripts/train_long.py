@@ -167,8 +167,9 @@ def plot(found: dict[str, list[Cell]], windows: Sequence[int], path: Path) -> No
         axes.plot(windows, [100 * c.share for c in cells], marker=mark, markersize=4, label=kind)
     any_cell = next(iter(found.values()))[0]
     axes.axhline(100 / any_cell.choices, color="grey", linestyle=":", label="guessing")
-    axes.axvline(layers, color="C1", linewidth=0.7, linestyle="--")
-    axes.text(layers, 104, "layers x window", color="C1", fontsize=7, ha="center")
+    if "window" in found:
+        axes.axvline(layers, color="C1", linewidth=0.7, linestyle="--")
+        axes.text(layers, 104, "layers x window", color="C1", fontsize=7, ha="center")
     axes.axvline(LONGEST / WINDOW, color="black", linewidth=0.7, linestyle="--")
     axes.text(LONGEST / WINDOW, 104, "longest learned from", fontsize=7, ha="center")
     axes.set_xlabel(f"distance of the fact, in windows of {WINDOW} tokens")
