@@ -42,7 +42,7 @@ def test_every_label_is_the_name_that_its_kind_was_met_with(tokenizer: Tokenizer
                 assert text.endswith(kind)
                 assert tokenizer.decode([int(label_T[at])]) == f" {dict(met)[kind]}"
                 asked += 1
-        assert asked >= 6 * (width // 64)
+        assert asked >= 5 * (width // 64)  # a last one may lie beyond the row
 
 
 def test_a_batch_depends_on_its_number_alone(tokenizer: Tokenizer) -> None:
