@@ -1,0 +1,130 @@
+"""A whole run: rows in, every one answered once, the output in their order.
+
+Answers go into a journal beside the output, `OUT.parts`, as their groups finish. When all are there
+the output is written in one piece and the journal goes. Whatever is killed, and whenever: the same
+call goes on, and the output has the bits that it would have had.
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from jaxllm import process
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import is_there, locked
+from jaxllm.fleet.job import Group, Job
+from jaxllm.fleet.journal import Journal
+from jaxllm.fleet.rows import Row
+from jaxllm.fleet.tasks import Answer, check_task
+from jaxllm.fleet.worker import Answered
+from jaxllm.fleet.written import check_out, write
+from jaxllm.progress import noted_bar
+
+
+class Workers(Protocol):
+    """Where groups are answered: `Here`, `Processes`, `RayData`."""
+
+    def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
+        """Each group once, in any order. folder: an empty one, for notes."""
+
+
+class Ran(NamedTuple):
+    """rows: in the output. failed: how many of these are errors. before: had been there."""
+
+    rows: int
+    failed: int
+    before: int
+
+
+def run(
+    rows: Sequence[Row],
+    job: Job,
+    workers: Workers,
+    out: Path,
+    *,
+    resume: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+    show_progress: bool | None = None,
+) -> Ran:
+    """Answer all rows into a new file.
+
+    out: `.parquet`, or else JSON lines. resume: go on with `OUT.parts`, if it is there. say: told
+    of what is noteworthy.
+
+    Raises ConfigError where there are no rows, for a wrong task, and what `workers` raises;
+    CheckpointError where `out` is there already, another process writes it, there is an unfinished
+    run and `resume` is not asked for, or its input, model or options differ (each by name).
+    """
+    check_task(job.task, job.options)
+    check_out(out)
+    if not rows:
+        raise ConfigError("there are no rows to answer")
+    parts = out.with_name(f"{out.name}.parts")
+    journal_path = parts / "journal"
+    if is_there(out) and not is_there(journal_path):
+        raise CheckpointError(f"{out} exists: name another file, or remove it")
+    if is_there(journal_path) and not resume:
+        raise CheckpointError(f"{parts} has an unfinished run: --resume goes on with it")
+    groups = job.groups(rows)
+    try:
+        parts.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {parts}: {error.strerror}") from None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(parts / "lock"))
+        journal = Journal(journal_path, job.facts(rows), say)
+        stack.callback(journal.close)
+        left = [group for group in groups if group.number not in journal.places]
+        before = done = len(rows) - sum(len(group.rows) for group in left)
+        if before:
+            say(f"{parts}: {before} answers are there; {len(rows) - before} to go")
+        stack.enter_context(
+            process.saying(lambda: f"{done} of {len(rows)} answers are there; --resume goes on")
+        )
+        told = stack.enter_context(noted_bar(job.task, len(rows), show_progress, before))
+        for answered in _answers(workers, job, left, parts / "begun"):
+            journal.put(answered)
+            done += len(answered.rows)
+            told(done, "")
+        counts = {"rows": 0, "failed": 0}
+        write(out, _counted(journal, groups, counts), job.task, rows)
+    shutil.rmtree(parts)
+    return Ran(**counts, before=before)
+
+
+def stream(rows: Sequence[Row], job: Job, workers: Workers) -> Iterator[Answer]:
+    """The answers in the order of the rows, as soon as those before are there; nothing is kept.
+
+    Raises ConfigError for a wrong task, and what `workers` raises.
+    """
+    check_task(job.task, job.options)
+    early: dict[int, list[Answer]] = {}
+    following = 0
+    with tempfile.TemporaryDirectory(prefix="jaxllm-") as folder:
+        for answered in _answers(workers, job, job.groups(rows), Path(folder) / "begun"):
+            early.setdefault(answered.group, answered.rows)
+            while following in early:
+                yield from early.pop(following)
+                following += 1
+
+
+def _answers(
+    workers: Workers, job: Job, groups: list[Group], folder: Path
+) -> Iterable[Answered]:
+    """Each group's answers, with a new folder for notes: what was begun before is another run's."""
+    if not groups:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    yield from workers.answers(job, groups, folder)
+
+
+def _counted(journal: Journal, groups: list[Group], counts: dict[str, int]) -> Iterator[Answer]:
+    for group in groups:
+        for answer in journal.rows(group.number):
+            counts["rows"] += 1
+            counts["failed"] += "error" in answer
+            yield answer
