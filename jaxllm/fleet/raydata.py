@@ -5,7 +5,9 @@ is counted by an actor of its own. Its extra: pip install 'jaxllm[ray]'.
 """
 
 import json
+import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +20,8 @@ from jaxllm.fleet.worker import Answered, Load, Tries, Worker, take_cores
 
 LOCAL = "local"  # a Ray of our own on this machine, for as long as the run
 _BLOCKS = 4096  # of a dataset: each is an item of Ray's to schedule
+# Read where Ray is imported and started: no report of its use, and no advice about actors' arguments.
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 
 class RayData(NamedTuple):
@@ -59,9 +63,8 @@ def started(address: str, cores: int) -> tuple[Any, bool]:
 
     A local one has so many cores, no dashboard and no report of its use. Raises ConfigError.
     """
-    # Both are read where Ray is imported or started; its machines are not behind a proxy.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     try:
         ray: Any = import_module("ray")
         import_module("ray.data")
@@ -69,12 +72,15 @@ def started(address: str, cores: int) -> tuple[Any, bool]:
         raise ConfigError(f"this needs Ray ({error}): pip install 'jaxllm[ray]'") from None
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False  # ours counts rows
-    context.print_on_execution_start = False
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if ray.is_initialized():
         return ray, False
     local = {"num_cpus": cores, "include_dashboard": False} if address == LOCAL else {}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
+        with warnings.catch_warnings():  # JAX, of processes that are forked; these begin anew
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"Ray at {address!r:.100} did not start: {error!s:.300}") from None
     return ray, True

@@ -23,6 +23,8 @@ from jaxllm.fleet.worker import Answered
 from jaxllm.fleet.written import check_out, write
 from jaxllm.progress import noted_bar
 
+JOURNAL = "journal"
+
 
 class Workers(Protocol):
     """Where groups are answered: `Here`, `Processes`, `RayData`."""
@@ -32,11 +34,10 @@ class Workers(Protocol):
 
 
 class Ran(NamedTuple):
-    """rows: in the output. failed: how many of these are errors. before: had been there."""
+    """rows: in the output. failed: how many of these are errors."""
 
     rows: int
     failed: int
-    before: int
 
 
 def run(
@@ -54,45 +55,77 @@ def run(
     out: `.parquet`, or else JSON lines. resume: go on with `OUT.parts`, if it is there. say: told
     of what is noteworthy.
 
-    Raises ConfigError where there are no rows, for a wrong task, and what `workers` raises;
-    CheckpointError where `out` is there already, another process writes it, there is an unfinished
-    run and `resume` is not asked for, or its input, model or options differ (each by name).
+    Raises CheckpointError where `out` is there already, there is an unfinished run and `resume` is
+    not asked for; and what `answered` raises.
+    """
+    check_out(out)
+    parts = out.with_name(f"{out.name}.parts")
+    unfinished = is_there(parts / JOURNAL)
+    if is_there(out) and not unfinished:
+        raise CheckpointError(f"{out} exists: name another file, or remove it")
+    if unfinished and not resume:
+        raise CheckpointError(
+            f"{parts} has an unfinished run: --resume goes on with it; or remove it"
+        )
+    failed = 0
+
+    def counted(answers: Iterable[Answer]) -> Iterator[Answer]:
+        nonlocal failed
+        for answer in answers:
+            failed += "error" in answer
+            yield answer
+
+    with answered(
+        rows, job, workers, parts, say=say, hint="--resume goes on", show_progress=show_progress
+    ) as answers:
+        write(out, counted(answers), job.task, rows)
+    return Ran(len(rows), failed)
+
+
+@contextlib.contextmanager
+def answered(
+    rows: Sequence[Row],
+    job: Job,
+    workers: Workers,
+    parts: Path,
+    *,
+    hint: str,
+    say: Callable[[str], None] = lambda _: None,
+    show_progress: bool | None = None,
+) -> Iterator[Iterator[Answer]]:
+    """The answers to all rows, in their order, when all are there. Those that are in `parts` are
+    not made again; it goes when the block ends well.
+
+    hint: how to go on, said where the process is ended. Raises ConfigError where there are no rows,
+    for a wrong task, and what `workers` raises; CheckpointError where `parts` cannot be written, is
+    in use, or has answers to other rows, or of another model or job (by name).
     """
     check_task(job.task, job.options)
-    check_out(out)
     if not rows:
         raise ConfigError("there are no rows to answer")
-    parts = out.with_name(f"{out.name}.parts")
-    journal_path = parts / "journal"
-    if is_there(out) and not is_there(journal_path):
-        raise CheckpointError(f"{out} exists: name another file, or remove it")
-    if is_there(journal_path) and not resume:
-        raise CheckpointError(f"{parts} has an unfinished run: --resume goes on with it")
-    groups = job.groups(rows)
+    groups, facts = job.groups(rows), job.facts(rows)
     try:
         parts.mkdir(exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {parts}: {error.strerror}") from None
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(parts / "lock"))
-        journal = Journal(journal_path, job.facts(rows), say)
+        journal = Journal(parts / JOURNAL, facts, say)
         stack.callback(journal.close)
         left = [group for group in groups if group.number not in journal.places]
-        before = done = len(rows) - sum(len(group.rows) for group in left)
-        if before:
-            say(f"{parts}: {before} answers are there; {len(rows) - before} to go")
+        done = len(rows) - sum(len(group.rows) for group in left)
+        if done:
+            say(f"{parts}: {done} answers are there; {len(rows) - done} to go")
         stack.enter_context(
-            process.saying(lambda: f"{done} of {len(rows)} answers are there; --resume goes on")
+            process.saying(lambda: f"{done} of {len(rows)} answers are in {parts}; {hint}")
         )
-        told = stack.enter_context(noted_bar(job.task, len(rows), show_progress, before))
-        for answered in _answers(workers, job, left, parts / "begun"):
-            journal.put(answered)
-            done += len(answered.rows)
-            told(done, "")
-        counts = {"rows": 0, "failed": 0}
-        write(out, _counted(journal, groups, counts), job.task, rows)
+        with noted_bar(job.task, len(rows), show_progress, done) as told:
+            for some in _answers(workers, job, left, parts / "begun"):
+                journal.put(some)
+                done += len(some.rows)
+                told(done, "")
+        yield (answer for group in groups for answer in journal.rows(group.number))
     shutil.rmtree(parts)
-    return Ran(**counts, before=before)
 
 
 def stream(rows: Sequence[Row], job: Job, workers: Workers) -> Iterator[Answer]:
@@ -104,27 +137,17 @@ def stream(rows: Sequence[Row], job: Job, workers: Workers) -> Iterator[Answer]:
     early: dict[int, list[Answer]] = {}
     following = 0
     with tempfile.TemporaryDirectory(prefix="jaxllm-") as folder:
-        for answered in _answers(workers, job, job.groups(rows), Path(folder) / "begun"):
-            early.setdefault(answered.group, answered.rows)
+        for some in _answers(workers, job, job.groups(rows), Path(folder) / "begun"):
+            early[some.group] = some.rows
             while following in early:
                 yield from early.pop(following)
                 following += 1
 
 
-def _answers(
-    workers: Workers, job: Job, groups: list[Group], folder: Path
-) -> Iterable[Answered]:
+def _answers(workers: Workers, job: Job, groups: list[Group], folder: Path) -> Iterable[Answered]:
     """Each group's answers, with a new folder for notes: what was begun before is another run's."""
     if not groups:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     yield from workers.answers(job, groups, folder)
-
-
-def _counted(journal: Journal, groups: list[Group], counts: dict[str, int]) -> Iterator[Answer]:
-    for group in groups:
-        for answer in journal.rows(group.number):
-            counts["rows"] += 1
-            counts["failed"] += "error" in answer
-            yield answer

@@ -147,4 +147,3 @@ def identity(lm: "LM") -> str:
 
 def _complaint(row: Row) -> dict[str, Any] | None:
     return None if row.complaint is None else {"error": row.complaint}
-

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm import batchfile
 from jaxllm.adapters import LoraConfig, fresh, write_adapter, write_gguf_adapter
 from jaxllm.adapters.load import with_directories
 from jaxllm.api import LM, open_checkpoint
@@ -28,6 +27,7 @@ from jaxllm.evaluate.likelihood.passes import Columns, over
 from jaxllm.files import read_json, read_text
 from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
+from jaxllm.fleet.rows import read_rows
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TokenizerTree
@@ -243,10 +243,8 @@ def _make_batch(directory: Path) -> None:
 
 
 def _use_batch(directory: Path) -> None:
-    lines = read_text(directory / "batch.jsonl").split("\n")
-    for *_, request, complaint in batchfile.read_lines(lines):
-        if complaint is None:
-            json.dumps(request)
+    for row in read_rows(directory / "batch.jsonl"):
+        json.dumps(row)
 
 
 def _make_options(directory: Path) -> None:
