@@ -197,4 +197,4 @@ def _workers(
     if threads > cores and ray in (None, "local"):
         raise ConfigError(f"--threads {threads}: there are {cores} cores")
     count = workers or max(1, min(cores // threads, groups))
-    return (Processes(load, count) if ray is None else RayData(load, count, ray)), threads
+    return (Processes(load, count, note) if ray is None else RayData(load, count, ray)), threads

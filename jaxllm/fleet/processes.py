@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -24,10 +24,11 @@ _HERE: list[Worker] = []  # of a worker's process: its one worker
 
 
 class Processes(NamedTuple):
-    """Groups over so many processes of this machine."""
+    """Groups over so many processes of this machine. say: told of those that end early."""
 
     load: Load
     workers: int
+    say: Callable[[str], None] = lambda _: None
 
     def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
         """The groups as they finish. folder: for notes of what was begun, empty.
@@ -71,6 +72,8 @@ class Processes(NamedTuple):
                         pools[slot].shutdown()
                         if group is not None:
                             waiting.appendleft(group)
+                            lines = f"{group.rows[0].line} to {group.rows[-1].line}"
+                            self.say(f"a worker has ended; lines {lines} run again")
                         elif (unready := unready + 1) > job.tries:
                             raise ConfigError(
                                 f"{unready} workers ended before they had loaded the model: is"

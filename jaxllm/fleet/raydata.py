@@ -20,7 +20,7 @@ from jaxllm.fleet.worker import Answered, Load, Tries, Worker, take_cores
 
 LOCAL = "local"  # a Ray of our own on this machine, for as long as the run
 _BLOCKS = 4096  # of a dataset: each is an item of Ray's to schedule
-# Read where Ray is imported and started: no report of its use, and no advice about actors' arguments.
+# Read where Ray is imported: no report of its use, no advice on how actors are made.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 
@@ -53,6 +53,8 @@ class RayData(NamedTuple):
             )
             for row in found.iter_rows():
                 yield _read(row["answered"])
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"Ray: {error!s:.300}") from None
         finally:
             if own:
                 ray.shutdown()

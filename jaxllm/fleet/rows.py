@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 from jaxllm.files import parse_json, read_text, regular_size
 
-MOST = 1 << 34  # bytes of a file of lines
+MOST = 1 << 31  # bytes of a file of lines
 
 
 class Row(NamedTuple):

@@ -124,6 +124,11 @@ def answered(
                 journal.put(some)
                 done += len(some.rows)
                 told(done, "")
+        if lost := [group for group in groups if group.number not in journal.places]:
+            raise CheckpointError(
+                f"{sum(len(group.rows) for group in lost)} of {len(rows)} rows were not answered,"
+                f" the first on line {lost[0].rows[0].line}; {hint}"
+            )
         yield (answer for group in groups for answer in journal.rows(group.number))
     shutil.rmtree(parts)
 

@@ -131,7 +131,7 @@ def take_cores(cores: Sequence[int], threads: int) -> None:
 
 
 def identity(lm: "LM") -> str:
-    """Whose answers these are: every bit of the weights, configuration, formats, kernels, versions."""
+    """Whose answers these are: every bit of the weights, configuration, formats, kernels, JAX."""
     import jax
 
     from jaxllm.cache.files import fingerprint

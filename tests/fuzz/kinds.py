@@ -24,7 +24,7 @@ from jaxllm.evaluate.equivalence.sides import Ours
 from jaxllm.evaluate.equivalence.vectors import make, read
 from jaxllm.evaluate.likelihood.data import Batch, loader, read_documents
 from jaxllm.evaluate.likelihood.passes import Columns, over
-from jaxllm.files import read_json, read_text
+from jaxllm.files import read_json
 from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
 from jaxllm.fleet.rows import read_rows

@@ -14,8 +14,8 @@ import pytest
 import jaxllm
 from jaxllm.complete import Completion
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.fleet.journal import Journal
+from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.distill import student, written
 from jaxllm.train.distill.student import Smaller
 from jaxllm.train.distill.vocabulary import shared_size
