@@ -20,7 +20,7 @@ def lm(shallow: Callable[[str], Path]) -> Any:
 
 @pytest.fixture
 def live(lm: Any) -> Iterator[Live]:
-    live = Live(lm, rows=2, capacity=64)
+    live = Live(lm, rows=2, capacity=200)
     yield live
     live.close()
 
@@ -63,17 +63,22 @@ def test_a_wrong_request_concerns_nobody_else(lm: Any, live: Live) -> None:
     assert good.result().tokens == lm.generate("One day", **OPTIONS).tokens
 
 
-def test_who_leaves_frees_the_row(lm: Any, live: Live) -> None:
-    async def leaves() -> str:
-        pieces = live.pieces({"prompt": "Once", "max_new_tokens": 60})
-        first = await anext(pieces)
+def test_who_leaves_frees_the_row(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    futures, submit = [], live.submit
+
+    def noted(request: Any) -> Any:
+        futures.append(submit(request))
+        return futures[-1]
+
+    monkeypatch.setattr(live, "submit", noted)
+
+    async def leaves() -> None:
+        pieces = live.pieces({"prompt": "Once", "max_new_tokens": 180, "min_new_tokens": 180})
+        assert await anext(pieces)
         await pieces.aclose()  # type: ignore[attr-defined]
-        return str(first)
 
-    async def many() -> list[str]:
-        return [await leaves() for _ in range(5)]
-
-    assert all(asyncio.run(many()))
+    asyncio.run(leaves())
+    assert futures[0].result().finish_reason == "cancelled"
     assert live.submit({"prompt": "One day", **OPTIONS}).result().finish_reason == "length"
 
 
