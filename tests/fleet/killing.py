@@ -89,7 +89,9 @@ def killed_at_random(
                 command.kill()
                 killed[1] += 1
                 command.communicate()
-                while any(map(alive, below)):
+                left = time.monotonic() + 60
+                while there := sorted(filter(alive, below)):
+                    assert time.monotonic() < left, [said_of(pid) for pid in there]
                     time.sleep(0.05)
                 break
             there = sorted(pid for pid in children(command.pid) if is_worker(said_of(pid)))
