@@ -76,9 +76,11 @@ class Processes(NamedTuple):
                             self.say(f"a worker has ended; lines {lines} run again")
                         elif (unready := unready + 1) > job.tries:
                             raise ConfigError(
-                                f"{unready} workers ended before they had loaded the model: is"
+                                f"{unready} workers in a row ended before they had loaded the model: is"
                                 " there too little memory for so many? Give fewer --workers"
                             )
+                    elif group is None:
+                        unready = 0
                     if waiting and (ended or not give(slot)):
                         start(slot)
                     if found is not None:
