@@ -76,8 +76,8 @@ class Processes(NamedTuple):
                             self.say(f"a worker has ended; lines {lines} run again")
                         elif (unready := unready + 1) > job.tries:
                             raise ConfigError(
-                                f"{unready} workers in a row ended before they had loaded the model: is"
-                                " there too little memory for so many? Give fewer --workers"
+                                f"{unready} workers in a row ended before they had loaded the"
+                                " model: is there too little memory? Give fewer --workers"
                             )
                     elif group is None:
                         unready = 0
