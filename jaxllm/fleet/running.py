@@ -9,6 +9,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -104,11 +105,8 @@ def answered(
     if not rows:
         raise ConfigError("there are no rows to answer")
     groups, facts = job.groups(rows), job.facts(rows)
-    try:
-        parts.mkdir(exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {parts}: {error.strerror}") from None
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_folder(parts))
         stack.enter_context(locked(parts / "lock"))
         journal = Journal(parts / JOURNAL, facts, say)
         stack.callback(journal.close)
@@ -131,6 +129,31 @@ def answered(
             )
         yield (answer for group in groups for answer in journal.rows(group.number))
     shutil.rmtree(parts)
+
+
+@contextlib.contextmanager
+def _folder(parts: Path) -> Iterator[None]:
+    """A folder for a run; what fails before there is an answer leaves none behind."""
+    there = is_there(parts)
+    try:
+        parts.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {parts}: {error.strerror}") from None
+    try:
+        yield
+    except BaseException:
+        if not there and _lines(parts / JOURNAL) < 2:
+            shutil.rmtree(parts, ignore_errors=True)
+        raise
+
+
+def _lines(path: Path) -> int:
+    """How many lines a file begins with, of the first two."""
+    try:
+        with open(path, "rb") as file:
+            return len(list(islice(file, 2)))
+    except OSError:
+        return 0
 
 
 def stream(rows: Sequence[Row], job: Job, workers: Workers) -> Iterator[Answer]:

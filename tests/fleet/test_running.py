@@ -112,6 +112,17 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
         run([], JOB, Told(), tmp_path / "none.jsonl")
 
 
+def test_a_run_that_had_no_answer_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(ROWS, JOB, Told(0, stop=0), tmp_path / "out.jsonl")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(
+        CheckpointError, match=r"7 of 10 rows were not answered, .* line 4; --resume"
+    ):
+        run(ROWS, JOB, Told(0), tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl.parts" / "journal").exists()
+
+
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot write"):
         run(ROWS, JOB, Told(0, 1, 2, 3), tmp_path / "nowhere" / "out.jsonl")
