@@ -96,18 +96,18 @@ class Journal:
         end = damaged = 0
         with open_regular(self.path) as file:
             for number, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break  # a kill has cut it off
                 found = _whole(line)
                 if number == 0:
                     if found is None:
-                        break  # killed as it began
+                        raise CheckpointError(f"{self.path} is no run's journal: remove it")
                     self._check(found.get("facts"), facts)
                 elif found is None:
                     damaged += 1
                 else:
                     self.model = self.model or found["model"]
                     self.places.setdefault(found["group"], Place(end, len(line)))
-                if not line.endswith(b"\n"):
-                    break
                 end += len(line)
         if damaged:
             say(f"{self.path}: {damaged} of its lines are not whole: their rows are run again")
@@ -128,6 +128,6 @@ class Journal:
 def _whole(line: bytes) -> Any:
     """What a line says; None where it is not what was written."""
     text = line[_MARK:-1]
-    if not line.endswith(b"\n") or line[:_MARK] != b"%08x " % zlib.crc32(text):
+    if line[:_MARK] != b"%08x " % zlib.crc32(text):
         return None
     return parse_json(text, "a journal's line")

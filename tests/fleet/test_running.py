@@ -105,6 +105,12 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="in use by another process"),
     ):
         run(ROWS, JOB, Told(), out, resume=True)
+    journal = tmp_path / "out.jsonl.parts" / "journal"
+    kept = journal.read_bytes()
+    journal.write_bytes(kept.replace(b"facts", b"fakes"))
+    with pytest.raises(CheckpointError, match="no run's journal"):
+        run(ROWS, JOB, Told(), out, resume=True)
+    journal.write_bytes(kept)
     run(ROWS, JOB, Told(0, 1, 3), out, resume=True)
     with pytest.raises(CheckpointError, match="exists: name another"):
         run(ROWS, JOB, Told(), out, resume=True)
