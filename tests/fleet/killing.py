@@ -85,14 +85,16 @@ def killed_at_random(
             time.sleep(chance.random() / 2)
             target = _lines(journal) + chance.randint(1, 4)
             if killed[1] < drivers and killed[0] >= (killed[1] + 1) * workers // (drivers + 1):
-                below = children(command.pid)
+                below = {pid: said_of(pid) for pid in children(command.pid)}
                 command.kill()
                 killed[1] += 1
                 command.communicate()
                 left = time.monotonic() + 60
-                while there := sorted(filter(alive, below)):
-                    assert time.monotonic() < left, [said_of(pid) for pid in there]
+                while there := [x for x in below if is_worker(below[x]) and alive(x)]:
+                    assert time.monotonic() < left, f"{there} outlive the command"
                     time.sleep(0.05)
+                for pid in filter(alive, below):  # Ray's agents, which do not see it
+                    os.kill(pid, signal.SIGKILL)
                 break
             there = sorted(pid for pid in children(command.pid) if is_worker(said_of(pid)))
             if there and killed[0] < workers:
