@@ -117,6 +117,7 @@ STOREYS = """
     complete
     serving
     api
+    loading
     bench harness fleet verifying
     compress
     train

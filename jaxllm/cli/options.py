@@ -163,7 +163,7 @@ def load_model(
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
     quiet = show_progress is False or model.startswith("hf:")
     with waiting(None if quiet else f"loading {model}"):
-        from jaxllm.api import load_opened, open_checkpoint
+        from jaxllm.loading import load_opened, open_checkpoint
 
         if reuse_compiled:
             keep_compiled()

@@ -21,8 +21,8 @@ class Replica:
 
     def __init__(self, model: str, rows: int, capacity: int | None, threads: int) -> None:
         take_cores((), threads)
-        from jaxllm.api import load
         from jaxllm.fleet.live import Live
+        from jaxllm.loading import load
 
         self._live = Live(load(model), rows=rows, capacity=capacity)
 

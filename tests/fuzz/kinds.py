@@ -12,7 +12,7 @@ import numpy as np
 import jaxllm
 from jaxllm.adapters import LoraConfig, fresh, write_adapter, write_gguf_adapter
 from jaxllm.adapters.load import with_directories
-from jaxllm.api import LM, open_checkpoint
+from jaxllm.api import LM
 from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoint import in_memory, save
 from jaxllm.cli.options import precision_over, read_json_option
@@ -28,6 +28,7 @@ from jaxllm.files import read_json
 from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
 from jaxllm.fleet.rows import read_rows
+from jaxllm.loading import open_checkpoint
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TokenizerTree
