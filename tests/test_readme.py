@@ -118,7 +118,7 @@ STOREYS = """
     serving
     api
     loading
-    bench harness fleet verifying
+    bench harness fleet verifying plan
     compress
     train
     cli

@@ -27,7 +27,7 @@ class Hardware:
     memory: float
     bandwidth: float
     link: float
-    node: int = 8
+    node: float = 8
     across: float = 50e9
     latency: float = 10e-6
 
@@ -86,4 +86,4 @@ def hardware(text: str) -> Hardware:
     lacking = [f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING]
     if missing := [name for name in lacking if name not in known]:
         raise ConfigError(f"hardware: {', '.join(missing)} must be given too")
-    return Hardware(**{**known, "node": int(known.get("node", 8))})
+    return Hardware(**known)

@@ -1,8 +1,7 @@
 """Meshes for a number of devices: all that divide the model and fit, the best first."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
 
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
@@ -10,7 +9,11 @@ from jaxllm.mesh.rules import fitted
 from jaxllm.models.experts import MixtureConfig
 from jaxllm.plan.estimate import Asked, Plan, plan
 
-Goal = Literal["latency", "throughput"]
+# What is wanted, and what is the less the better then.
+GOALS: dict[str, Callable[[Plan], float]] = {
+    "latency": lambda p: p.token_time,
+    "throughput": lambda p: -p.most_batch / max(p.token_time, 1e-12),
+}
 
 
 def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
@@ -32,11 +35,13 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
                     continue
 
 
-def proposals(asked: Asked, devices: int, goal: Goal = "latency") -> list[Plan]:
+def proposals(asked: Asked, devices: int, goal: str = "latency") -> list[Plan]:
     """Their plans, those that fit before those that do not, the best by `goal` first.
 
-    Raises ConfigError where no mesh of so many devices divides the model.
+    Raises ConfigError for another goal, and where no mesh of so many devices divides the model.
     """
+    if goal not in GOALS:
+        raise ConfigError(f"a mesh is proposed for {' or '.join(GOALS)}, got {goal!r:.40}")
     found = []
     for axes in meshes(asked, devices):
         try:
@@ -47,11 +52,7 @@ def proposals(asked: Asked, devices: int, goal: Goal = "latency") -> list[Plan]:
         raise ConfigError(
             f"no mesh of {devices} devices divides this model and its batch of {asked.batch}"
         )
-    rate = {
-        "latency": lambda p: p.token_time,
-        "throughput": lambda p: -p.most_batch / max(p.token_time, 1e-12),
-    }[goal]
-    return sorted(found, key=lambda p: (not p.fits, rate(p), p.total))
+    return sorted(found, key=lambda p: (not p.fits, GOALS[goal](p), p.total))
 
 
 def _divisors(n: int) -> list[int]:

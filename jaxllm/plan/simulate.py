@@ -10,6 +10,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -122,9 +123,9 @@ class _Run:
         groups = rng.integers(0, w.groups, w.count)
         requests = [Request(i, float(arrivals[i]), int(groups[i])) for i in range(w.count)]
         for request in requests:
-            self.at(request.arrival, lambda now, r=request: self.arrive(r, now))
+            self.at(request.arrival, partial(self.arrive, request))
         for second, number, lasting in self.fleet.fails:
-            self.at(second, lambda now, n=number, s=lasting: self.fail(n, now, s))
+            self.at(second, partial(self.fail, number, lasting))
         while self.events:
             now, _, happen = heapq.heappop(self.events)
             happen(now)
@@ -140,7 +141,7 @@ class _Run:
         there = [r for r in pool if r.down <= now]
         if not there:
             back = min(r.down for r in pool)
-            self.at(back, lambda then: self.arrive(request, then))
+            self.at(back, partial(self.arrive, request))
             return
         least = min(there, key=lambda r: r.load)
         if self.fleet.by_prefix and not request.ready:
@@ -165,10 +166,10 @@ class _Run:
             ready = request.ready  # elsewhere
             lasting = 0.0 if ready else self.machine.prompt_time(self.tokens(replica, request))
             replica.running.append(request)
-            self.busy(replica, now + lasting, lambda then: self.prompted(replica, request, then))
+            self.busy(replica, now + lasting, partial(self.prompted, replica, request))
             return
         lasting, rows = self.machine.step_time(len(replica.running)), list(replica.running)
-        self.busy(replica, now + lasting, lambda then: self.stepped(replica, rows, then))
+        self.busy(replica, now + lasting, partial(self.stepped, replica, rows))
 
     def busy(self, replica: _Replica, until: float, then: Callable[[float], None]) -> None:
         """Do something until then, and the next thing after it, unless it fails before."""
@@ -196,7 +197,7 @@ class _Run:
         if replica in self.prefilling:
             replica.running.remove(request)
             request.ready = True
-            self.at(now + self.machine.move_time, lambda then: self.arrive(request, then))
+            self.at(now + self.machine.move_time, partial(self.arrive, request))
         else:
             self.gain(replica, request, now)
 
@@ -212,7 +213,7 @@ class _Run:
             request.end = now
             replica.running.remove(request)
 
-    def fail(self, number: int, now: float, lasting: float) -> None:
+    def fail(self, number: int, lasting: float, now: float) -> None:
         """A replica is gone, with all that it had; its requests go to others, from the start."""
         replica = self.decoding[number]
         lost = [*replica.running, *replica.waiting]
@@ -222,4 +223,4 @@ class _Run:
         for request in lost:
             request.done, request.ready = 0, False
             self.arrive(request, now)
-        self.at(replica.down, lambda then: self.wake(replica, then))
+        self.at(replica.down, partial(self.wake, replica))

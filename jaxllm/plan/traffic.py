@@ -5,7 +5,8 @@ gathered logits are float32, as products are. Rings: of n bytes an all-reduce ov
 2 n (t - 1) / t from each, gathering or scattering n bytes n (t - 1) / t (Patarasuk and Yuan 2009).
 """
 
-from typing import Literal, NamedTuple
+import dataclasses
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from jaxllm.weights.precision import Precision
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
-class Collective(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collective:
     """One that a step runs `count` times. over: how many devices; bytes: of its result on each."""
 
     what: str
