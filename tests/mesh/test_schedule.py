@@ -78,11 +78,11 @@ def test_a_schedule_is_drawn_a_line_a_stage() -> None:
 def test_what_comes_too_early_or_twice_is_refused() -> None:
     good = one_f_one_b(2, 2)
     first = good.ticks[0]
-    with pytest.raises(ConfigError, match="stage 0 did Job.*before"):
+    with pytest.raises(ConfigError, match=r"stage 0 did Job.*before"):
         dataclasses.replace(good, ticks=(first, first))
-    with pytest.raises(ConfigError, match="stage 1 does .* before stage 0 has done"):
+    with pytest.raises(ConfigError, match=r"stage 1 does .* before stage 0 has done"):
         Schedule(2, 1, 1, ((Job(True, 0), Job(True, 0)),))
-    with pytest.raises(ConfigError, match="stage 0 does .*forward=False.* before stage 0"):
+    with pytest.raises(ConfigError, match=r"stage 0 does .*forward=False.* before stage 0"):
         Schedule(1, 1, 1, ((Job(False, 0),),))
 
 
