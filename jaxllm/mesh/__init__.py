@@ -1,7 +1,5 @@
 """A model over many devices: a mesh is a property of the *model*, sharding one of parameters."""
 
-from typing import Any
-
 import flax.linen as nn
 
 from jaxllm import models
@@ -33,5 +31,6 @@ def placed(
         return models.build(config, precision), None if place is None else Whole(place)
     if place is not None:
         raise ConfigError("mesh= says where every array is, and so does place=: give one of them")
-    model: Any = meshed(config, precision, parse(mesh) if isinstance(mesh, str) else mesh, exact=exact)
+    axes = parse(mesh) if isinstance(mesh, str) else mesh
+    model = meshed(config, precision, axes, exact=exact)
     return model, model.reader()

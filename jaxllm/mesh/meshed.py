@@ -6,19 +6,17 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
+from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
-from jaxllm.mesh.placing import Shared, adapted_splits, spec_of
-from jaxllm.mesh.rules import GROUPS, HEADS, Split, fitted, share_of, split_of
-from jaxllm.models.layers import Attended, Layer, Trace
-from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.mesh.placing import Shared
+from jaxllm.mesh.rules import HEADS, fitted, share_of, split_of
+from jaxllm.models.layers import Trace
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
 from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
@@ -29,10 +27,10 @@ ROWS = "data"
 class Meshed(nn.Module, Placed):
     """A model whose parameters and caches are spread over devices; in all else a model.
 
-    Steps call `apply` of it as of any other, with parameters from `shared`, and everything that
-    goes by steps is as it was. What it is given and gives back are whole arrays with a sharding.
-    Rows of a batch are split over `data` where they divide; otherwise each of its devices runs all
-    of them. exact: see `weights.leaves.parted.Gathered`. Made by `meshed`, which checks.
+    Steps call `apply` of it as of any other, with parameters from `shared` or `reader`, and what is
+    made of steps is as it was: what goes in and comes out are whole arrays with a sharding. Rows of
+    a batch are split over `data` where they divide; otherwise each of its devices runs all of them.
+    exact: see `weights.leaves.parted.Gathered`. Made by `meshed`, which checks.
     """
 
     config: ModelConfig
@@ -51,43 +49,45 @@ class Meshed(nn.Module, Placed):
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
         attention_mass: Any = False,
+        *,
+        memory: tuple[Any, ...] = (),
         **given: Any,
     ) -> Trace:
-        """What the model's `__call__` gives."""
-        params, batch = variables["params"], token_BT.shape[0]
+        """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
+        params, inner = variables["params"], module_of(self)
+        batch = token_BT.shape[0]
         rows = self._rows(batch)
         by_row = {
             "token_BT": token_BT,
             "position_BT": position_BT,
             "length_B": length_B,
             "column_B": column_B,
-            **{name: x for name, x in given.items() if name != "memory"},
+            **given,
         }
-        memory = given.get("memory", ())
-        inner = module_of(self)
 
-        def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Trace:
+        def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            trace = inner.apply(
-                {"params": map_leaves(self._mine, params)},
-                segments=segments,
-                attention_mass=attention_mass,
-                **by_row,
-                **more,
+            mine = {"params": map_leaves(self._mine, params)}
+            trace: Any = inner.apply(
+                mine, segments=segments, attention_mass=attention_mass, **by_row, **more
             )
-            assert isinstance(trace, Trace)
             return _summed(trace) if attention_mass is True else trace
+
+        def spec(path: str, leaf: Any) -> Any:
+            split = split_of(self.config, self.exact, path)
+            return specs.of_parameter(path, leaf, split, self.axes, rows)
 
         spread = jax.shard_map(
             run,
             mesh=mesh_of(self.axes),
             in_specs=(
-                map_leaves(lambda path, leaf: self._spec(path, leaf, rows), params),
+                map_leaves(spec, params),
                 P(rows),
-                tuple(_segment_specs(s, batch, rows) for s in segments),
-                self._memory_specs(rows) if memory else (),
+                tuple(specs.of_segment(segment, batch, rows) for segment in segments),
+                specs.of_memory(self.config, rows) if memory else (),
             ),
-            out_specs=self._trace_specs(rows, attention_mass),
+            out_specs=specs.of_trace(self.config, rows, by_head=attention_mass == "heads"),
+            # The model's loops begin with constants, which would have to be said to vary.
             check_vma=False,
         )
         trace: Trace = spread(params, by_row, segments, memory)
@@ -100,30 +100,18 @@ class Meshed(nn.Module, Placed):
 
     @nn.nowrap
     def reader(self) -> Shared:
-        """Where they go as they are read."""
+        """Where parameters go as they are read."""
         return Shared(self.config, self.axes, self.exact)
 
     @nn.nowrap
-    def place(self, path: str, array: Any) -> Sharding:
-        """Of an array of a cache."""
-        name, *_ = path.split(".")
-        batch = self._rows(array.shape[0]) if array.ndim else None
-        if path.startswith(("tail.k.", "tail.v.")):
-            spec = P(batch, None, GROUPS)
-        elif name == "memory" and array.ndim > 1:
-            spec = P(batch, GROUPS)
-        else:
-            spec = P(batch) if array.ndim else P()
-        return NamedSharding(mesh_of(self.axes), spec)
+    def place(self, path: str, array: Any) -> NamedSharding:
+        rows = self._rows(array.shape[0]) if array.ndim else None
+        return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
 
     @nn.nowrap
-    def _rows(self, batch: int) -> str | None:
-        """The axis over which so many rows are split; None: none."""
+    def _rows(self, batch: int) -> specs.Rows:
+        """The axis over which so many rows are split."""
         return ROWS if batch % self.axes.data == 0 else None
-
-    @nn.nowrap
-    def _spec(self, path: str, leaf: Any, rows: str | None) -> Any:
-        return _leaf_spec(path, leaf, split_of(self.config, self.exact, path), self.axes, rows)
 
     @nn.nowrap
     def _mine(self, path: str, leaf: Any) -> Any:
@@ -143,43 +131,10 @@ class Meshed(nn.Module, Placed):
             return Gathered(mine, split.over, parts)
         if split.kind == "vocabulary":
             return Vocabulary(mine, split.over, self.config.vocab_size)
-        if split.kind == "norm":
-            return Spread(mine, split.over, self.exact)
-        return mine
-
-    @nn.nowrap
-    def _memory_specs(self, rows: str | None) -> tuple[Any, ...]:
-        return tuple(
-            jax.tree.map(lambda x: P(rows, GROUPS) if x.ndim else P(rows), self.config.memory(i))
-            for i in range(self.config.num_hidden_layers)
-        )
-
-    @nn.nowrap
-    def _trace_specs(self, rows: str | None, attention_mass: Any) -> Trace:
-        stream, heads, groups = P(rows), P(rows, None, HEADS), P(rows, None, GROUPS)
-        mass = P(rows, HEADS) if attention_mass == "heads" else P(rows)
-        memory = self._memory_specs(rows)
-        layers = tuple(
-            Layer(
-                attention_norm=stream,
-                attention=Attended(
-                    heads, groups, groups, heads, stream, mass, memory[i] or stream
-                ),
-                mlp_norm=stream,
-                mlp_hidden=P(rows, None, HEADS),
-                mlp=stream,
-                x=stream,
-                memory=memory[i] or stream,
-                router=stream,
-            )
-            for i in range(self.config.num_hidden_layers)
-        )
-        return Trace(stream, layers, stream, stream)
+        return Spread(mine, split.over, self.exact) if split.kind == "norm" else mine
 
 
-def meshed(
-    config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False
-) -> Meshed:
+def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False) -> Meshed:
     """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
     axes = fitted(axes, config)
     mesh_of(axes)
@@ -193,53 +148,11 @@ def module_of(model: Meshed) -> nn.Module:
     return inner.clone(remat=True) if model.remat else inner
 
 
-def _summed(trace: Trace) -> Trace:
-    """The trace with attention mass over all heads."""
+def _summed(trace: Any) -> Any:
+    """The trace with attention mass over the heads of all devices."""
     layers = []
     for layer in trace.layers:
         mass = layer.attention.mass
         mass = None if mass is None else jax.lax.psum(mass, HEADS)
         layers.append(layer._replace(attention=layer.attention._replace(mass=mass)))
-    summed: Trace = trace.replace(layers=tuple(layers))
-    return summed
-
-
-def _segment_specs(segment: Segment, batch: int, rows: str | None) -> Segment:
-    """What all rows share is on every device of `data`."""
-
-    def over(x: jax.Array) -> str | None:
-        return rows if x.shape[0] == batch else None
-
-    kv = P(over(segment.k[0]), None, GROUPS)
-    beside = (segment.position_BS, segment.token_BS, segment.patched_BS)
-    return Segment(kv, kv, *(P(over(x)) for x in beside))  # type: ignore[arg-type]
-
-
-def _leaf_spec(path: str, leaf: Any, split: Split, axes: Axes, rows: str | None) -> Any:
-    """The specs of a parameter's arrays. Raises ConfigError for one that is not split as it must
-    be."""
-    if isinstance(leaf, Adapted):
-        roles = adapted_splits(leaf, split)
-        pieces = {
-            name: None if x is None else _leaf_spec(f"{path}.{name}", x, role, axes, rows)
-            for name, role in roles.items()
-            for x in [getattr(leaf, name)]
-        }
-        choice = None
-        if leaf.choice is not None:
-            choice = P(rows) if leaf.choice.shape[0] > 1 else P()
-        key = None if leaf.key is None else P()
-        inner = _leaf_spec(path, leaf.weight, split, axes, rows)
-        return leaf.replace(weight=inner, choice=choice, key=key, **pieces)
-    parts = axes.over(split.over)
-    if isinstance(leaf, Shares):
-        return jax.tree.map(lambda _: P(split.over), leaf)
-    if parts == 1:
-        return jax.tree.map(lambda _: P(), leaf)
-    size = leaf.shape[-1 if split.axis or leaf.ndim == 1 else -2]
-    if isinstance(leaf, Leaf) or split.runs > 1 or size % parts:
-        raise ConfigError(
-            f"{path} is whole, and this model takes shares of it: load it with mesh=, or take"
-            " model.shared(params)"
-        )
-    return spec_of(split, leaf.ndim)
+    return trace.replace(layers=tuple(layers))

@@ -6,9 +6,10 @@ is a weight of its own, and they are `Shares`. Of an adapted weight the adapter'
 beside it.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +28,8 @@ from jaxllm.weights.leaves.parted import Shares, alike
 from jaxllm.weights.reading import Whole
 
 
-class Cut(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Cut:
     """How one parameter is cut. size: of its axis that is split, in so many `parts`."""
 
     path: str
@@ -51,7 +53,7 @@ class Cut(NamedTuple):
             begin = run * (self.size // self.split.runs) + number * self.each
             yield min(begin, self.size - 1), min(begin + self.each, self.size)
 
-    def index(self, number: int) -> np.ndarray:
+    def numbers(self, number: int) -> np.ndarray:
         """The same as numbers, as many for each share: the last is repeated."""
         every = np.concatenate([np.arange(*some) for some in self.ranges(number)])
         return np.pad(every, (0, self.each * self.split.runs - every.size), mode="edge")
@@ -101,8 +103,7 @@ class Shared(Whole):
                 ((begin, end),) = cut.ranges(number)
                 return read(tensor.columns_from(begin, end))
             if stack:
-                (begin, end) = next(cut.ranges(number))
-                return read(within(tensor, begin, end))
+                return read(within(tensor, *next(cut.ranges(number))))
             made = read(joined([tensor.rows(*some) for some in cut.ranges(number)]))
             missing = cut.each * split.runs - made.shape[0]
             if not missing:
@@ -124,8 +125,8 @@ class Shared(Whole):
             try:
                 if split.axis == 1:
                     ((begin, end),) = cut.ranges(number)
-                    return leaf.with_columns(begin, end)  # type: ignore[no-any-return]
-                return leaf.with_rows(cut.index(number))  # type: ignore[no-any-return]
+                    return leaf.with_columns(begin, end)
+                return leaf.with_rows(cut.numbers(number))
             except ConfigError as error:
                 over = "x".join(split.over)
                 raise ConfigError(f"{path} over {over}={cut.parts}: {error}") from None
@@ -147,22 +148,24 @@ class Shared(Whole):
             at = len(shape) - (1 if split.axis or len(shape) == 1 else 2)
             spec = spec_of(split, len(shape))
 
-            def block(index: tuple[slice, ...]) -> Any:
+            def block(index: Any) -> Any:
                 return once((index[at].start or 0) // cut.each)
 
             return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), block)
         shares = alike([once(i) for i in range(cut.parts)])
         pieces = [jax.tree.leaves(x) for x in shares]
         sharding = NamedSharding(self._mesh, P(split.over))
-        joint = [
-            jax.make_array_from_callback(
-                (cut.parts, *pieces[0][i].shape),
-                sharding,
-                lambda index, i=i: np.asarray(pieces[index[0].start or 0][i])[None],
-            )
-            for i in range(len(pieces[0]))
-        ]
-        parts = jax.tree.unflatten(jax.tree.structure(shares[0]), joint)
+
+        def joint(*mine: jax.Array) -> jax.Array:
+            def one(index: Any) -> Any:
+                return np.asarray(mine[index[0].start or 0])[None]
+
+            shape = (cut.parts, *mine[0].shape)
+            return jax.make_array_from_callback(shape, sharding, one)
+
+        parts = jax.tree.unflatten(
+            jax.tree.structure(shares[0]), [joint(*mine) for mine in zip(*pieces, strict=True)]
+        )
         return Shares(parts, split.axis, split.runs, cut.size)
 
     def _adapted(self, path: str, weight: Adapted, split: Split, inner: Weight) -> Adapted:
@@ -229,7 +232,8 @@ def per_device(tree: Any) -> dict[int, int]:
     found: dict[int, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
-            found[shard.device.id] = found.get(shard.device.id, 0) + math.prod(
-                shard.data.shape
-            ) * shard.data.dtype.itemsize
+            found[shard.device.id] = (
+                found.get(shard.device.id, 0)
+                + math.prod(shard.data.shape) * shard.data.dtype.itemsize
+            )
     return found

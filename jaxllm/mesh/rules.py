@@ -86,7 +86,9 @@ def split_of(config: ModelConfig, exact: bool, path: str) -> Split:
     """What a device has of the parameter at `path`. Raises ConfigError where no rule names it."""
     found = first_match(rules(config, exact), path)
     if found is None:
-        raise ConfigError(f"{path}: no rule says how it is split over devices ({config.model_type})")
+        raise ConfigError(
+            f"{path}: no rule says how it is split over devices ({config.model_type})"
+        )
     return found
 
 
@@ -100,8 +102,8 @@ def fitted(axes: Axes, config: ModelConfig) -> Axes:
     kind = config.long_attention(0)
     if kind is not None and kind.kind == "dilated" and over > 1:
         raise ConfigError(
-            "attention of kind 'dilated' goes by the numbers of its heads, which a part of them does"
-            f" not know: mesh {axes} must have tensor=1"
+            "attention of kind 'dilated' goes by the numbers of its heads, which a part of them"
+            f" does not know: mesh {axes} must have tensor=1"
         )
     counts = {"num_attention_heads": heads} | {
         name: getattr(config, name) for name in models.family(config.model_type).widths

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-
 ROWS = 512  # of a tensor that are read at a time, where some of their columns are wanted
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from jaxllm.errors import ConfigError
@@ -178,10 +177,11 @@ def alike(shares: Sequence[Any]) -> list[Any]:
         widest = max(x.widest for x in shares)
         shares = [x.replace(widest=widest) for x in shares]
 
-    def same(*pieces: Any) -> list[Any]:
+    def same(*pieces: jax.Array) -> list[jax.Array]:
         longest = max(piece.shape for piece in pieces)
-        each = [[(0, to - at) for at, to in zip(p.shape, longest, strict=True)] for p in pieces]
-        return [jnp.pad(p, pad) if any(map(any, pad)) else p for p, pad in zip(pieces, each)]
+        if all(piece.shape == longest for piece in pieces):
+            return [*pieces]
+        return [jnp.pad(x, [(0, longest[0] - x.shape[0])]) for x in pieces]  # lists
 
     columns = [same(*pieces) for pieces in zip(*map(jax.tree.leaves, shares), strict=True)]
     structure = jax.tree.structure(shares[0])
