@@ -8,23 +8,26 @@ beside it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllm import models
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.pipeline.stacked import devices_of, stacked, stage_of
 from jaxllm.mesh.rules import WHOLE, Split, split_of
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.lazy import LazyTensor, joined
 from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares, alike
+from jaxllm.weights.paths import Params
 from jaxllm.weights.reading import Whole
 
 
@@ -73,9 +76,12 @@ def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
 class Shared(Whole):
     """Where parameters of a model go as they are read: to the devices of its mesh, by its rules."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, exact: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, axes: Axes, exact: bool, table: Sequence[Sequence[int]]
+    ) -> None:
+        """table: the numbers of the layers that each stage has."""
         self._config, self._axes, self._exact = config, axes, exact
-        self._mesh = mesh_of(axes)
+        self._prefix, self._table = models.family(config.model_type).layers, table
 
     def leaf(self, path: str, weight: Weight) -> Weight:
         split = split_of(self._config, self._exact, path)
@@ -114,9 +120,20 @@ class Shared(Whole):
 
         return self._of(cut, tensor.shape, share)
 
+    def finished(self, params: Params) -> Params:
+        """With the layers of all stages side by side: `pipeline.stacked`."""
+        if len(self._table) == 1:
+            return params
+        return stacked(params, self._prefix, self._table, mesh_of(self._axes))
+
+    def _mesh(self, path: str) -> Mesh:
+        """The devices among which a parameter is split: those of its stage."""
+        mesh, stage = mesh_of(self._axes), stage_of(path, self._prefix, self._table)
+        return mesh if stage is None or len(self._table) == 1 else devices_of(mesh, stage)
+
     def _split(self, path: str, weight: Weight, split: Split) -> Weight:
         if split is WHOLE:
-            placed: Weight = jax.device_put(weight, NamedSharding(self._mesh, P()))
+            placed: Weight = jax.device_put(weight, NamedSharding(self._mesh(path), P()))
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
         leaf = as_leaf(weight)
@@ -135,7 +152,7 @@ class Shared(Whole):
 
     def _of(self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight]) -> Weight:
         """A parameter of `shape`, whose shares are made one after the other."""
-        split, made = cut.split, dict[int, Any]()
+        split, made, mesh = cut.split, dict[int, Any](), self._mesh(cut.path)
 
         def once(number: int) -> Any:
             """Devices that have the same share ask one after the other, in any order."""
@@ -151,10 +168,10 @@ class Shared(Whole):
             def block(index: Any) -> Any:
                 return once((index[at].start or 0) // cut.each)
 
-            return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), block)
+            return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), block)
         shares = alike([once(i) for i in range(cut.parts)])
         pieces = [jax.tree.leaves(x) for x in shares]
-        sharding = NamedSharding(self._mesh, P(split.over))
+        sharding = NamedSharding(mesh, P(split.over))
 
         def joint(*mine: jax.Array) -> jax.Array:
             def one(index: Any) -> Any:

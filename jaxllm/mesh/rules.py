@@ -24,6 +24,8 @@ Kind = Literal["whole", "column", "row", "gathered", "vocabulary", "norm"]
 
 HEADS: Over = ("tensor", "copies")  # query heads, hidden numbers, tokens: all devices of both
 GROUPS: Over = ("tensor",)  # key/value heads
+STAGES: Over = ("stage",)  # layers
+TOKENS: Over = (*STAGES, *HEADS)  # of the vocabulary: all stages look them up, and make logits
 
 
 class Split(NamedTuple):
@@ -58,7 +60,7 @@ def rules(config: ModelConfig, exact: bool = False) -> tuple[tuple[str, Split], 
 def _rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Split]]:
     f = models.family(config.model_type)
     layer = rf"{re.escape(f.layers)}\.\d+\."
-    vocabulary = Split("vocabulary", HEADS)
+    vocabulary = Split("vocabulary", TOKENS)
     yield rf"{re.escape(f.tokens)}\.weight", vocabulary
     yield r"lm_head\.weight", vocabulary
     if f.positions is not None:

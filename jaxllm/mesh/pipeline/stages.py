@@ -6,6 +6,7 @@ such a tick is never looked at: keys and values are taken from the ticks of its 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.mesh.pipeline.schedule import Schedule, forward
 from jaxllm.models.layers import Layer, Scope, run_blocks
+from jaxllm.weights.precision import Precision
+from jaxllm.whole import whole
 
 AXIS = "stage"
 LEAST = 64  # tokens of a microbatch: with fewer, a tick takes what reading the weights takes
@@ -99,6 +102,24 @@ class Stages:
         return layers, jax.lax.psum(last, AXIS)
 
 
+def check_stages(config: ModelConfig, precision: Precision, course: Stages) -> None:
+    """Raises ConfigError where a model's layers cannot be run so: by size and axis."""
+    whole("stages", course.stages, 1, error=ConfigError)
+    whole("chunks of a stage", course.chunks, 1, error=ConfigError)
+    if course.microbatches is not None:
+        whole("microbatches", course.microbatches, 1, error=ConfigError)
+    if course.stages == 1 and (course.chunks > 1 or course.microbatches is not None):
+        raise ConfigError("chunks and microbatches are of stages: give a mesh with stage=2 or more")
+    if course.stages == 1:
+        return
+    if any(re.search(r"\d", regex) for regex, _ in precision.overrides):
+        raise ConfigError(
+            "precision overrides that name layers by number do not go with stages, each of which"
+            " runs the same program: name kinds of linears, or use stage=1"
+        )
+    layers_of(config, course.stages, course.chunks)
+
+
 def layers_of(config: ModelConfig, stages: int, chunks: int = 1) -> list[list[int]]:
     """The numbers of the layers that each stage has, in its order.
 
@@ -120,7 +141,7 @@ def layers_of(config: ModelConfig, stages: int, chunks: int = 1) -> list[list[in
         for stage in range(stages)
     ]
     kinds = [config.computes(i) for i in range(count)]
-    for row in table[1:]:
+    for row in (*table[1:], range(len(table[0]))):  # a cache's arrays go by the last ones' numbers
         for first, other in zip(table[0], row, strict=True):
             if kinds[first] != kinds[other]:
                 raise ConfigError(
