@@ -1,7 +1,7 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -17,13 +17,14 @@ from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
-from jaxllm.mesh.rules import HEADS, fitted, share_of, split_of
+from jaxllm.mesh.rules import EXPERTS, HEADS, Split, fitted, share_of, split_of
 from jaxllm.models.layers import Trace
+from jaxllm.weights.leaves.owned import Owned
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
 from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
-ROWS = "data"
+ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
 
 
 class Meshed(nn.Module, Placed):
@@ -31,7 +32,8 @@ class Meshed(nn.Module, Placed):
 
     Steps call `apply` of it as of any other, with parameters from `shared` or `reader`, and what is
     made of steps is as it was: what goes in and comes out are whole arrays with a sharding. Rows of
-    a batch are split over `data` where they divide; otherwise each of its devices runs all of them.
+    a batch are split over `data` and `expert` where they divide, or over `data` alone; otherwise
+    each of its devices runs all of them.
     exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
     Made by `meshed`, which checks.
     """
@@ -71,7 +73,7 @@ class Meshed(nn.Module, Placed):
 
         def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            mine = {"params": map_leaves(self._mine, params)}
+            mine = {"params": map_leaves(partial(self._mine, rows), params)}
             trace: Any = inner.apply(
                 mine, segments=segments, attention_mass=attention_mass, **by_row, **more
             )
@@ -132,8 +134,8 @@ class Meshed(nn.Module, Placed):
 
     @nn.nowrap
     def _rows(self, batch: int) -> specs.Rows:
-        """The axis over which so many rows are split."""
-        return ROWS if batch % self.axes.data == 0 else None
+        """The axes over which so many rows are split."""
+        return next((over for over in ROWS if batch % self.axes.over(over) == 0), None)
 
     @nn.nowrap
     def _staged(self, path: str) -> bool:
@@ -142,9 +144,16 @@ class Meshed(nn.Module, Placed):
         return self.axes.stage > 1 and path.startswith(f"{layers}.")
 
     @nn.nowrap
-    def _mine(self, path: str, leaf: Any) -> Any:
+    def _mine(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
         """What the module inside takes for the parameter at `path`."""
         split = split_of(self.config, self.exact, path)
+        mine = self._share(split, path, leaf)
+        if not split.stack or self.axes.expert == 1:
+            return mine
+        return Owned(mine, EXPERTS, apart=rows is not None and EXPERTS in rows)
+
+    @nn.nowrap
+    def _share(self, split: Split, path: str, leaf: Any) -> Any:
         parts = self.axes.over(split.over)
         leaf = jax.tree.map(lambda x: x[0], leaf) if self._staged(path) else leaf
         mine = jax.tree.map(

@@ -13,13 +13,13 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import adapted_splits, spec_of
-from jaxllm.mesh.rules import GROUPS, HEADS, STAGES, Split
+from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
 from jaxllm.models.layers import Attended, Layer, Trace
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
 
-Rows = str | None
+Rows = tuple[str, ...] | None
 # What each stage of a pipeline has for layers of its own stands side by side on the axis of heads:
 # rows and slots are where they are in a cache without stages.
 KEPT = (*STAGES, *GROUPS)
@@ -40,9 +40,10 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
-        return jax.tree.map(lambda _: P(split.over), leaf)
+        stack = (EXPERTS,) if split.stack else ()
+        return jax.tree.map(lambda _: P(split.over, *stack), leaf)
     if parts == 1:
-        return jax.tree.map(lambda _: P(), leaf)
+        return jax.tree.map(lambda _: P(EXPERTS) if split.stack else P(), leaf)
     size = leaf.shape[-1 if split.axis or leaf.ndim == 1 else -2]
     if isinstance(leaf, Leaf) or split.runs > 1 or size % parts:
         raise ConfigError(

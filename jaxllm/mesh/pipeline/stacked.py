@@ -75,10 +75,24 @@ def stage_of(path: str, prefix: str, table: Table) -> int | None:
     return next(stage for stage, row in enumerate(table) if number in row)
 
 
-def devices_of(mesh: Mesh, stage: int) -> Mesh:
-    """A stage's devices, on the same axes."""
-    at = mesh.axis_names.index(AXIS)
-    return Mesh(mesh.devices.take([stage], axis=at), mesh.axis_names, axis_types=mesh.axis_types)
+def devices_of(mesh: Mesh, axis: str, number: int) -> Mesh:
+    """Those of a mesh that have this number on an axis, on the same axes."""
+    at = mesh.axis_names.index(axis)
+    return Mesh(mesh.devices.take([number], axis=at), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) -> jax.Array:
+    """Arrays on the devices of each number of an axis as one, along axis `at` of theirs. Nothing is
+    sent.
+    """
+    spec = list[Any](arrays[0].sharding.spec)  # type: ignore[attr-defined]
+    spec += [None] * (at + 1 - len(spec))
+    spec[at], shape = axis, list(arrays[0].shape)
+    shape[at] *= len(arrays)
+    shards = [shard.data for x in arrays for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(
+        tuple(shape), NamedSharding(mesh, P(*spec)), shards
+    )
 
 
 def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
@@ -106,10 +120,7 @@ def _joined(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
         raise ConfigError("several adapters do not go with stages of a pipeline: load one of them")
 
     def join(*arrays: jax.Array) -> jax.Array:
-        sharding = NamedSharding(mesh, P(AXIS, *arrays[0].sharding.spec))  # type: ignore[attr-defined]
-        shards = [shard.data[None] for x in arrays for shard in x.addressable_shards]
-        shape = (len(arrays), *arrays[0].shape)
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        return side_by_side([x[None] for x in arrays], mesh, AXIS, 0)
 
     try:
         same = alike(leaves)
