@@ -62,7 +62,7 @@ class Meshed(nn.Module, Placed):
         """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
         params, inner = variables["params"], module_of(self)
         batch = token_BT.shape[0]
-        rows = self._rows(batch)
+        rows = self.rows_over(batch)
         by_row = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -73,25 +73,17 @@ class Meshed(nn.Module, Placed):
 
         def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            mine = {"params": map_leaves(partial(self._mine, rows), params)}
+            mine = {"params": map_leaves(partial(self.local, rows), params)}
             trace: Any = inner.apply(
                 mine, segments=segments, attention_mass=attention_mass, **by_row, **more
             )
             return _summed(trace) if attention_mass is True else trace
 
-        def spec(path: str, leaf: Any) -> Any:
-            split = split_of(self.config, self.exact, path)
-
-            def of(leaf: Any) -> Any:
-                return specs.of_parameter(path, leaf, split, self.axes, rows)
-
-            return spec_of_stacked(path, leaf, of) if self._staged(path) else of(leaf)
-
         spread = jax.shard_map(
             run,
             mesh=mesh_of(self.axes),
             in_specs=(
-                map_leaves(spec, params),
+                self.parameter_specs(params, rows),
                 P(rows),
                 tuple(specs.of_segment(segment, batch, rows) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
@@ -128,12 +120,26 @@ class Meshed(nn.Module, Placed):
         return Shared(self.config, self.axes, self.exact, self.table)
 
     @nn.nowrap
+    def parameter_specs(self, params: Params, rows: specs.Rows) -> Params:
+        """Where the arrays of parameters are, as `jax.shard_map` takes it."""
+
+        def spec(path: str, leaf: Any) -> Any:
+            split = split_of(self.config, self.exact, path)
+
+            def of(leaf: Any) -> Any:
+                return specs.of_parameter(path, leaf, split, self.axes, rows)
+
+            return spec_of_stacked(leaf, of) if self._staged(path) else of(leaf)
+
+        return map_leaves(spec, params)
+
+    @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
-        rows = self._rows(array.shape[0]) if array.ndim else None
+        rows = self.rows_over(array.shape[0]) if array.ndim else None
         return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
 
     @nn.nowrap
-    def _rows(self, batch: int) -> specs.Rows:
+    def rows_over(self, batch: int) -> specs.Rows:
         """The axes over which so many rows are split."""
         return next((over for over in ROWS if batch % self.axes.over(over) == 0), None)
 
@@ -144,7 +150,7 @@ class Meshed(nn.Module, Placed):
         return self.axes.stage > 1 and path.startswith(f"{layers}.")
 
     @nn.nowrap
-    def _mine(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
+    def local(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
         """What the module inside takes for the parameter at `path`."""
         split = split_of(self.config, self.exact, path)
         mine = self._share(split, path, leaf)
