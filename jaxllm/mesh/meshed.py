@@ -6,6 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,6 +16,7 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
@@ -21,13 +24,13 @@ from jaxllm.mesh.rules import EXPERTS, HEADS, Split, fitted, share_of, split_of
 from jaxllm.models.layers import Trace
 from jaxllm.weights.leaves.owned import Owned
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
-from jaxllm.weights.paths import Params, Placed, map_leaves
+from jaxllm.weights.paths import InRounds, Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
 ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
 
 
-class Meshed(nn.Module, Placed):
+class Meshed(nn.Module, Placed, InRounds):
     """A model whose parameters and caches are spread over devices; in all else a model.
 
     Steps call `apply` of it as of any other, with parameters from `shared` or `reader`, and what is
@@ -107,6 +110,28 @@ class Meshed(nn.Module, Placed):
         stages = self.axes.stage
         heads = self.config.num_key_value_heads
         return self.config.num_hidden_layers // stages, heads * stages
+
+    @property
+    def stages(self) -> int:
+        return self.axes.stage
+
+    @nn.nowrap
+    def groups(self, rows: int) -> np.ndarray | None:
+        over = self.rows_over(rows)
+        devices = 1 if over is None else self.axes.over(over)
+        if self.stages == 1 or self.course.chunks > 1 or rows % (devices * self.stages):
+            return None
+        each = rows // (devices * self.stages)
+        return np.tile(np.repeat(np.arange(self.stages, dtype=np.int32), each), devices)
+
+    @nn.nowrap
+    def flight(self, rows: int) -> jax.Array:
+        shape = (rows // self.stages, 1, self.stages * self.config.hidden_size)
+        return jnp.zeros(shape, jnp.dtype(self.precision.activations))
+
+    @nn.nowrap
+    def tick(self, params: Params, *given: Any) -> tuple[jax.Array, jax.Array, Segment]:
+        return rounds.tick(self, module_of(self), params, *given)
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:
