@@ -40,9 +40,10 @@ def until_ended(
         running_B = state.finish_B == Finish.RUNNING
         enters_B = group_B == number % stages
         position_B = jnp.where(enters_B, jnp.where(running_B, tail.next_position_B, -1), position_B)
-        tail = _entered(tail, enters_B, position_B, state.newest_B, start + number // stages)
+        token_B = jnp.where(running_B, state.newest_B, 0)  # of rows that have ended: padding
+        tail = _entered(tail, enters_B, position_B, token_B, start + number // stages)
         logits_BV, flight, segment = model.tick(
-            params, (*frozen, tail.tail), flight, number, start, state.newest_B, position_B
+            params, (*frozen, tail.tail), flight, number, start, token_B, position_B
         )
         leaves_B = (group_B == (number + 1) % stages) & (number + 1 >= stages)
         others_B = jnp.where(leaves_B, state.finish_B, jnp.int32(Finish.STOP))

@@ -254,7 +254,7 @@ def _on_stage(
             y, _ = pass_through(moved, held, job.number, job.chunk)
             return y, blank, total, gradients
 
-        def back() -> Any:
+        def again() -> Any:
             (_, found), pull = jax.vjp(
                 lambda moved, x: pass_through(moved, x, job.number, job.chunk), moved, held
             )
@@ -262,7 +262,7 @@ def _on_stage(
             more, dx = pull((dy, jnp.full((), seed, jnp.float32)))
             return blank, dx, total + found, jax.tree.map(jnp.add, gradients, more)
 
-        y, dx, total, gradients = jax.lax.switch(job.kind, [wait, there, back])
+        y, dx, total, gradients = jax.lax.switch(job.kind, [wait, there, again])
         ring = [(i, (i + 1) % stages) for i in range(stages)]
         x = jax.lax.ppermute(y, AXIS, ring)
         g = jax.lax.ppermute(dx, AXIS, [(b, a) for a, b in ring])
