@@ -22,6 +22,8 @@ from jaxllm.weights.quantize import quantize
 from tests.mesh.made import largest_difference, one, spread
 from tests.twins import tokens
 
+pytestmark = pytest.mark.devices
+
 EIGHT: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": []},

@@ -22,6 +22,8 @@ from jaxllm.weights.quantize import quantize
 from tests.mesh.made import FAMILIES, WIDE, largest_difference, one, spread
 from tests.twins import tokens
 
+pytestmark = pytest.mark.devices
+
 CLOSE = 3e-5  # of the largest number: sums in another order
 
 

@@ -18,6 +18,8 @@ from tests.mesh.made import largest_difference, spread
 from tests.mesh.test_pipeline import of_layers
 from tests.twins import VOCAB, tokens
 
+pytestmark = pytest.mark.devices
+
 
 def summed(logits_BTV: jax.Array, rows: Rows) -> jax.Array:
     return cross_entropy(logits_BTV, rows.label_BT)[0]

@@ -32,6 +32,7 @@ from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares, Vocabulary
 from jaxllm.weights.paths import Params, map_leaves
 
+Ints = Any  # int32, of numpy or JAX
 Loss = Callable[[jax.Array, Any], jax.Array]  # of logits [B, T, V] and rows: a sum over them
 
 
@@ -97,13 +98,13 @@ class Ticks(NamedTuple):
     the last place.
     """
 
-    kind: np.ndarray
-    number: np.ndarray
-    chunk: np.ndarray
-    x_in: np.ndarray
-    x_at: np.ndarray
-    g_in: np.ndarray
-    g_at: np.ndarray
+    kind: Ints
+    number: Ints
+    chunk: Ints
+    x_in: Ints
+    x_at: Ints
+    g_in: Ints
+    g_at: Ints
 
 
 def ticks_of(schedule: Schedule) -> tuple[Ticks, int, int]:
