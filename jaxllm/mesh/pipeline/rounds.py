@@ -72,12 +72,14 @@ def tick(
             position_G1[:, 0] + 1,
             tuple(past),
         )
-        busy = number >= stage
+        # What has not begun, and rows that have ended, write nothing: their slot may not be there.
+        busy_G = (number >= stage) & (position_G1[:, 0] >= 0)
 
         def written(old: Any, new: Any) -> Any:
             def put(old: jax.Array, new: jax.Array) -> jax.Array:
                 at = (group * each, slot) + (0,) * (old.ndim - 2)
                 there = jax.lax.dynamic_slice(old, at, new.shape)
+                busy = busy_G.reshape(-1, *[1] * (new.ndim - 1))
                 return jax.lax.dynamic_update_slice(old, jnp.where(busy, new, there), at)
 
             return jax.tree.map(put, old, cast(new, old.dtype))
