@@ -72,8 +72,9 @@ def tick(
             position_G1[:, 0] + 1,
             tuple(past),
         )
-        # What has not begun, and rows that have ended, write nothing: their slot may not be there.
-        busy_G = (number >= stage) & (position_G1[:, 0] >= 0)
+        # A group that has not entered yet, and rows that have ended, have no token on its way: they
+        # write nothing. Their slot may not be there.
+        busy_G = position_G1[:, 0] >= 0
 
         def written(old: Any, new: Any) -> Any:
             def put(old: jax.Array, new: jax.Array) -> jax.Array:
