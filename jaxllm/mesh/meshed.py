@@ -1,11 +1,13 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,30 +17,37 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.pipeline import rounds
+from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
+from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
-from jaxllm.mesh.rules import HEADS, fitted, share_of, split_of
+from jaxllm.mesh.rules import EXPERTS, HEADS, Split, fitted, share_of, split_of
 from jaxllm.models.layers import Trace
+from jaxllm.weights.leaves.owned import Owned
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
 from jaxllm.weights.linear import ROUNDED
-from jaxllm.weights.paths import Params, Placed, map_leaves
+from jaxllm.weights.paths import InRounds, Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
-ROWS = "data"
+ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
 
 
-class Meshed(nn.Module, Placed):
+class Meshed(nn.Module, Placed, InRounds):
     """A model whose parameters and caches are spread over devices; in all else a model.
 
     Steps call `apply` of it as of any other, with parameters from `shared` or `reader`, and what is
     made of steps is as it was: what goes in and comes out are whole arrays with a sharding. Rows of
-    a batch are split over `data` where they divide; otherwise each of its devices runs all of them.
-    exact: see `weights.leaves.parted.Gathered`. Made by `meshed`, which checks.
+    a batch are split over `data` and `expert` where they divide, or over `data` alone; otherwise
+    each of its devices runs all of them.
+    exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
+    Made by `meshed`, which checks.
     """
 
     config: ModelConfig
     precision: Precision
     axes: Axes
     exact: bool = False
+    course: Stages = Stages(1)
     remat: bool = False
 
     @nn.nowrap
@@ -58,7 +67,7 @@ class Meshed(nn.Module, Placed):
         """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
         params, inner = variables["params"], module_of(self)
         batch = token_BT.shape[0]
-        rows = self._rows(batch)
+        rows = self.rows_over(batch)
         by_row = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -69,57 +78,117 @@ class Meshed(nn.Module, Placed):
 
         def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            mine = {"params": map_leaves(self._mine, params)}
+            mine = {"params": map_leaves(partial(self.local, rows), params)}
             trace: Any = inner.apply(
                 mine, segments=segments, attention_mass=attention_mass, **by_row, **more
             )
             return _summed(trace) if attention_mass is True else trace
 
-        def spec(path: str, leaf: Any) -> Any:
-            split = split_of(self.config, self.exact, path)
-            return specs.of_parameter(path, leaf, split, self.axes, rows)
-
         spread = jax.shard_map(
             run,
             mesh=mesh_of(self.axes),
             in_specs=(
-                map_leaves(spec, params),
+                self.parameter_specs(params, rows),
                 P(rows),
                 tuple(specs.of_segment(segment, batch, rows) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
             ),
-            out_specs=specs.of_trace(self.config, rows, by_head=attention_mass == "heads"),
+            out_specs=specs.of_trace(
+                self.config, rows, self.kept()[0], by_head=attention_mass == "heads"
+            ),
             # The model's loops begin with constants, which would have to be said to vary.
             check_vma=False,
         )
         trace: Trace = spread(params, by_row, segments, memory)
-        return trace
+        return trace if self.axes.stage == 1 else unfolded(trace, self.table, attention_mass)
+
+    @property
+    def table(self) -> list[list[int]]:
+        """The numbers of the layers that each stage has."""
+        return layers_of(self.config, self.axes.stage, self.course.chunks)
+
+    @nn.nowrap
+    def kept(self) -> tuple[int, int]:
+        stages = self.axes.stage
+        heads = self.config.num_key_value_heads
+        return self.config.num_hidden_layers // stages, heads * stages
+
+    @property
+    def stages(self) -> int:
+        return self.axes.stage
+
+    @nn.nowrap
+    def groups(self, rows: int) -> np.ndarray | None:
+        over = self.rows_over(rows)
+        devices = 1 if over is None else self.axes.over(over)
+        if self.stages == 1 or self.course.chunks > 1 or rows % (devices * self.stages):
+            return None
+        each = rows // (devices * self.stages)
+        return np.tile(np.repeat(np.arange(self.stages, dtype=np.int32), each), devices)
+
+    @nn.nowrap
+    def flight(self, rows: int) -> jax.Array:
+        shape = (rows // self.stages, 1, self.stages * self.config.hidden_size)
+        return jnp.zeros(shape, jnp.dtype(self.precision.activations))
+
+    @nn.nowrap
+    def tick(self, params: Params, *given: Any) -> tuple[jax.Array, jax.Array, Segment]:
+        return rounds.tick(self, module_of(self), params, *given)
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:
         """Parameters that are whole, as this model takes them."""
-        return map_leaves(self.reader().leaf, params)
+        reader = self.reader()
+        return reader.finished(map_leaves(reader.leaf, params))
 
     @nn.nowrap
     def reader(self) -> Shared:
         """Where parameters go as they are read."""
-        return Shared(self.config, self.axes, self.exact)
+        return Shared(self.config, self.axes, self.exact, self.table)
+
+    @nn.nowrap
+    def parameter_specs(self, params: Params, rows: specs.Rows) -> Params:
+        """Where the arrays of parameters are, as `jax.shard_map` takes it."""
+
+        def spec(path: str, leaf: Any) -> Any:
+            split = split_of(self.config, self.exact, path)
+
+            def of(leaf: Any) -> Any:
+                return specs.of_parameter(path, leaf, split, self.axes, rows)
+
+            return spec_of_stacked(leaf, of) if self._staged(path) else of(leaf)
+
+        return map_leaves(spec, params)
 
     @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
-        rows = self._rows(array.shape[0]) if array.ndim else None
+        rows = self.rows_over(array.shape[0]) if array.ndim else None
         return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
 
     @nn.nowrap
-    def _rows(self, batch: int) -> specs.Rows:
-        """The axis over which so many rows are split."""
-        return ROWS if batch % self.axes.data == 0 else None
+    def rows_over(self, batch: int) -> specs.Rows:
+        """The axes over which so many rows are split."""
+        return next((over for over in ROWS if batch % self.axes.over(over) == 0), None)
 
     @nn.nowrap
-    def _mine(self, path: str, leaf: Any) -> Any:
+    def _staged(self, path: str) -> bool:
+        """Whether the parameter at `path` is one of each stage's."""
+        layers = models.family(self.config.model_type).layers
+        return self.axes.stage > 1 and path.startswith(f"{layers}.")
+
+    @nn.nowrap
+    def local(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
         """What the module inside takes for the parameter at `path`."""
         split = split_of(self.config, self.exact, path)
+        mine = self._share(split, path, leaf)
+        if not split.stack or self.axes.expert == 1:
+            return mine
+        return Owned(mine, EXPERTS, apart=rows is not None and EXPERTS in rows)
+
+    @nn.nowrap
+    def _share(self, split: Split, path: str, leaf: Any) -> Any:
         parts = self.axes.over(split.over)
+        leaf = jax.tree.map(lambda x: x[0], leaf) if self._staged(path) else leaf
         mine = jax.tree.map(
             lambda x: x.share() if isinstance(x, Shares) else x,
             leaf,
@@ -136,13 +205,26 @@ class Meshed(nn.Module, Placed):
         return Spread(mine, split.over, self.exact) if split.kind == "norm" else mine
 
 
-def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False) -> Meshed:
-    """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
+def meshed(
+    config: ModelConfig,
+    precision: Precision,
+    axes: Axes,
+    *,
+    exact: bool = False,
+    chunks: int = 1,
+    microbatches: int | None = None,
+) -> Meshed:
+    """A model on a mesh. chunks, microbatches: see `pipeline.stages.Stages`.
+
+    Raises ConfigError where it does not divide, or devices are missing.
+    """
     axes = fitted(axes, config)
     mesh_of(axes)
     if not exact:
         check_rounding(config, precision, axes)
-    return Meshed(config=config, precision=precision, axes=axes, exact=exact)
+    course = Stages(axes.stage, chunks, microbatches)
+    check_stages(config, precision, course)
+    return Meshed(config=config, precision=precision, axes=axes, exact=exact, course=course)
 
 
 def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> None:
@@ -163,7 +245,12 @@ def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> Non
 @cache
 def module_of(model: Meshed) -> nn.Module:
     """The module that one device runs."""
-    inner: nn.Module = models.build(share_of(model.config, model.axes), model.precision)
+    config = model.config
+    if model.axes.stage > 1:
+        config = config.with_layers(model.table[0])
+    inner: nn.Module = models.build(share_of(config, model.axes), model.precision)
+    if model.axes.stage > 1:
+        inner = inner.clone(course=model.course)
     return inner.clone(remat=True) if model.remat else inner
 
 
