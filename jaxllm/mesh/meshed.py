@@ -12,12 +12,14 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.placing import Shared
 from jaxllm.mesh.rules import HEADS, fitted, share_of, split_of
 from jaxllm.models.layers import Trace
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
+from jaxllm.weights.linear import ROUNDED
 from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
@@ -138,7 +140,24 @@ def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool
     """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
     axes = fitted(axes, config)
     mesh_of(axes)
+    if not exact:
+        check_rounding(config, precision, axes)
     return Meshed(config=config, precision=precision, axes=axes, exact=exact)
+
+
+def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> None:
+    """Raises ConfigError where inputs are rounded in blocks, one of which would be cut."""
+    over = axes.over(HEADS)
+    if not precision.int8_inputs or over == 1:
+        return
+    widths = {name: getattr(config, name) for name in models.family(config.model_type).widths}
+    heads = config.num_attention_heads * config.head_dim
+    for name, size in {"the heads' width": heads, **widths}.items():
+        if size // over % ROUNDED:
+            raise ConfigError(
+                f"int8_inputs rounds inputs in blocks of {ROUNDED} columns, and {name} {size}"
+                f" over tensor={over} would cut one: take the exact mode, which does not"
+            )
 
 
 @cache
