@@ -11,6 +11,7 @@ import pytest
 
 import jaxllm
 from jaxllm import models, programs, steps
+from jaxllm.adapters import LoraConfig, write_adapter
 from jaxllm.cache import branch, compact, fork, keep, rewind, select
 from jaxllm.errors import CacheMismatchError, ConfigError
 from jaxllm.longer import LongAttention
@@ -20,6 +21,7 @@ from jaxllm.ops import native
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
+from tests.adapters.made import random_adapter
 from tests.mesh.made import WIDE, largest_difference, one, spread
 from tests.twins import save_random, tokens
 
@@ -205,6 +207,29 @@ def test_quantizing_while_loading_gives_the_same_shares(tmp_path: Path) -> None:
         np.testing.assert_array_equal(as_leaf(leaf).dense(), as_leaf(whole[path]).dense(), path)
     with pytest.raises(ConfigError, match="load the model without a mesh to write it"):
         lm.save(tmp_path / "written")
+
+
+def test_adapters_are_split_beside_their_weights(tmp_path: Path) -> None:
+    save_random(tmp_path / "model", "llama", eos_token_id=None, num_hidden_layers=1)
+    base = jaxllm.load(tmp_path / "model")
+    asked = {
+        "x": LoraConfig(r=2, target_modules=("q_proj", "down_proj", "embed_tokens", "lm_head")),
+        "y": LoraConfig(r=4, use_dora=True),
+    }
+    for seed, (name, lora) in enumerate(asked.items()):
+        made = random_adapter(base.config, base.params, lora, seed)
+        write_adapter(tmp_path / name, made, base.config)
+    prompts = tokens(2, 5).tolist()
+    for names in (["x"], ["y"], ["x", "y"]):
+        files = [tmp_path / name for name in names]
+        each: Any = {"adapter": ["y", "x"]} if len(names) == 2 else {}
+        whole, found = (
+            jaxllm.load(tmp_path / "model", adapters=files, mesh=mesh).generate(
+                prompts, max_new_tokens=5, **each
+            )
+            for mesh in (None, "data=2,tensor=4")
+        )
+        assert [x.tokens for x in found] == [x.tokens for x in whole]
 
 
 def test_whole_parameters_are_refused_by_path() -> None:
