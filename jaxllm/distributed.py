@@ -6,12 +6,14 @@ the others (`told`); what each has by itself (versions, files) is compared (`agr
 process from C++ when another is gone; `jaxllm.guard` says then in a line what happened.
 """
 
+import contextlib
+import hashlib
 import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxllm import process
@@ -119,6 +121,18 @@ def told(make: Callable[[], str]) -> str:
     return text
 
 
+def each(mine: Any) -> list[Any]:
+    """What every process has, in order: plain data, as JSON has it."""
+    if not several():
+        return [mine]
+    import jax
+
+    client, key = _client(), f"jaxllm/each/{next(_numbers)}"
+    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(mine))
+    names = [f"{key}/{n}" for n in range(jax.process_count())]
+    return [json.loads(client.blocking_key_value_get(name, DAY)) for name in names]
+
+
 def agree(about: Mapping[str, Any]) -> None:
     """Compare what each process has, by name; for one alone nothing.
 
@@ -149,8 +163,21 @@ def differences(each: list[dict[str, str]]) -> str:
         first = each[0][name]
         for number, mine in enumerate(each):
             if (other := mine.get(name, "nothing")) != first:
-                found.append(f"{name}: {first:.200} in process 0, {other:.200} in {number}")
+                found.append(f"{name}: {_apart(first, other)} in process {number}")
     return "; ".join(found)
+
+
+def _apart(one: str, other: str) -> str:
+    """Two texts from a little before where they part."""
+    same = next(i for i, (a, b) in enumerate(zip(f"{one}\0", f"{other}\1", strict=False)) if a != b)
+    begin = max(0, same - 40) if max(len(one), len(other)) > 160 else 0
+    before = "..." if begin else ""
+    return f"{before}{one[begin : begin + 160]} in process 0, {before}{other[begin : begin + 160]}"
+
+
+def digest(texts: Iterable[str]) -> str:
+    """A short name of texts, for `agree`."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def leave(status: int) -> None:
@@ -167,10 +194,8 @@ def leave(status: int) -> None:
     if not status:
         jax.distributed.shutdown()
         return
-    try:
+    with contextlib.suppress(RuntimeError):  # the others go on, and will miss this one
         _client().wait_at_barrier("jaxllm/failed", 1000 * LEAVING)
-    except RuntimeError:
-        pass  # the others go on, and will miss this one
     os._exit(status)
 
 

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str], group: Group) -> int:
 def _direct(group: Group) -> dict[str, str]:
     """What keeps a proxy out of the way between the processes of a group."""
     host = group.address.rpartition(":")[0]
-    known = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))
+    known = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # noqa: SIM112
     return {"no_grpc_proxy": ",".join(filter(None, (known, host))), "JAX_CHECK_PROXY_ENVS": "0"}
 
 

@@ -62,7 +62,7 @@ def leads() -> bool:
 def follow() -> None:
     """From now on stdout goes nowhere, and no file is written: another process does it."""
     _LEADS[0] = False
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
 
 
 def guarded() -> bool:
@@ -158,8 +158,8 @@ def _open_streams() -> None:
 def _under_guard(stdout: int, stderr: int, life: int) -> None:
     """Python's streams become the guard's; when the guard is gone this process ends."""
     _STREAMS[:] = stdout, stderr
-    sys.stdout = open(stdout, "w", encoding="utf-8", errors="backslashreplace")
-    sys.stderr = open(stderr, "w", 1, encoding="utf-8", errors="backslashreplace")
+    sys.stdout = os.fdopen(stdout, "w", encoding="utf-8", errors="backslashreplace")
+    sys.stderr = os.fdopen(stderr, "w", 1, encoding="utf-8", errors="backslashreplace")
 
     def wait() -> None:
         os.read(life, 1)  # nothing is ever written

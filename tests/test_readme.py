@@ -101,7 +101,8 @@ def test_no_line_is_long(name: str) -> None:
 # From the ground up; what stands on one floor does not import its neighbours.
 STOREYS = """
     errors process progress shapes moved
-    whole files
+    distributed
+    whole files guard
     longer
     config
     ops

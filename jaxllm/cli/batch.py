@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
-from jaxllm import process
+from jaxllm import distributed, process
 from jaxllm.cli.console import note, read_stdin, write
 from jaxllm.cli.options import check_writable
 from jaxllm.errors import CheckpointError, ConfigError
@@ -37,7 +37,9 @@ def answer_file(
     from jaxllm.progress import steps_bar
 
     lines = (read_stdin() if file == "-" else read_text(Path(file))).splitlines()
-    held = _held(out, resume)
+    distributed.agree({f"--batch {file}": distributed.digest(lines)})
+    held = distributed.told(lambda: _held(out, resume).decode()).encode()
+    out = out if process.leads() else None
     lines, there = _unanswered(lines, held)
     if there:
         note(f"{out}: {there} answers are there; {sum(map(bool, lines))} lines to go")

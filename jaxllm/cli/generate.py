@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm import distributed
 from jaxllm.cli.batch import answer_file
 from jaxllm.cli.console import note, read_stdin, waiting, write
 from jaxllm.cli.options import (
@@ -117,6 +118,10 @@ def generate(
             self_extend=self_extend,
         )
 
+    if distributed.several():
+        for name, value in ("--prompt-cache", prompt_cache), ("--draft", draft):
+            if value:
+                raise ConfigError(f"{name} is for one process: --distributed takes none")
     if batch is not None:
         texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
         for name, value in (*texts, ("--echo", echo), ("--json", as_json)):

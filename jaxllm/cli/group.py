@@ -33,7 +33,11 @@ Process = Annotated[
 
 
 def enter(
-    command: str | None, arguments: Sequence[str], address: str, count: int | None, number: int | None
+    command: str | None,
+    arguments: Sequence[str],
+    address: str,
+    count: int | None,
+    number: int | None,
 ) -> int | None:
     """Become a process of a group, or the guard of one: then the status to end with.
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
@@ -59,13 +60,14 @@ class Meshed(nn.Module, Placed):
         params, inner = variables["params"], module_of(self)
         batch = token_BT.shape[0]
         rows = self._rows(batch)
-        by_row = {
+        named = {
             "token_BT": token_BT,
             "position_BT": position_BT,
             "length_B": length_B,
             "column_B": column_B,
             **given,
         }
+        by_row = jax.tree.map(self._by_all, named)
 
         def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
@@ -93,7 +95,9 @@ class Meshed(nn.Module, Placed):
             check_vma=False,
         )
         trace: Trace = spread(params, by_row, segments, memory)
-        return trace
+        seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
+        layers = tuple(layer._replace(x=self._by_all(layer.x)) for layer in trace.layers)
+        return trace.replace(layers=layers, **seen)
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:
@@ -109,6 +113,13 @@ class Meshed(nn.Module, Placed):
     def place(self, path: str, array: Any) -> NamedSharding:
         rows = self._rows(array.shape[0]) if array.ndim else None
         return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
+
+    @nn.nowrap
+    def _by_all(self, x: jax.Array) -> jax.Array:
+        """What is read on the host, by each of several processes: all rows for each of them."""
+        if self.axes.data == 1 or not several():
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(self.axes), P()))
 
     @nn.nowrap
     def _rows(self, batch: int) -> specs.Rows:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import each, several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.rules import WHOLE, Split, split_of
@@ -24,7 +25,7 @@ from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.lazy import LazyTensor, joined
 from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Shares, alike
+from jaxllm.weights.leaves.parted import Shares, alike, lengths
 from jaxllm.weights.reading import Whole
 
 
@@ -116,7 +117,7 @@ class Shared(Whole):
 
     def _split(self, path: str, weight: Weight, split: Split) -> Weight:
         if split is WHOLE:
-            placed: Weight = jax.device_put(weight, NamedSharding(self._mesh, P()))
+            placed: Weight = jax.tree.map(self._everywhere, weight)
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
         leaf = as_leaf(weight)
@@ -133,6 +134,13 @@ class Shared(Whole):
 
         return self._of(cut, weight.shape, share)
 
+    def _everywhere(self, x: jax.Array) -> jax.Array:
+        """All of an array on each device."""
+        sharding = NamedSharding(self._mesh, P())
+        if not several():
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_callback(x.shape, sharding, lambda _: np.asarray(x))
+
     def _of(self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight]) -> Weight:
         """A parameter of `shape`, whose shares are made one after the other."""
         split, made = cut.split, dict[int, Any]()
@@ -143,8 +151,10 @@ class Shared(Whole):
                 made[number] = share(number)
             return made[number]
 
-        first = once(0)
-        if not isinstance(first, Leaf) and cut.even:
+        sharding = NamedSharding(self._mesh, P(split.over))
+        here = sharding.addressable_devices_indices_map((cut.parts,)).values()
+        numbers = sorted({index[0].start or 0 for index in here if index})
+        if not isinstance(once(numbers[0]), Leaf) and cut.even:
             at = len(shape) - (1 if split.axis or len(shape) == 1 else 2)
             spec = spec_of(split, len(shape))
 
@@ -152,13 +162,13 @@ class Shared(Whole):
                 return once((index[at].start or 0) // cut.each)
 
             return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), block)
-        shares = alike([once(i) for i in range(cut.parts)])
+        made_here = [once(i) for i in numbers]
+        shares = alike(made_here, [max(of) for of in zip(*each(lengths(made_here)), strict=True)])
         pieces = [jax.tree.leaves(x) for x in shares]
-        sharding = NamedSharding(self._mesh, P(split.over))
 
         def joint(*mine: jax.Array) -> jax.Array:
             def one(index: Any) -> Any:
-                return np.asarray(mine[index[0].start or 0])[None]
+                return np.asarray(mine[numbers.index(index[0].start or 0)])[None]
 
             shape = (cut.parts, *mine[0].shape)
             return jax.make_array_from_callback(shape, sharding, one)

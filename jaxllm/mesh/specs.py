@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import adapted_splits, spec_of
@@ -21,6 +22,8 @@ from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
 
 Rows = str | None
+KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
+KEPT = rf"{KEYS_VALUES}|memory\."  # what only the model reads
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
@@ -51,10 +54,12 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
 
 
 def of_cache(path: str, ndim: int, rows: Rows) -> P:
-    """Of an array of a cache: keys, values and memories by key/value head."""
-    if ndim == 0:
+    """Of an array of a cache: keys, values and memories by key/value head. What says where tokens
+    are is read on the host too, so each of several processes has all of it.
+    """
+    if ndim == 0 or (several() and not re.match(KEPT, path)):
         return P()
-    if re.match(r"(tail|frozen\.\d+)\.[kv]\.", path):
+    if re.match(KEYS_VALUES, path):
         return P(rows, None, GROUPS)
     return P(rows, GROUPS) if path.startswith("memory.") and ndim > 1 else P(rows)
 
