@@ -45,7 +45,10 @@ def complain(text: str) -> None:
 
 
 def read_stdin() -> str:
-    """All of stdin, of a group the first process's. Raises TokenError for bytes that are no UTF-8."""
+    """All of stdin, of a group the first process's.
+
+    Raises TokenError for bytes that are no UTF-8.
+    """
     return distributed.told(lambda: decoded(sys.stdin.buffer.read()))
 
 

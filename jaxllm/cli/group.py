@@ -1,4 +1,4 @@
-"""`jaxllm --distributed`: the same command in several processes, one model over all their devices."""
+"""`jaxllm --distributed`: one command in several processes, one model over all their devices."""
 
 import os
 import re
