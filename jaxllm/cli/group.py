@@ -73,11 +73,11 @@ def _facts(arguments: Sequence[str]) -> dict[str, Any]:
         "devices of a process": jax.local_device_count(),
         "kernels": native.isa() if native.enabled() else "none",
         "environment": switches,
-        "command": " ".join(_without_number(arguments)),
+        "command": " ".join(without_number(arguments)),
     }
 
 
-def _without_number(arguments: Sequence[str]) -> list[str]:
+def without_number(arguments: Sequence[str]) -> list[str]:
     """The arguments without the one in which processes differ."""
     found: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):

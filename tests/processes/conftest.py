@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -38,7 +39,9 @@ def start() -> Iterator[Start]:
     """Start one process of a group; what still runs at the end of the test is ended."""
     begun: list[Started] = []
 
-    def started(port: int, count: int, number: int, *arguments: str, **environment: str) -> Started:
+    def started(
+        port: int, count: int, number: int, *arguments: str, cwd: Path | None = None
+    ) -> Started:
         inherited = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
         group = "--distributed", f"127.0.0.1:{port}", "--processes", str(count)
         begun.append(
@@ -48,7 +51,8 @@ def start() -> Iterator[Start]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**inherited, "JAX_NUM_CPU_DEVICES": "1", **environment},
+                env={**inherited, "JAX_NUM_CPU_DEVICES": "1"},
+                cwd=cwd,
             )
         )
         return begun[-1]
@@ -69,10 +73,10 @@ def ended(process: Started, text: str | None = None) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def together(start: Start, *arguments: str, count: int = 2, **environment: str) -> list[Ended]:
-    """The same command in each process of a group, to its end."""
+def together(start: Start, *arguments: str) -> list[Ended]:
+    """The same command in two processes, to its end."""
     port = free_port()
-    every = [start(port, count, number, *arguments, **environment) for number in range(count)]
+    every = [start(port, 2, number, *arguments) for number in (0, 1)]
     return [ended(process) for process in every]
 
 
