@@ -20,7 +20,7 @@ from jaxllm import process
 from jaxllm.errors import ConfigError
 
 AUTO = "auto"
-JOINING = 45  # seconds until all are there; JAX takes some five more
+JOINING = 30  # seconds until all are there; JAX then takes up to fifteen more
 SILENT = 20  # seconds without a sign of life, after which a process is taken for gone
 LEAVING = 5  # seconds that a process that failed waits for others that fail for the same reason
 DAY = 86_400_000  # milliseconds: a person may be typing
@@ -84,6 +84,7 @@ def join(group: Group) -> None:
             "process_id": group.number,
             "cluster_detection_method": "deactivate",
         }
+    jax.config.update("jax_check_proxy_envs", False)  # the guard sees to proxies
     try:
         jax.distributed.initialize(
             **given,

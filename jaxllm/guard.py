@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Never
 
 from jaxllm import process
 from jaxllm.distributed import JOINING, SILENT, Group
 
-LOST = 75  # the status of a child that saw in a computation that another process is gone
+_LOST = 75  # the status of a child that saw in a computation that another process is gone
 _MOST = 1 << 16  # bytes of what C++ wrote that are looked at
 _FATAL = "JAX distributed service detected fatal errors"
 
@@ -45,11 +45,18 @@ def run(arguments: Sequence[str], group: Group) -> int:
         return _told(status, noise, group)
 
 
+def lost(error: Exception) -> Never:
+    """End a guarded process that learned from an error that another one is gone."""
+    sys.stdout.flush()
+    os.write(2, f"{error}\n".encode(errors="replace"))
+    os._exit(_LOST)
+
+
 def _direct(group: Group) -> dict[str, str]:
     """What keeps a proxy out of the way between the processes of a group."""
     host = group.address.rpartition(":")[0]
     known = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # noqa: SIM112
-    return {"no_grpc_proxy": ",".join(filter(None, (known, host))), "JAX_CHECK_PROXY_ENVS": "0"}
+    return {"no_grpc_proxy": ",".join(filter(None, (known, host)))}
 
 
 def _told(status: int, noise: IO[bytes], group: Group) -> int:
@@ -57,7 +64,7 @@ def _told(status: int, noise: IO[bytes], group: Group) -> int:
     size = noise.seek(0, os.SEEK_END)
     noise.seek(max(0, size - _MOST))
     text = noise.read().decode(errors="replace")
-    if status == LOST or (status == -signal.SIGABRT and _FATAL in text):
+    if status == _LOST or (status == -signal.SIGABRT and _FATAL in text):
         sys.stderr.write(f"jaxllm: {cause(text, group)}\n")
         return 1
     if status < 0:
@@ -81,4 +88,5 @@ def cause(text: str, group: Group) -> str:
         return f"{which} of {group} gave no sign of life for {SILENT} s: it ended, or hangs"
     if group.number != 0 and re.search("Failed to send RPC|Socket closed|UNAVAILABLE", text):
         return f"process 0 of {group}, which holds it together, is gone"
-    return f"another process of {group} is gone: its own last line says why"
+    which = "another process" if group.count != 2 else f"process {1 - (group.number or 0)}"
+    return f"{which} of {group} is gone: its own last line says why"

@@ -8,7 +8,6 @@ training (flags of every training), console (what is said, and errors), compiled
 the next process), group (several processes).
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -126,7 +125,7 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     except (ValueError, RuntimeError) as error:  # as JAX's are
         if not (process.guarded() and distributed.is_lost(error)):
             raise
-        os._exit(guard.LOST)
+        guard.lost(error)
     distributed.leave(status or 0)
     sys.exit(status)
 

@@ -1,7 +1,5 @@
 """A group of processes: how it is named, what is compared, and how its end is told."""
 
-from pathlib import Path
-
 import pytest
 
 from jaxllm import distributed, guard
@@ -128,7 +126,7 @@ RPC: /xla.coordination.CoordinationService/RegisterTask
         (GONE, "process 0 of the group"),
         (ABSENT, "was not complete within"),
         (TWICE, "two processes are --process 1"),
-        ("", "another process"),
+        ("Gloo all-reduce failed: Connection closed by peer", "another process of the group"),
     ],
 )
 def test_the_end_of_a_group_is_told_in_a_line(text: str, words: str) -> None:
@@ -136,5 +134,6 @@ def test_the_end_of_a_group_is_told_in_a_line(text: str, words: str) -> None:
     assert words in said and "\n" not in said
 
 
-def test_another_end_is_shown_as_it_is(tmp_path: Path) -> None:
-    assert guard.cause(GONE, Group(AT, 3, 0)).startswith("another process")
+def test_of_two_the_other_one_is_gone() -> None:
+    assert guard.cause("Gloo", Group(AT, 2, 0)).startswith("process 1 of the group")
+    assert guard.cause("Gloo", Group(AT, 2, 1)).startswith("process 0 of the group")
