@@ -134,6 +134,23 @@ def each(mine: Any) -> list[Any]:
     return [json.loads(client.blocking_key_value_get(name, DAY)) for name in names]
 
 
+def fetched(tree: Any) -> Any:
+    """The arrays of a pytree on the host, all of each. What is spread over processes each of them
+    asks for together.
+    """
+    import jax
+
+    if several():
+        from jax.experimental import multihost_utils
+
+        def gathered(x: Any) -> Any:
+            near = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+            return x if near else multihost_utils.process_allgather(x, tiled=True)
+
+        tree = jax.tree.map(gathered, tree)
+    return jax.device_get(tree)
+
+
 def agree(about: Mapping[str, Any]) -> None:
     """Compare what each process has, by name; for one alone nothing.
 

@@ -89,4 +89,4 @@ def cause(text: str, group: Group) -> str:
     if group.number != 0 and re.search("Failed to send RPC|Socket closed|UNAVAILABLE", text):
         return f"process 0 of {group}, which holds it together, is gone"
     which = "another process" if group.count != 2 else f"process {1 - (group.number or 0)}"
-    return f"{which} of {group} is gone: its own last line says why"
+    return f"{which} of {group} is gone: what it said last may tell why"
