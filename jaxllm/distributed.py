@@ -34,11 +34,11 @@ class Group(NamedTuple):
     """Where a group meets, how many they are, and which this process is; None: as JAX finds out."""
 
     address: str
-    count: int | None = None
+    size: int | None = None
     number: int | None = None
 
     def __str__(self) -> str:
-        of = "" if self.count is None else f" of {self.count} processes"
+        of = "" if self.size is None else f" of {self.size} processes"
         return f"the group{of} at {self.address}"
 
 
@@ -80,7 +80,7 @@ def join(group: Group) -> None:
     if group.address != AUTO:
         given = {
             "coordinator_address": group.address,
-            "num_processes": group.count,
+            "num_processes": group.size,
             "process_id": group.number,
             "cluster_detection_method": "deactivate",
         }
@@ -112,8 +112,8 @@ def told(make: Callable[[], str]) -> str:
 
     client, key = _client(), f"jaxllm/told/{next(_numbers)}"
     if jax.process_index():
-        pieces = int(client.blocking_key_value_get(key, DAY))
-        return "".join(client.blocking_key_value_get(f"{key}/{n}", DAY)[1:] for n in range(pieces))
+        count = int(client.blocking_key_value_get(key, DAY))
+        return "".join(client.blocking_key_value_get(f"{key}/{n}", DAY)[1:] for n in range(count))
     text = make()
     pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     for n, piece in enumerate(pieces):

@@ -88,5 +88,5 @@ def cause(text: str, group: Group) -> str:
         return f"{which} of {group} gave no sign of life for {SILENT} s: it ended, or hangs"
     if group.number != 0 and re.search("Failed to send RPC|Socket closed|UNAVAILABLE", text):
         return f"process 0 of {group}, which holds it together, is gone"
-    which = "another process" if group.count != 2 else f"process {1 - (group.number or 0)}"
+    which = "another process" if group.size != 2 else f"process {1 - (group.number or 0)}"
     return f"{which} of {group} is gone: what it said last may tell why"
