@@ -94,24 +94,22 @@ def join(group: Group) -> None:
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{group}: {error}") from None
-    if jax.process_index():
+    agree({"processes": _state().num_processes})  # before devices are waited for
+    if _state().process_id:
         process.follow()
 
 
 def several() -> bool:
     """Whether this process is one of several."""
-    jax = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+    return "jax" in sys.modules and _state().client is not None and _state().num_processes > 1
 
 
 def told(make: Callable[[], str]) -> str:
     """What `make` gives in the first process; of one alone, in it."""
     if not several():
         return make()
-    import jax
-
-    client, key = _client(), f"jaxllm/told/{next(_numbers)}"
-    if jax.process_index():
+    client, key = _state().client, f"jaxllm/told/{next(_numbers)}"
+    if _state().process_id:
         count = int(client.blocking_key_value_get(key, DAY))
         return "".join(client.blocking_key_value_get(f"{key}/{n}", DAY)[1:] for n in range(count))
     text = make()
@@ -126,11 +124,9 @@ def each(mine: Any) -> list[Any]:
     """What every process has, in order: plain data, as JSON has it."""
     if not several():
         return [mine]
-    import jax
-
-    client, key = _client(), f"jaxllm/each/{next(_numbers)}"
-    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(mine))
-    names = [f"{key}/{n}" for n in range(jax.process_count())]
+    client, key = _state().client, f"jaxllm/each/{next(_numbers)}"
+    client.key_value_set(f"{key}/{_state().process_id}", json.dumps(mine))
+    names = [f"{key}/{n}" for n in range(_state().num_processes)]
     return [json.loads(client.blocking_key_value_get(name, DAY)) for name in names]
 
 
@@ -158,15 +154,13 @@ def agree(about: Mapping[str, Any]) -> None:
     """
     if not several():
         return
-    import jax
-
-    client, key = _client(), f"jaxllm/agree/{next(_numbers)}"
+    client, key = _state().client, f"jaxllm/agree/{next(_numbers)}"
     mine = {name: str(value) for name, value in about.items()}
-    if jax.process_index():
-        client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(mine))
+    if _state().process_id:
+        client.key_value_set(f"{key}/{_state().process_id}", json.dumps(mine))
         complaint = client.blocking_key_value_get(key, 1000 * JOINING)[1:]
     else:
-        others = range(1, jax.process_count())
+        others = range(1, _state().num_processes)
         texts = [client.blocking_key_value_get(f"{key}/{n}", 1000 * JOINING) for n in others]
         complaint = differences([mine, *map(json.loads, texts)])
         client.key_value_set(key, f"={complaint}")
@@ -213,7 +207,7 @@ def leave(status: int) -> None:
         jax.distributed.shutdown()
         return
     with contextlib.suppress(RuntimeError):  # the others go on, and will miss this one
-        _client().wait_at_barrier("jaxllm/failed", 1000 * LEAVING)
+        _state().client.wait_at_barrier("jaxllm/failed", 1000 * LEAVING)
     os._exit(status)
 
 
@@ -222,8 +216,10 @@ def is_lost(error: Exception) -> bool:
     return bool(re.search(r"Gloo|NCCL|[Cc]onnection (closed|reset)|UNAVAILABLE", str(error)))
 
 
-def _client() -> Any:
-    """JAX's store of keys and values, which is all that it has for words between processes."""
+def _state() -> Any:
+    """Of JAX's group: num_processes, process_id, and client, its store of keys and values, which is
+    all that JAX has for words between processes. Looking here starts no devices.
+    """
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state

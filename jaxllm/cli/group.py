@@ -66,7 +66,6 @@ def _facts(arguments: Sequence[str]) -> dict[str, Any]:
     versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
     switches = {k: v for k, v in sorted(os.environ.items()) if k in ("XLA_FLAGS", "JAXLLM_PALLAS")}
     return {
-        "processes": jax.process_count(),
         "jaxllm": __version__,
         **versions,
         "platform": jax.default_backend(),
