@@ -119,9 +119,9 @@ def generate(
         )
 
     if distributed.several():
-        for name, value in ("--prompt-cache", prompt_cache), ("--draft", draft):
-            if value:
-                raise ConfigError(f"{name} is for one process: --distributed takes none")
+        for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
+            if given:
+                raise ConfigError(f"{option} is for one process: --distributed takes none")
     if batch is not None:
         texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
         for name, value in (*texts, ("--echo", echo), ("--json", as_json)):

@@ -1,6 +1,7 @@
 """Two processes, one model: what they write, and how both end when something is wrong with one."""
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from tests.processes.conftest import Start, Started, ended, free_port, kill, together
+from tests.processes.conftest import Start, Started, child_of, ended, free_port, kill, together
 
 PROMPT = "Once upon a time"
 MESH = "--mesh", "tensor=2"
@@ -62,16 +63,12 @@ def test_if_one_is_killed_the_other_ends_with_a_line(
 @pytest.mark.full
 def test_if_one_hangs_the_other_ends_with_its_number(start: Start, model: Path) -> None:
     """Its sockets stay open, so nothing but its silence tells."""
-    from tests.processes.conftest import child_of
-
     port = free_port()
     asked = "generate", "-m", str(model), *MESH, "-p", PROMPT, "-n", "400", "-o", "eos_token_id=[]"
     both = [start(port, 2, number, *asked) for number in (0, 1)]
     assert both[0].stdout is not None
     both[0].stdout.read(1)
     child = child_of(both[1])
-    import os
-
     os.kill(child, signal.SIGSTOP)
     status, _, err = ended(both[0])
     assert status == 1 and "process 1 of the group" in err, err
