@@ -11,7 +11,8 @@ stand cli/, compress/, fleet/, bench, harness (lm-evaluation-harness), verifying
 given, checked), embed, repair (parts of a cache run again), checkpoint (our own form of files),
 programs (compiled ones that outlive the process), config (what a model is), longer (attention that
 is not dense). At the bottom errors, whole (numbers as arguments), shapes (few of them), progress
-(bars), process (streams and Ctrl-C of a command), moved (old names).
+(bars), process (streams and Ctrl-C of a command), distributed and guard (several processes that run
+one command), moved (old names).
 """
 
 from importlib import import_module

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, waiting, write
 from jaxllm.cli.options import (
     Adapters,
@@ -32,7 +33,7 @@ from jaxllm.cli.options import (
     load_model,
     read_options,
 )
-from jaxllm.errors import CacheMismatchError
+from jaxllm.errors import CacheMismatchError, ConfigError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM, Piece
@@ -89,6 +90,10 @@ def generate(
         seed=seed,
     )
 
+    if distributed.several():
+        for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
+            if given:
+                raise ConfigError(f"{option} is for one process: --distributed takes none")
     check_writable("--prompt-cache", prompt_cache)
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if prompt == "-" else prompt

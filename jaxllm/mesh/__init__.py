@@ -21,9 +21,11 @@ several devices no program is kept on disk (`programs`).
 """
 
 import flax.linen as nn
+import jax
 
 from jaxllm import models
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes as Axes
 from jaxllm.mesh.axes import parse
@@ -46,6 +48,11 @@ def placed(
     Raises ConfigError for a mesh that cannot be, and for what excludes another.
     """
     if mesh is None:
+        if several():
+            raise ConfigError(
+                f"several processes run a model on a mesh of all {jax.device_count()} devices: give"
+                " --mesh (mesh=)"
+            )
         if exact:
             raise ConfigError("exact is of a mesh: give mesh=, or leave it out")
         return models.build(config, precision), None if place is None else Whole(place)

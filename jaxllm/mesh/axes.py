@@ -89,8 +89,15 @@ def parse(text: str) -> Axes:
 
 
 def check_devices(axes: Axes) -> None:
-    """Raises ConfigError for a mesh of more devices than there are."""
-    there, platform = jax.device_count(), jax.default_backend()
+    """Raises ConfigError for a mesh of more devices than there are; of several processes, of fewer
+    too, or one would have nothing of the model.
+    """
+    there, platform, processes = jax.device_count(), jax.default_backend(), jax.process_count()
+    if processes > 1 and axes.devices != there:
+        raise ConfigError(
+            f"mesh {axes} is of {axes.devices} devices, and the {processes} processes have {there}:"
+            " a mesh of several processes is over all of them"
+        )
     if axes.devices <= there:
         return
     more = (
