@@ -1,0 +1,308 @@
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay, keys and values go round.
+
+Each of n devices has 1/n of the queries and of the slots. In n rounds it meets the slots of all,
+and absorbs them into the online softmax of `ops.attention`; between rounds the slots move on by one
+device. Of a round it computes only those pairs of halves in which a query can see a slot, by their
+positions: in zig-zag order (`order`) that is 2n + 1 of 4n pairs for every device.
+
+The gradient goes round a second time: what slots receive travels with them, and comes home after n
+rounds. What is kept in between is the input, the output and one number a query: nothing on a device
+grows with the whole text.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.ops.attention import (
+    BLOCK,
+    Part,
+    Queries,
+    Softmax,
+    absorb,
+    finished,
+    scores,
+    unseen,
+    visible,
+    weighted_sum,
+)
+from jaxllm.ops.entries import Int8Entries
+from jaxllm.ops.varying import varying_as
+
+T = TypeVar("T")
+
+
+class Rules(NamedTuple):
+    """What is static: the axis that slots go round, and what `ops.attend` is told."""
+
+    axis: str
+    scale: float
+    window: int | None
+    cap: float | None
+
+
+class Place(NamedTuple):
+    """Where tokens `[B or 1, T]` are: their positions, and of which documents; None: of any."""
+
+    position_BT: jax.Array
+    document_BT: jax.Array | None
+
+
+class Slots(NamedTuple):
+    """Some keys and values `[B or 1, S, K, H]`, and where they are: what travels."""
+
+    k_BSKH: Any
+    v_BSKH: Any
+    place: Place
+
+
+def attend(
+    q_BTNH: jax.Array,
+    position_BT: jax.Array,
+    parts: Sequence[Part],
+    *,
+    axis: str,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    document_BT: jax.Array | None = None,
+) -> jax.Array:
+    """`ops.attend` of this device's queries over the slots of all devices: `[B, T, N, H]`.
+
+    Inside `shard_map`. Queries and parts are this device's share, of the same sizes everywhere; any
+    token and any padding (position -1) may be anywhere. document_BT: int32, which document each
+    query is of; the last part is then the new tokens themselves, of which it sees its own alone.
+
+    Sends the slots of a device n - 1 times; for the gradient once more as often, and float32
+    cotangents n times. Parts of int8 are not differentiated.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = parts[0].k_BSKH.shape[2]
+    q_BTKGH, place = q_BTNH.reshape(B, T, K, N // K, H), Place(position_BT, document_BT)
+    documents = [None] * (len(parts) - 1) + [document_BT]
+    slots = tuple(Slots(k, v, Place(at, of)) for (k, v, at), of in zip(parts, documents, strict=True))
+    rules = Rules(axis, scale, window, cap)
+    # What devices hold alike gets the sum of their gradients: this is the transpose of a psum.
+    q_BTKGH, place, slots = varying_as((q_BTKGH, place, slots), q_BTKGH, place, slots)
+    if any(isinstance(x, Int8Entries) for s in slots for x in (s.k_BSKH, s.v_BSKH)):
+        return finished(_softmax(q_BTKGH, place, slots, rules), q_BTNH.dtype)
+    return _differentiable(
+        q_BTKGH, [s[:2] for s in slots], place, [s.place for s in slots], rules
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _differentiable(
+    q_BTKGH: jax.Array, entries: Any, place: Place, places: list[Place], rules: Rules
+) -> jax.Array:
+    return _forwards(q_BTKGH, entries, place, places, rules)[0]
+
+
+def _forwards(
+    q_BTKGH: jax.Array, entries: Any, place: Place, places: list[Place], rules: Rules
+) -> tuple[jax.Array, Any]:
+    slots = tuple(Slots(*kv, at) for kv, at in zip(entries, places, strict=True))
+    state = _softmax(q_BTKGH, place, slots, rules)
+    out_BTNH = finished(state, q_BTKGH.dtype)
+    return out_BTNH, (q_BTKGH, place, slots, out_BTNH, state.log_BKGT)
+
+
+def _softmax(q_BTKGH: jax.Array, place: Place, slots: tuple[Slots, ...], rules: Rules) -> Softmax:
+    """The softmax of this device's queries after all rounds."""
+    asking = _halves((q_BTKGH, place))
+    blank = [varying_as(unseen(_queries(*half, rules)), q_BTKGH) for half in asking]
+
+    def meet(states: list[Softmax], slots: tuple[Slots, ...]) -> list[Softmax]:
+        for some in (half for each in slots for half in _halves(each)):
+            for i, (q, at) in enumerate(asking):
+
+                def look(state: Softmax, q: Any = q, at: Any = at, some: Any = some) -> Softmax:
+                    return _absorbed(state, _queries(q, at, rules), at, some)
+
+                states[i] = jax.lax.cond(
+                    _meet(at, some.place, rules.window), look, lambda state: state, states[i]
+                )
+        return states
+
+    def turn(carry: Any, _: None) -> tuple[Any, None]:
+        states, slots = carry
+        # Neither waits for the other: slots are on their way while they are computed with.
+        return (meet(list(states), slots), passed_on(slots, rules.axis)), None
+
+    rounds = jax.lax.axis_size(rules.axis)
+    (states, slots), _ = jax.lax.scan(turn, (blank, slots), length=rounds - 1)
+    states = meet(list(states), slots)
+    return Softmax(*(jnp.concatenate(halves, axis=3) for halves in zip(*states, strict=True)))
+
+
+def _absorbed(state: Softmax, queries: Queries, place: Place, slots: Slots) -> Softmax:
+    """The softmax after some slots, block by block, without blocks that nobody sees."""
+
+    def one(state: Softmax, block: Slots) -> tuple[Softmax, None]:
+        seen_BTS = _seen(place, block.place, queries.window)
+        part = Part(block.k_BSKH, block.v_BSKH, block.place.position_BT)
+        return jax.lax.cond(
+            seen_BTS.any(),
+            lambda state: absorb(state, queries, part, seen_BTS),
+            lambda state: (state, None),
+            state,
+        )
+
+    return jax.lax.scan(one, state, _blocks(slots))[0]
+
+
+def _backwards(rules: Rules, kept: Any, given_BTNH: jax.Array) -> Any:
+    """The second time round. With weights p = exp(score - log), o the output and g its cotangent,
+    a score's cotangent is `p (g v - g o)`, and that of v is `p g` (Dao et al. 2022, appendix B).
+    """
+    q_BTKGH, place, slots, out_BTNH, log_BKGT = kept
+    shape = q_BTKGH.shape
+    g_BTKGH = given_BTNH.reshape(shape).astype(jnp.float32)
+    own_BTKG = (g_BTKGH * out_BTNH.reshape(shape).astype(jnp.float32)).sum(axis=-1)
+    log_BTKG = jnp.moveaxis(log_BKGT, 3, 1)
+    asking = _halves((q_BTKGH.astype(jnp.float32), place, g_BTKGH, own_BTKG, log_BTKG))
+    dq = [jnp.zeros_like(half[0]) for half in asking]
+    received = [jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), s[:2]) for s in slots]
+    dq, received = varying_as((dq, received), kept, given_BTNH)
+
+    def meet(dq: list[jax.Array], received: Any, slots: tuple[Slots, ...]) -> tuple[Any, Any]:
+        whole = []
+        for each, got in zip(slots, received, strict=True):
+            halves = []
+            for some, (dk, dv) in zip(_halves(each), _halves(got), strict=True):
+                for i, half in enumerate(asking):
+
+                    def look(sums: Any, half: Any = half, some: Any = some) -> Any:
+                        return _pulled(sums, half, some, rules)
+
+                    dq[i], dk, dv = jax.lax.cond(
+                        _meet(half[1], some.place, rules.window),
+                        look,
+                        lambda sums: sums,
+                        (dq[i], dk, dv),
+                    )
+                halves.append((dk, dv))
+            whole.append(jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *halves))
+        return dq, whole
+
+    def turn(carry: Any, _: None) -> tuple[Any, None]:
+        dq, received, slots = carry
+        dq, received = meet(list(dq), received, slots)
+        return (dq, passed_on(received, rules.axis), passed_on(slots, rules.axis)), None
+
+    rounds, start = jax.lax.axis_size(rules.axis), (dq, received, slots)
+    (dq, received, last), _ = jax.lax.scan(turn, start, length=rounds - 1)
+    dq, received = meet(list(dq), received, last)
+    home = passed_on(received, rules.axis)
+    given = [
+        tuple(x.astype(like.dtype) for x, like in zip(pair, s[:2], strict=True))
+        for pair, s in zip(home, slots, strict=True)
+    ]
+    return jnp.concatenate(dq, axis=1).astype(q_BTKGH.dtype), given, None, None
+
+
+_differentiable.defvjp(_forwards, _backwards)
+
+
+def _pulled(sums: Any, asking: Any, slots: Slots, rules: Rules) -> Any:
+    """The cotangents of some queries and slots, with what these give each other added."""
+    q_BTKGH, place, g_BTKGH, own_BTKG, log_BTKG = asking
+    g_BKGTH = jnp.moveaxis(g_BTKGH, 1, 3)
+    own_BKGT, log_BKGT = (jnp.moveaxis(x, 1, 3) for x in (own_BTKG, log_BTKG))
+
+    def one(dq: jax.Array, block: Slots) -> tuple[jax.Array, Any]:
+        seen_BTS = _seen(place, block.place, rules.window)
+        # What an empty slot holds may be NaN, and zero times NaN is NaN.
+        used_BS11 = seen_BTS.any(axis=1)[:, :, None, None]
+        if block.k_BSKH.shape[0] == 1:
+            used_BS11 = used_BS11.any(axis=0, keepdims=True)
+        k, v = (jnp.where(used_BS11, x.astype(jnp.float32), 0.0) for x in block[:2])
+
+        def score(q_BTKGH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
+            part = Part(k_BSKH, v, block.place.position_BT)
+            return scores(_queries(q_BTKGH, place, rules), part, seen_BTS)
+
+        score_BKGTS, to_score = jax.vjp(score, q_BTKGH, k)
+        weight_BKGTS = jnp.exp(score_BKGTS - log_BKGT[..., None])
+        _, to_sum = jax.vjp(lambda p, v: weighted_sum(p, v, p.dtype), weight_BKGTS, v)
+        dp_BKGTS, dv = to_sum(g_BKGTH)
+        dq_more, dk = to_score(weight_BKGTS * (dp_BKGTS - own_BKGT[..., None]))
+        return dq + dq_more, (dk, dv)
+
+    dq, dk, dv = sums
+    dq, more = jax.lax.scan(one, dq, _blocks(slots))
+    more_k, more_v = (
+        jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : dk.shape[1]] for x in more
+    )
+    return dq, dk + more_k, dv + more_v
+
+
+def passed_on(x: T, axis: str) -> T:
+    """What the device before had; what this one has goes to the next."""
+    n = jax.lax.axis_size(axis)
+    given: T = jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+    return given
+
+
+def _queries(q_BTKGH: jax.Array, place: Place, rules: Rules) -> Queries:
+    return Queries(q_BTKGH, place.position_BT, rules.scale, rules.window, rules.cap)
+
+
+def _seen(asked: Place, slots: Place, window: int | None) -> jax.Array:
+    """What each query sees of some slots, bool `[B, T, S]`."""
+    seen_BTS = visible(asked.position_BT, slots.position_BT, window=window)
+    if asked.document_BT is None or slots.document_BT is None:
+        return seen_BTS
+    return seen_BTS & (asked.document_BT[:, :, None] == slots.document_BT[:, None, :])
+
+
+def _meet(asked: Place, slots: Place, window: int | None) -> jax.Array:
+    """Whether a query may see a slot, by the first and the last of both: False is certain."""
+    (first_q, last_q), (first_k, last_k) = _span(asked), _span(slots)
+    may_B = (first_k <= last_q) & (last_k >= 0)
+    if window is not None:
+        may_B &= first_q - last_k < window
+    if asked.document_BT is not None and slots.document_BT is not None:
+        (low_q, high_q), (low_k, high_k) = (
+            _ends(at.document_BT, at.position_BT >= 0) for at in (asked, slots)
+        )
+        may_B &= (low_k <= high_q) & (low_q <= high_k)
+    return may_B.any()
+
+
+def _span(place: Place) -> tuple[jax.Array, jax.Array]:
+    return _ends(place.position_BT, place.position_BT >= 0)
+
+
+def _ends(x_BT: jax.Array | None, real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest of what is real in each row, `[B]`; the greatest int32, and -1."""
+    assert x_BT is not None
+    least_B = jnp.where(real_BT, x_BT, jnp.iinfo(jnp.int32).max).min(axis=1)
+    return least_B, jnp.where(real_BT, x_BT, -1).max(axis=1)
+
+
+def _halves(x: T) -> list[T]:
+    """The two halves along columns, of which zig-zag order makes an early and a late one."""
+    cut = jax.tree.leaves(x)[0].shape[1] // 2
+    ends: list[T] = [
+        jax.tree.map(lambda x: x[:, :cut], x),
+        jax.tree.map(lambda x: x[:, cut:], x),
+    ]
+    return ends if cut else ends[1:]
+
+
+def _blocks(slots: Slots) -> Slots:
+    """Slots in blocks, `[S / BLOCK, B or 1, BLOCK, ...]`; the last one filled up with empty ones."""
+    count = slots.place.position_BT.shape[1]
+    width = min(BLOCK, count)
+
+    def cut(x: jax.Array, empty: int) -> jax.Array:
+        padding = [(0, 0), (0, -count % width)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, padding, constant_values=empty)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, width, *x.shape[2:]), 1, 0)
+
+    k, v = (jax.tree.map(lambda x: cut(x, 0), x) for x in slots[:2])
+    return Slots(k, v, jax.tree.map(lambda x: cut(x, -1), slots.place))

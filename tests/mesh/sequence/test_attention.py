@@ -1,0 +1,228 @@
+"""Attention of a text that is split over devices equals that of one device, with its gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jaxllm import ops
+from jaxllm.errors import ConfigError
+from jaxllm.mesh.sequence import order, ring, slots, ulysses
+from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
+
+AXIS = "sequence"
+SPLIT, WHOLE = jax.P(None, AXIS), jax.P()
+B, N, K, H = 2, 6, 2, 5
+SCALE = 0.37
+
+
+def mesh_of(n: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+
+
+def text(T: int, *, ragged: bool = True, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Queries, keys, values and positions of rows of unequal lengths; gaps, and NaN in padding."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K, K))
+    position = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    if ragged:
+        position[1] += 3  # a text that goes on
+        position[0, T - T // 3 :] = -1
+        position[1, 2:4] = -1
+        v[position < 0] = k[position < 0] = np.nan
+    return tuple(map(jnp.asarray, (q, k, v, position)))
+
+
+def dense(q: Any, k: Any, v: Any, position: Any, **rules: Any) -> jax.Array:
+    return ops.attend(q, position, [ops.Part(k, v, position)], scale=SCALE, **rules)[0]
+
+
+def around(n: int, T: int, **rules: Any) -> Callable[..., jax.Array]:
+    """Ring attention of arrays in plain order: put into zig-zag order, split, and put back."""
+    there = order.zigzag(T, n)
+
+    def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
+        parts = [ops.Part(k, v, at)]
+        return ring.attend(q, at, parts, axis=AXIS, scale=SCALE, **rules)
+
+    split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 4, out_specs=SPLIT)
+
+    def whole(*given: jax.Array) -> jax.Array:
+        return split(*(x[:, there] for x in given))[:, np.argsort(there)]
+
+    return whole
+
+
+def far(a: Any, b: Any) -> float:
+    """The largest difference of two pytrees, as a share of the largest number of the second."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
+
+
+RULES = [
+    {"window": None},
+    {"window": 7},
+    {"window": None, "cap": 0.8},
+    {"window": 19, "cap": 1.5},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("n", [2, 8])
+def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
+    given = text(48)
+    found = jax.jit(around(n, 48, **rules))(*given)
+    assert jnp.isfinite(found).all()
+    np.testing.assert_allclose(found, dense(*given, **rules), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_gradients_of_the_ring_are_those_of_one_device(rules: dict[str, Any]) -> None:
+    q, k, v, position = text(48)
+    aim = jnp.asarray(np.random.default_rng(1).normal(size=q.shape).astype(np.float32))
+
+    def loss(attend: Callable[..., jax.Array], q: Any, k: Any, v: Any) -> jax.Array:
+        return (aim * attend(q, k, v, position)).sum()
+
+    real = (position >= 0)[..., None, None]  # plain JAX has NaN for the gradient of padding's NaN
+    clean = [jnp.where(real, x, 0.0) for x in (k, v)]
+    want = jax.grad(partial(loss, partial(dense, **rules)), (0, 1, 2))(q, *clean)
+    found = jax.jit(jax.grad(partial(loss, around(4, 48, **rules)), (0, 1, 2)))(q, k, v)
+    assert far(found, want) < 1e-5
+
+
+def test_blocks_longer_than_what_is_absorbed_at_a_time() -> None:
+    """Halves of 300 slots: a block of 256 and one that is not full."""
+    q, k, v, position = text(1200, ragged=False)
+
+    def loss(attend: Callable[..., jax.Array], *given: Any) -> jax.Array:
+        return (attend(*given, position) ** 2).sum()
+
+    for rules in ({"window": None}, {"window": 333}):
+        one, split = partial(dense, **rules), around(2, 1200, **rules)
+        assert far(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
+        want = jax.jit(jax.grad(partial(loss, one), (0, 1, 2)))(q, k, v)
+        found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
+        assert far(found, want) < 1e-5
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    T, n = 48, 4
+    q, k, v, _ = text(T, ragged=False)
+    document = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 1, 1, 2]], T // 4, axis=1), jnp.int32)
+    starts = np.array([[np.argmax(row == d) for d in row] for row in np.asarray(document)])
+    position = jnp.asarray(np.arange(T)[None] - starts, jnp.int32).at[:, -3:].set(-1)
+    there = order.zigzag(T, n)
+
+    def one(q: Any, k: Any, v: Any) -> jax.Array:
+        parts = [ops.Part(k, v, position)]
+        mask = within_documents(position, parts, document, window=9)
+        return attend_masked(q, parts, mask, scale=SCALE)
+
+    def attend(q: Any, k: Any, v: Any, at: Any, of: Any) -> jax.Array:
+        rules: Any = {"axis": AXIS, "scale": SCALE, "window": 9, "document_BT": of}
+        return ring.attend(q, at, [ops.Part(k, v, at)], **rules)
+
+    split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 5, out_specs=SPLIT)
+
+    def around_documents(q: Any, k: Any, v: Any) -> jax.Array:
+        given = (q, k, v, position, document)
+        return split(*(x[:, there] for x in given))[:, np.argsort(there)]
+
+    def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
+        return (f(*given) ** 2).sum()
+
+    assert far(jax.jit(around_documents)(q, k, v), one(q, k, v)) < 1e-5
+    want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
+    found = jax.jit(jax.grad(partial(loss, around_documents), (0, 1, 2)))(q, k, v)
+    assert far(found, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_cache_whose_slots_are_split_goes_round_too(dtype: str) -> None:
+    """New tokens over 24 slots of a cache, one segment of which all rows share."""
+    q, k, v, position = text(16, ragged=False)
+    _, old_k, old_v, old = text(24, seed=1)
+    clean = [jnp.where((old >= 0)[..., None, None], x, 0.0) for x in (old_k, old_v)]
+    own, shared = text(16, ragged=False, seed=2)[1:], old
+    cached = [
+        ops.Part(*(ops.cast(x, jnp.dtype(dtype)) for x in clean), shared),
+        ops.Part(own[0][:1], own[1][:1], own[2][:1] + 27),
+    ]
+    at = position + 43
+    parts = [*cached, ops.Part(k, v, at)]
+    want = ops.attend(q, at, parts, scale=SCALE, window=31)[0]
+
+    def attend(q: Any, at: Any, parts: Any) -> jax.Array:
+        return ring.attend(q, at, parts, axis=AXIS, scale=SCALE, window=31)
+
+    split = jax.shard_map(attend, mesh=mesh_of(4), in_specs=SPLIT, out_specs=SPLIT)
+    assert far(jax.jit(split)(q, at, parts), want) < 1e-5
+
+    def look(q: Any, at: Any, parts: Any, new: Any) -> jax.Array:
+        return slots.attend(q, at, parts, new, axis=AXIS, scale=SCALE, window=31)
+
+    for T in (1, 3):  # decoding: every device has the queries, and some of the slots
+        few = (q[:, :T], at[:, :T], cached, jax.tree.map(lambda x: x[:, :T], parts[-1]))  # noqa: B023
+        specs = (WHOLE, WHOLE, SPLIT, WHOLE)
+        merged = jax.shard_map(look, mesh=mesh_of(4), in_specs=specs, out_specs=WHOLE)
+        want = ops.attend(*few[:2], [*cached, few[3]], scale=SCALE, window=31)[0]
+        assert far(jax.jit(merged)(*few), want) < 1e-5
+
+
+@pytest.mark.parametrize("devices, queries, keys", [(2, 6, 2), (3, 6, 3), (4, 8, 2), (8, 8, 1)])
+def test_exchanging_tokens_for_heads_equals_one_device(devices: int, queries: int, keys: int) -> None:
+    T = 24
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32)
+        for heads in (queries, keys, keys)
+    )
+    position = text(T)[3]
+    ulysses.check_heads(queries, keys, devices)
+
+    def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
+        q, k, v = ulysses.to_heads((q, k, v), AXIS)
+        return ulysses.to_tokens(dense(q, k, v, ulysses.of_all(at, AXIS), window=9), AXIS)
+
+    split = jax.shard_map(
+        attend, mesh=mesh_of(devices), in_specs=(SPLIT,) * 4, out_specs=SPLIT
+    )
+
+    def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
+        return (f(*given, position) ** 2).sum()
+
+    one = partial(dense, window=9)
+    assert far(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
+    want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
+    found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
+    assert far(found, want) < 1e-5
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match="6 query heads and 2 key heads .* 4 devices"):
+        ulysses.check_heads(6, 2, 4)
+    with pytest.raises(ConfigError, match="12 query heads and 4 key heads .* 6 devices"):
+        ulysses.check_heads(12, 4, 6)
+
+
+def test_zigzag_order_gives_a_device_an_early_and_a_late_chunk() -> None:
+    assert order.zigzag(12, 3).reshape(3, 4).tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert [order.padded(T, 3) for T in (1, 6, 7)] == [6, 6, 12]
+    with pytest.raises(ConfigError, match="13 columns cannot be cut into 6 chunks.*pad them to 18"):
+        order.zigzag(13, 3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_two_exchanges_put_plain_order_into_zigzag_and_back(n: int) -> None:
+    x = jnp.arange(2 * 4 * n * 3).reshape(2, 4 * n, 3)
+    over = partial(jax.shard_map, mesh=mesh_of(n), in_specs=SPLIT, out_specs=SPLIT)
+    there = jax.jit(over(partial(order.to_zigzag, axis=AXIS)))
+    assert (there(x) == x[:, order.zigzag(4 * n, n)]).all()
+    assert (jax.jit(over(partial(order.to_plain, axis=AXIS)))(there(x)) == x).all()
+    assert there.lower(x).as_text().count("collective_permute") == 2
