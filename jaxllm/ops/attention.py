@@ -51,10 +51,10 @@ class Softmax(NamedTuple):
 
     @property
     def log_BKGT(self) -> jax.Array:
-        """The logarithm of the denominator; +inf, which leaves no weight, for who saw nothing."""
+        """The logarithm of the denominator, -inf for a query that saw nothing."""
         seen = self.total_BKGT > 0
         log = finite(self.top_BKGT) + jnp.log(jnp.where(seen, self.total_BKGT, 1.0))
-        return jnp.where(seen, log, jnp.inf)
+        return jnp.where(seen, log, -jnp.inf)
 
 
 def attend(
@@ -122,6 +122,11 @@ def fold(
 def softmax(looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
     """The softmax of queries that have looked at all of the parts."""
     state = varying_as(unseen(looks[0].queries), looks[0].queries.q_BTKGH, *parts)
+    return looked(state, looks, parts)
+
+
+def looked(state: Softmax, looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
+    """The softmax of queries that have looked at these parts too."""
     for look in looks:
         for part in parts:
             state, _ = _walk(look.through(absorb), None, state, look.queries, part)

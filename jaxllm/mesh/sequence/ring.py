@@ -10,7 +10,6 @@ rounds. What is kept in between is the input, the output and one number a query:
 grows with the whole text.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,14 +44,14 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where tokens `[B or 1, T]` are: their positions, and of which documents; None: of any."""
+    """Where tokens `[B, T]` are: their positions, and of which documents; None: of any."""
 
     position_BT: jax.Array
     document_BT: jax.Array | None
 
 
 class Slots(NamedTuple):
-    """Some keys and values `[B or 1, S, K, H]`, and where they are: what travels."""
+    """Some keys and values `[B, S, K, H]`, and where they are: what travels."""
 
     k_BSKH: Any
     v_BSKH: Any
@@ -62,69 +61,66 @@ class Slots(NamedTuple):
 def attend(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
-    parts: Sequence[Part],
+    part: Part,
     *,
     axis: str,
     scale: float,
     window: int | None,
     cap: float | None = None,
     document_BT: jax.Array | None = None,
-) -> jax.Array:
-    """`ops.attend` of this device's queries over the slots of all devices: `[B, T, N, H]`.
+) -> tuple[jax.Array, jax.Array]:
+    """This device's queries over the slots of all devices: what `ops.attend` gives them, float32
+    `[B, T, N, H]`, and the logarithms of their softmaxes' denominators, `[B, T, N]`.
 
-    Inside `shard_map`. Queries and parts are this device's share, of the same sizes everywhere; any
-    token and any padding (position -1) may be anywhere. document_BT: int32, which document each
-    query is of; the last part is then the new tokens themselves, of which it sees its own alone.
+    Inside `shard_map`. Queries and slots are this device's share, as many everywhere; any token and
+    any padding (position -1) may be anywhere. document_BT: int32, which document each query is of;
+    slots are then the same tokens, of which it sees those of its own alone.
 
     Sends the slots of a device n - 1 times; for the gradient once more as often, and float32
-    cotangents n times. Parts of int8 are not differentiated.
+    cotangents n times. Int8 is not differentiated.
     """
     B, T, N, H = q_BTNH.shape
-    K = parts[0].k_BSKH.shape[2]
+    K = part.k_BSKH.shape[2]
     q_BTKGH, place = q_BTNH.reshape(B, T, K, N // K, H), Place(position_BT, document_BT)
-    documents = [None] * (len(parts) - 1) + [document_BT]
-    slots = tuple(Slots(k, v, Place(at, of)) for (k, v, at), of in zip(parts, documents, strict=True))
+    slots = Slots(part.k_BSKH, part.v_BSKH, Place(part.position_BS, document_BT))
     rules = Rules(axis, scale, window, cap)
     # What devices hold alike gets the sum of their gradients: this is the transpose of a psum.
     q_BTKGH, place, slots = varying_as((q_BTKGH, place, slots), q_BTKGH, place, slots)
-    if any(isinstance(x, Int8Entries) for s in slots for x in (s.k_BSKH, s.v_BSKH)):
-        return finished(_softmax(q_BTKGH, place, slots, rules), q_BTNH.dtype)
-    return _differentiable(
-        q_BTKGH, [s[:2] for s in slots], place, [s.place for s in slots], rules
+    floats = not any(isinstance(x, Int8Entries) for x in part)
+    found = (_differentiable if floats else _found)(
+        q_BTKGH, (slots.k_BSKH, slots.v_BSKH), place, slots.place, rules
     )
+    return found[0], jnp.moveaxis(found[1], 3, 1).reshape(B, T, N)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _differentiable(
-    q_BTKGH: jax.Array, entries: Any, place: Place, places: list[Place], rules: Rules
-) -> jax.Array:
-    return _forwards(q_BTKGH, entries, place, places, rules)[0]
+def _found(
+    q_BTKGH: jax.Array, entries: Any, place: Place, at: Place, rules: Rules
+) -> tuple[jax.Array, jax.Array]:
+    state = _softmax(q_BTKGH, place, Slots(*entries, at), rules)
+    return finished(state, jnp.float32), state.log_BKGT
+
+
+_differentiable = jax.custom_vjp(_found, nondiff_argnums=(4,))
 
 
 def _forwards(
-    q_BTKGH: jax.Array, entries: Any, place: Place, places: list[Place], rules: Rules
-) -> tuple[jax.Array, Any]:
-    slots = tuple(Slots(*kv, at) for kv, at in zip(entries, places, strict=True))
-    state = _softmax(q_BTKGH, place, slots, rules)
-    out_BTNH = finished(state, q_BTKGH.dtype)
-    return out_BTNH, (q_BTKGH, place, slots, out_BTNH, state.log_BKGT)
+    q_BTKGH: jax.Array, entries: Any, place: Place, at: Place, rules: Rules
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    found = _found(q_BTKGH, entries, place, at, rules)
+    return found, (q_BTKGH, place, Slots(*entries, at), found)
 
 
-def _softmax(q_BTKGH: jax.Array, place: Place, slots: tuple[Slots, ...], rules: Rules) -> Softmax:
+def _softmax(q_BTKGH: jax.Array, place: Place, slots: Slots, rules: Rules) -> Softmax:
     """The softmax of this device's queries after all rounds."""
     asking = _halves((q_BTKGH, place))
     blank = [varying_as(unseen(_queries(*half, rules)), q_BTKGH) for half in asking]
 
-    def meet(states: list[Softmax], slots: tuple[Slots, ...]) -> list[Softmax]:
-        for some in (half for each in slots for half in _halves(each)):
+    def meet(states: list[Softmax], slots: Slots) -> list[Softmax]:
+        for some in _halves(slots):
             for i, (q, at) in enumerate(asking):
-
-                def look(state: Softmax, q: Any = q, at: Any = at, some: Any = some) -> Softmax:
-                    return _absorbed(state, _queries(q, at, rules), at, some)
-
-                states[i] = jax.lax.cond(
-                    _meet(at, some.place, rules.window), look, lambda state: state, states[i]
-                )
+                look = partial(_absorbed, queries=_queries(q, at, rules), place=at, slots=some)
+                met = _meet(at, some.place, rules.window)
+                states[i] = jax.lax.cond(met, look, lambda state: state, states[i])
         return states
 
     def turn(carry: Any, _: None) -> tuple[Any, None]:
@@ -154,39 +150,29 @@ def _absorbed(state: Softmax, queries: Queries, place: Place, slots: Slots) -> S
     return jax.lax.scan(one, state, _blocks(slots))[0]
 
 
-def _backwards(rules: Rules, kept: Any, given_BTNH: jax.Array) -> Any:
-    """The second time round. With weights p = exp(score - log), o the output and g its cotangent,
-    a score's cotangent is `p (g v - g o)`, and that of v is `p g` (Dao et al. 2022, appendix B).
+def _backwards(rules: Rules, kept: Any, given: tuple[jax.Array, jax.Array]) -> Any:
+    """The second time round. With weights p = exp(score - log), o the output, g its cotangent and
+    h that of log, a score's is `p (g v - g o + h)`, and v's is `p g` (Dao et al. 2022, appendix B).
     """
-    q_BTKGH, place, slots, out_BTNH, log_BKGT = kept
-    shape = q_BTKGH.shape
-    g_BTKGH = given_BTNH.reshape(shape).astype(jnp.float32)
-    own_BTKG = (g_BTKGH * out_BTNH.reshape(shape).astype(jnp.float32)).sum(axis=-1)
-    log_BTKG = jnp.moveaxis(log_BKGT, 3, 1)
-    asking = _halves((q_BTKGH.astype(jnp.float32), place, g_BTKGH, own_BTKG, log_BTKG))
+    q_BTKGH, place, slots, (out_BTNH, log_BKGT) = kept
+    g_BTKGH = given[0].reshape(q_BTKGH.shape)
+    less_BTKG = (g_BTKGH * out_BTNH.reshape(q_BTKGH.shape)).sum(axis=-1)
+    less_BTKG -= jnp.moveaxis(given[1], 3, 1)
+    log_BTKG = jnp.moveaxis(jnp.where(jnp.isneginf(log_BKGT), jnp.inf, log_BKGT), 3, 1)
+    asking = _halves((q_BTKGH.astype(jnp.float32), place, g_BTKGH, less_BTKG, log_BTKG))
     dq = [jnp.zeros_like(half[0]) for half in asking]
-    received = [jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), s[:2]) for s in slots]
-    dq, received = varying_as((dq, received), kept, given_BTNH)
+    received = tuple(jnp.zeros(x.shape, jnp.float32) for x in slots[:2])
+    dq, received = varying_as((dq, received), kept, given)
 
-    def meet(dq: list[jax.Array], received: Any, slots: tuple[Slots, ...]) -> tuple[Any, Any]:
-        whole = []
-        for each, got in zip(slots, received, strict=True):
-            halves = []
-            for some, (dk, dv) in zip(_halves(each), _halves(got), strict=True):
-                for i, half in enumerate(asking):
-
-                    def look(sums: Any, half: Any = half, some: Any = some) -> Any:
-                        return _pulled(sums, half, some, rules)
-
-                    dq[i], dk, dv = jax.lax.cond(
-                        _meet(half[1], some.place, rules.window),
-                        look,
-                        lambda sums: sums,
-                        (dq[i], dk, dv),
-                    )
-                halves.append((dk, dv))
-            whole.append(jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *halves))
-        return dq, whole
+    def meet(dq: list[jax.Array], received: Any, slots: Slots) -> tuple[Any, Any]:
+        ends = []
+        for some, got in zip(_halves(slots), _halves(received), strict=True):
+            for i, half in enumerate(asking):
+                pull = partial(_pulled, asking=half, slots=some, rules=rules)
+                met = _meet(half[1], some.place, rules.window)
+                dq[i], got = jax.lax.cond(met, pull, lambda sums: sums, (dq[i], got))
+            ends.append(got)
+        return dq, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *ends)
 
     def turn(carry: Any, _: None) -> tuple[Any, None]:
         dq, received, slots = carry
@@ -197,11 +183,8 @@ def _backwards(rules: Rules, kept: Any, given_BTNH: jax.Array) -> Any:
     (dq, received, last), _ = jax.lax.scan(turn, start, length=rounds - 1)
     dq, received = meet(list(dq), received, last)
     home = passed_on(received, rules.axis)
-    given = [
-        tuple(x.astype(like.dtype) for x, like in zip(pair, s[:2], strict=True))
-        for pair, s in zip(home, slots, strict=True)
-    ]
-    return jnp.concatenate(dq, axis=1).astype(q_BTKGH.dtype), given, None, None
+    entries = tuple(x.astype(like.dtype) for x, like in zip(home, slots[:2], strict=True))
+    return jnp.concatenate(dq, axis=1).astype(q_BTKGH.dtype), entries, None, None
 
 
 _differentiable.defvjp(_forwards, _backwards)
@@ -209,16 +192,13 @@ _differentiable.defvjp(_forwards, _backwards)
 
 def _pulled(sums: Any, asking: Any, slots: Slots, rules: Rules) -> Any:
     """The cotangents of some queries and slots, with what these give each other added."""
-    q_BTKGH, place, g_BTKGH, own_BTKG, log_BTKG = asking
-    g_BKGTH = jnp.moveaxis(g_BTKGH, 1, 3)
-    own_BKGT, log_BKGT = (jnp.moveaxis(x, 1, 3) for x in (own_BTKG, log_BTKG))
+    q_BTKGH, place, *beside = asking
+    g_BKGTH, less_BKGT, log_BKGT = (jnp.moveaxis(x, 1, 3) for x in beside)
 
     def one(dq: jax.Array, block: Slots) -> tuple[jax.Array, Any]:
         seen_BTS = _seen(place, block.place, rules.window)
         # What an empty slot holds may be NaN, and zero times NaN is NaN.
         used_BS11 = seen_BTS.any(axis=1)[:, :, None, None]
-        if block.k_BSKH.shape[0] == 1:
-            used_BS11 = used_BS11.any(axis=0, keepdims=True)
         k, v = (jnp.where(used_BS11, x.astype(jnp.float32), 0.0) for x in block[:2])
 
         def score(q_BTKGH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
@@ -229,15 +209,12 @@ def _pulled(sums: Any, asking: Any, slots: Slots, rules: Rules) -> Any:
         weight_BKGTS = jnp.exp(score_BKGTS - log_BKGT[..., None])
         _, to_sum = jax.vjp(lambda p, v: weighted_sum(p, v, p.dtype), weight_BKGTS, v)
         dp_BKGTS, dv = to_sum(g_BKGTH)
-        dq_more, dk = to_score(weight_BKGTS * (dp_BKGTS - own_BKGT[..., None]))
+        dq_more, dk = to_score(weight_BKGTS * (dp_BKGTS - less_BKGT[..., None]))
         return dq + dq_more, (dk, dv)
 
-    dq, dk, dv = sums
+    dq, got = sums
     dq, more = jax.lax.scan(one, dq, _blocks(slots))
-    more_k, more_v = (
-        jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : dk.shape[1]] for x in more
-    )
-    return dq, dk + more_k, dv + more_v
+    return dq, tuple(x + _unblocked(y, x.shape[1]) for x, y in zip(got, more, strict=True))
 
 
 def passed_on(x: T, axis: str) -> T:
@@ -295,7 +272,7 @@ def _halves(x: T) -> list[T]:
 
 
 def _blocks(slots: Slots) -> Slots:
-    """Slots in blocks, `[S / BLOCK, B or 1, BLOCK, ...]`; the last one filled up with empty ones."""
+    """Slots in blocks, `[S / BLOCK, B, BLOCK, ...]`; the last one filled up with empty ones."""
     count = slots.place.position_BT.shape[1]
     width = min(BLOCK, count)
 
@@ -306,3 +283,8 @@ def _blocks(slots: Slots) -> Slots:
 
     k, v = (jax.tree.map(lambda x: cut(x, 0), x) for x in slots[:2])
     return Slots(k, v, jax.tree.map(lambda x: cut(x, -1), slots.place))
+
+
+def _unblocked(x: jax.Array, count: int) -> jax.Array:
+    """The way back, of so many slots."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :count]

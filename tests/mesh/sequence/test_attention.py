@@ -47,8 +47,8 @@ def around(n: int, T: int, **rules: Any) -> Callable[..., jax.Array]:
     there = order.zigzag(T, n)
 
     def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
-        parts = [ops.Part(k, v, at)]
-        return ring.attend(q, at, parts, axis=AXIS, scale=SCALE, **rules)
+        part = ops.Part(k, v, at)
+        return ring.attend(q, at, part, axis=AXIS, scale=SCALE, **rules)[0]
 
     split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 4, out_specs=SPLIT)
 
@@ -73,7 +73,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
     given = text(48)
     found = jax.jit(around(n, 48, **rules))(*given)
@@ -96,6 +96,7 @@ def test_gradients_of_the_ring_are_those_of_one_device(rules: dict[str, Any]) ->
     assert far(found, want) < 1e-5
 
 
+@pytest.mark.full
 def test_blocks_longer_than_what_is_absorbed_at_a_time() -> None:
     """Halves of 300 slots: a block of 256 and one that is not full."""
     q, k, v, position = text(1200, ragged=False)
@@ -126,7 +127,7 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
 
     def attend(q: Any, k: Any, v: Any, at: Any, of: Any) -> jax.Array:
         rules: Any = {"axis": AXIS, "scale": SCALE, "window": 9, "document_BT": of}
-        return ring.attend(q, at, [ops.Part(k, v, at)], **rules)
+        return ring.attend(q, at, ops.Part(k, v, at), **rules)[0]
 
     split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 5, out_specs=SPLIT)
 
@@ -144,35 +145,65 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_cache_whose_slots_are_split_goes_round_too(dtype: str) -> None:
-    """New tokens over 24 slots of a cache, one segment of which all rows share."""
+def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
+    """New tokens over 24 slots of a cache, and over a segment that every device has whole."""
     q, k, v, position = text(16, ragged=False)
     _, old_k, old_v, old = text(24, seed=1)
-    clean = [jnp.where((old >= 0)[..., None, None], x, 0.0) for x in (old_k, old_v)]
-    own, shared = text(16, ragged=False, seed=2)[1:], old
-    cached = [
-        ops.Part(*(ops.cast(x, jnp.dtype(dtype)) for x in clean), shared),
-        ops.Part(own[0][:1], own[1][:1], own[2][:1] + 27),
-    ]
-    at = position + 43
-    parts = [*cached, ops.Part(k, v, at)]
-    want = ops.attend(q, at, parts, scale=SCALE, window=31)[0]
+    kept = [ops.cast(jnp.where((old >= 0)[..., None, None], x, 0.0), jnp.dtype(dtype))
+            for x in (old_k, old_v)]  # fmt: skip
+    cached = ops.Part(*kept, old)
+    _, own_k, own_v, own = text(5, ragged=False, seed=2)
+    shared, at = ops.Part(own_k[:1], own_v[:1], own[:1] + 27), position + 32
+    new, rules = ops.Part(k, v, at), {"scale": SCALE, "window": 31}
+    want = ops.attend(q, at, [cached, shared, new], **rules)[0]
 
-    def attend(q: Any, at: Any, parts: Any) -> jax.Array:
-        return ring.attend(q, at, parts, axis=AXIS, scale=SCALE, window=31)
+    def split(q: Any, at: Any, cached: Any, shared: Any, new: Any) -> jax.Array:
+        """The new tokens are split too: they go to the cache, and their keys to one another."""
+        before = [cached, slots.once(shared, AXIS)]
+        found = [
+            slots.attend_round(q, at, before, axis=AXIS, **rules),
+            ring.attend(q, at, new, axis=AXIS, **rules),
+        ]
+        return slots.mixed(found)
 
-    split = jax.shard_map(attend, mesh=mesh_of(4), in_specs=SPLIT, out_specs=SPLIT)
-    assert far(jax.jit(split)(q, at, parts), want) < 1e-5
+    specs = (SPLIT, SPLIT, SPLIT, WHOLE, SPLIT)
+    over = jax.shard_map(split, mesh=mesh_of(4), in_specs=specs, out_specs=SPLIT)
+    assert far(jax.jit(over)(q, at, cached, shared, new), want) < 1e-5
 
-    def look(q: Any, at: Any, parts: Any, new: Any) -> jax.Array:
-        return slots.attend(q, at, parts, new, axis=AXIS, scale=SCALE, window=31)
+    def decode(q: Any, at: Any, cached: Any, shared: Any, new: Any) -> jax.Array:
+        parts = [cached, *(slots.once(part, AXIS) for part in (shared, new))]
+        return slots.attend(q, at, parts, axis=AXIS, **rules)
 
-    for T in (1, 3):  # decoding: every device has the queries, and some of the slots
-        few = (q[:, :T], at[:, :T], cached, jax.tree.map(lambda x: x[:, :T], parts[-1]))  # noqa: B023
-        specs = (WHOLE, WHOLE, SPLIT, WHOLE)
-        merged = jax.shard_map(look, mesh=mesh_of(4), in_specs=specs, out_specs=WHOLE)
-        want = ops.attend(*few[:2], [*cached, few[3]], scale=SCALE, window=31)[0]
-        assert far(jax.jit(merged)(*few), want) < 1e-5
+    specs = (WHOLE, WHOLE, SPLIT, WHOLE, WHOLE)
+    merged = jax.shard_map(decode, mesh=mesh_of(4), in_specs=specs, out_specs=WHOLE)
+    few = jax.tree.map(lambda x: x[:, :3], (q, at, new))
+    want = ops.attend(*few[:2], [cached, shared, few[2]], **rules)[0]
+    found = jax.jit(merged)(*few[:2], cached, shared, few[2])
+    assert far(found, want) < 1e-5
+
+
+def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
+    """Of keys that were there before, too: as a prefix is trained."""
+    q, k, v, position = text(16, ragged=False)
+    _, old_k, old_v, old = text(8, ragged=False, seed=1)
+    given = (q, k, v, old_k, old_v)
+
+    def one(q: Any, k: Any, v: Any, old_k: Any, old_v: Any) -> jax.Array:
+        parts = [ops.Part(old_k, old_v, old), ops.Part(k, v, position + 8)]
+        return (ops.attend(q, position + 8, parts, scale=SCALE, window=None)[0] ** 2).sum()
+
+    def split(q: Any, k: Any, v: Any, old_k: Any, old_v: Any, old: Any, at: Any) -> jax.Array:
+        rules: Any = {"axis": AXIS, "scale": SCALE, "window": None}
+        before = slots.attend_round(q, at, [ops.Part(old_k, old_v, old)], **rules)
+        return slots.mixed([before, ring.attend(q, at, ops.Part(k, v, at), **rules)])
+
+    over = jax.shard_map(split, mesh=mesh_of(2), in_specs=SPLIT, out_specs=SPLIT)
+
+    def two(*given: Any) -> jax.Array:
+        return (over(*given, old, position + 8) ** 2).sum()
+
+    every = tuple(range(5))
+    assert far(jax.jit(jax.grad(two, every))(*given), jax.grad(one, every)(*given)) < 1e-5
 
 
 @pytest.mark.parametrize("devices, queries, keys", [(2, 6, 2), (3, 6, 3), (4, 8, 2), (8, 8, 1)])
