@@ -1,21 +1,26 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.placing import Shared
-from jaxllm.mesh.rules import HEADS, fitted, share_of, split_of
+from jaxllm.mesh.rules import GROUPS, HEADS, fitted, share_of, split_of
+from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
+from jaxllm.mesh.sequence.ways import check, way_of
+from jaxllm.mesh.sequence.writing import SplitSlots
 from jaxllm.models.layers import Trace
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
 from jaxllm.weights.paths import Params, Placed, map_leaves
@@ -55,8 +60,13 @@ class Meshed(nn.Module, Placed):
     ) -> Trace:
         """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
         params, inner = variables["params"], module_of(self)
-        batch = token_BT.shape[0]
-        rows = self._rows(batch)
+        batch, columns = token_BT.shape
+        rows, way = self._rows(batch), way_of(self.axes, columns)
+        if way is not None and attention_mass is not False:
+            raise ConfigError(
+                f"attention mass is not said of a text that is split over devices: mesh {self.axes}"
+                " must have sequence=1"
+            )
         by_row = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -64,34 +74,50 @@ class Meshed(nn.Module, Placed):
             "column_B": column_B,
             **given,
         }
+        split: Any = None if way is None or not way.split else SEQUENCE
+        if way is not None:
+            by_row = way.laid_out(by_row)
+        whole = [specs.slot_axis(self.axes, s.position_BS.shape[1]) is None for s in segments]
+        past = jnp.any(jnp.array([(s.position_BS >= 0).any() for s in segments]))
 
-        def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
+        def run(params: Params, by_row: Any, segments: Any, memory: Any, past: Any) -> Any:
             more = {"memory": memory} if memory else {}
             mine = {"params": map_leaves(self._mine, params)}
-            trace: Any = inner.apply(
-                mine, segments=segments, attention_mass=attention_mass, **by_row, **more
+            apply = partial(
+                inner.apply, mine, segments=segments, attention_mass=attention_mass, **more
             )
+            if way is not None:
+                return way.run(apply, by_row, whole, past)
+            trace: Any = apply(**by_row)
             return _summed(trace) if attention_mass is True else trace
 
         def spec(path: str, leaf: Any) -> Any:
-            split = split_of(self.config, self.exact, path)
-            return specs.of_parameter(path, leaf, split, self.axes, rows)
+            how = split_of(self.config, self.exact, path)
+            return specs.of_parameter(path, leaf, how, self.axes, rows)
 
         spread = jax.shard_map(
             run,
             mesh=mesh_of(self.axes),
             in_specs=(
                 map_leaves(spec, params),
-                P(rows),
-                tuple(specs.of_segment(segment, batch, rows) for segment in segments),
+                {name: P(rows, *specs.columns(name, split)) for name in by_row},
+                tuple(specs.of_segment(segment, batch, rows, self.axes) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
+                P(),
             ),
-            out_specs=specs.of_trace(self.config, rows, by_head=attention_mass == "heads"),
+            out_specs=specs.of_trace(
+                self.config,
+                rows,
+                self.axes,
+                split,
+                picked=column_B is not None,
+                by_head=attention_mass == "heads",
+            ),
             # The model's loops begin with constants, which would have to be said to vary.
             check_vma=False,
         )
-        trace: Trace = spread(params, by_row, segments, memory)
-        return trace
+        trace: Trace = spread(params, by_row, segments, memory, past)
+        return trace if way is None else way.cut(trace, column_B is not None)
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:
@@ -106,7 +132,13 @@ class Meshed(nn.Module, Placed):
     @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
         rows = self._rows(array.shape[0]) if array.ndim else None
-        return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
+        return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array, rows, self.axes))
+
+    @property
+    def writer(self) -> SplitSlots | None:  # type: ignore[override]
+        if self.axes.sequence == 1 or self.axes.exchange:
+            return None
+        return SplitSlots(self.axes, ROWS, GROUPS)
 
     @nn.nowrap
     def _rows(self, batch: int) -> specs.Rows:
@@ -137,6 +169,7 @@ class Meshed(nn.Module, Placed):
 def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False) -> Meshed:
     """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
     axes = fitted(axes, config)
+    check(share_of(config, axes), axes)
     mesh_of(axes)
     return Meshed(config=config, precision=precision, axes=axes, exact=exact)
 

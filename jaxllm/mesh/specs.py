@@ -14,12 +14,14 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import adapted_splits, spec_of
 from jaxllm.mesh.rules import GROUPS, HEADS, Split
+from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.models.layers import Attended, Layer, Trace
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
 
 Rows = str | None
+MARKS = ("position_BS", "token_BS", "patched_BS")
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
@@ -49,24 +51,42 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
     return spec_of(split, leaf.ndim)
 
 
-def of_cache(path: str, ndim: int, rows: Rows) -> P:
-    """Of an array of a cache: keys, values and memories by key/value head."""
-    if ndim == 0:
+def groups(axes: Axes) -> tuple[str, ...]:
+    """The axes over which heads of a cache are split."""
+    return (*GROUPS, SEQUENCE) if axes.exchange else GROUPS
+
+
+def slot_axis(axes: Axes, slots: int) -> str | None:
+    """The axis over which so many slots are split, where they divide and are not split by heads."""
+    if axes.sequence == 1 or axes.exchange or slots % axes.sequence:
+        return None
+    return SEQUENCE
+
+
+def columns(name: str, axis: str | None) -> tuple[str | None, ...]:
+    """What comes after rows in the spec of what a model is given by row."""
+    return (axis,) if name.endswith(("_BT", "_BTD")) else ()
+
+
+def of_cache(path: str, array: Any, rows: Rows, axes: Axes) -> P:
+    """Of an array of a cache: keys, values and memories by key/value head, or by slots."""
+    if array.ndim == 0:
         return P()
     if path.startswith(("tail.k.", "tail.v.")):
-        return P(rows, None, GROUPS)
-    return P(rows, GROUPS) if path.startswith("memory.") and ndim > 1 else P(rows)
+        return P(rows, slot_axis(axes, array.shape[1]), groups(axes))
+    return P(rows, GROUPS) if path.startswith("memory.") and array.ndim > 1 else P(rows)
 
 
-def of_segment(segment: Segment, batch: int, rows: Rows) -> Any:
+def of_segment(segment: Segment, batch: int, rows: Rows, axes: Axes) -> Any:
     """What all rows share is on every device of `rows`."""
+    slots = slot_axis(axes, segment.position_BS.shape[1])
 
     def over(x: Any) -> Rows:
         return rows if x.shape[0] == batch else None
 
     fields: dict[str, Any] = {
-        **{name: P(over(segment.k[0]), None, GROUPS) for name in ("k", "v")},
-        **{n: P(over(getattr(segment, n))) for n in ("position_BS", "token_BS", "patched_BS")},
+        **{name: P(over(segment.k[0]), slots, groups(axes)) for name in ("k", "v")},
+        **{n: P(over(getattr(segment, n)), slots) for n in MARKS},
     }
     return Segment(**fields)
 
@@ -79,15 +99,27 @@ def of_memory(config: ModelConfig, rows: Rows) -> tuple[Any, ...]:
     )
 
 
-def of_trace(config: ModelConfig, rows: Rows, *, by_head: bool) -> Any:
-    """Of all that a model computes. by_head: whether attention mass is each head's."""
-    stream, heads, groups = P(rows), P(rows, None, HEADS), P(rows, None, GROUPS)
-    mass = P(rows, HEADS) if by_head else stream
+def of_trace(
+    config: ModelConfig,
+    rows: Rows,
+    axes: Axes,
+    split: str | None = None,
+    *,
+    picked: bool,
+    by_head: bool,
+) -> Any:
+    """Of all that a model computes. split: the axis over which tokens are split. picked: whether
+    logits are of one column. by_head: whether attention mass is each head's.
+    """
+    stream, heads = P(rows, split), P(rows, split, HEADS)
+    kept = P(rows, None if axes.exchange else split, groups(axes))
+    mass = P(rows, HEADS) if by_head else P(rows)
     layers: list[Any] = []
     for memory in of_memory(config, rows):
-        kept: list[Any] = [heads, groups, groups, heads, stream, mass, memory]
+        attended: list[Any] = [heads, kept, kept, heads, stream, mass, memory]
         fields: dict[str, Any] = dict.fromkeys(Layer._fields, stream)
-        fields |= {"attention": Attended(*kept), "mlp_hidden": heads, "memory": memory}
+        fields |= {"attention": Attended(*attended), "mlp_hidden": heads, "memory": memory}
         layers.append(Layer(**fields))
-    fields = dict.fromkeys(("embeddings", "norm", "logits"), stream)
-    return Trace(layers=tuple(layers), **fields)
+    logits: Any = P(rows) if picked else stream
+    whole: Any = stream
+    return Trace(embeddings=whole, layers=tuple(layers), norm=whole, logits=logits)

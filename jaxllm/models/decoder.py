@@ -17,6 +17,7 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig, Rope, Tokens
 from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
+    Across,
     Angles,
     Attended,
     Layer,
@@ -315,6 +316,7 @@ class Decoder(nn.Module):
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
         memory: tuple[Any, ...] = (),
+        across: Across | None = None,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -325,7 +327,7 @@ class Decoder(nn.Module):
         sines of the new tokens for each of `ModelConfig.ropes`, each `[B, T, F]`, else computed
         from their positions. mask_BTS: what each query sees of all slots and then the new tokens,
         as `attend_masked` takes it, in place of what positions and the sliding window say; there is
-        no attention mass then. document_BT, memory: see `Scope`.
+        no attention mass then. document_BT, memory, across: see `Scope`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.tokens)(token_BT)
@@ -333,7 +335,8 @@ class Decoder(nn.Module):
         if c.embedding_scale != 1:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         angles = angles_of(c, position_BT, length_B) if angles is None else angles
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles, document_BT, memory)
+        told = (mask_BTS, attention_mass, angles, document_BT, memory, across)
+        scope = Scope(position_BT, segments, *told)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
             block = self.block(config=c, precision=p, layer=i, name=f"layers.{i}")

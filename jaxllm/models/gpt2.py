@@ -15,7 +15,7 @@ from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.models.family import Family, Member, Site
-from jaxllm.models.layers import Attended, Layer, Mass, Scope, Trace, attend, run_block
+from jaxllm.models.layers import Across, Attended, Layer, Mass, Scope, Trace, attend, run_block
 from jaxllm.models.modules import Embedding, LayerNorm, Linear, pick, unembed
 from jaxllm.weights.precision import Precision
 
@@ -74,6 +74,7 @@ class GPT2(nn.Module):
         embeddings_BTD: jax.Array | None = None,
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
+        across: Across | None = None,
     ) -> Trace:
         """As `Llama.__call__`; `length_B` is not read. Positions past the table give NaN.
 
@@ -86,7 +87,8 @@ class GPT2(nn.Module):
         )
         x = x if embeddings_BTD is None else embeddings_BTD
         x = x.astype(p.activations) + places.astype(p.activations)
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass, document_BT=document_BT)
+        told: Any = {"document_BT": document_BT, "across": across}
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass, **told)
         embeddings, layers = x, []
         for i in range(c.num_hidden_layers):
             layers.append(run_block(Block(c, p, i, name=f"h.{i}"), x, scope, self.remat))

@@ -55,3 +55,15 @@ def to_tokens(x: T, axis: str) -> T:
 def of_all(x_BT: jax.Array, axis: str) -> jax.Array:
     """What stands beside tokens, `[B, T / n]` of this device, as `[B, T]` of all."""
     return jax.lax.all_gather(x_BT, axis, axis=1, tiled=True)
+
+
+def own_heads(x: T, axis: str) -> T:
+    """Of `[B, T, N, ...]` that all devices have, the heads that `to_heads` gives this one."""
+    n, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+
+    def cut(x: jax.Array) -> jax.Array:
+        each = x.shape[2] // n
+        return jax.lax.dynamic_slice_in_dim(x, here * each, each, axis=2)
+
+    own: T = jax.tree.map(cut, x)
+    return own

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jaxllm import ops
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.sequence import order, ring, slots, ulysses
-from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
+from jaxllm.ops.masked import attend_masked, within_documents
 
 AXIS = "sequence"
 SPLIT, WHOLE = jax.P(None, AXIS), jax.P()
@@ -207,7 +207,9 @@ def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
 
 
 @pytest.mark.parametrize("devices, queries, keys", [(2, 6, 2), (3, 6, 3), (4, 8, 2), (8, 8, 1)])
-def test_exchanging_tokens_for_heads_equals_one_device(devices: int, queries: int, keys: int) -> None:
+def test_exchanging_tokens_for_heads_equals_one_device(
+    devices: int, queries: int, keys: int
+) -> None:
     T = 24
     rng = np.random.default_rng(0)
     q, k, v = (
@@ -221,9 +223,7 @@ def test_exchanging_tokens_for_heads_equals_one_device(devices: int, queries: in
         q, k, v = ulysses.to_heads((q, k, v), AXIS)
         return ulysses.to_tokens(dense(q, k, v, ulysses.of_all(at, AXIS), window=9), AXIS)
 
-    split = jax.shard_map(
-        attend, mesh=mesh_of(devices), in_specs=(SPLIT,) * 4, out_specs=SPLIT
-    )
+    split = jax.shard_map(attend, mesh=mesh_of(devices), in_specs=(SPLIT,) * 4, out_specs=SPLIT)
 
     def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
         return (f(*given, position) ** 2).sum()
@@ -236,16 +236,22 @@ def test_exchanging_tokens_for_heads_equals_one_device(devices: int, queries: in
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(ConfigError, match="6 query heads and 2 key heads .* 4 devices"):
+    with pytest.raises(ConfigError, match=r"6 query heads and 2 key heads .* 4 devices"):
         ulysses.check_heads(6, 2, 4)
-    with pytest.raises(ConfigError, match="12 query heads and 4 key heads .* 6 devices"):
+    with pytest.raises(ConfigError, match=r"12 query heads and 4 key heads .* 6 devices"):
         ulysses.check_heads(12, 4, 6)
 
 
 def test_zigzag_order_gives_a_device_an_early_and_a_late_chunk() -> None:
-    assert order.zigzag(12, 3).reshape(3, 4).tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert order.zigzag(12, 3).reshape(3, 4).tolist() == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
     assert [order.padded(T, 3) for T in (1, 6, 7)] == [6, 6, 12]
-    with pytest.raises(ConfigError, match="13 columns cannot be cut into 6 chunks.*pad them to 18"):
+    with pytest.raises(
+        ConfigError, match=r"13 columns cannot be cut into 6 chunks.*pad them to 18"
+    ):
         order.zigzag(13, 3)
 
 
