@@ -20,6 +20,8 @@ AXES = {
     "sequence": "tokens of a text, and slots of its cache",
     "tensor": "heads, hidden numbers of MLPs, tokens of the vocabulary",
 }
+# name -> how else it may do so, and the field of `Axes` that says so.
+HOW = {"sequence": ("heads", "exchange"), "tensor": ("tokens", "stream")}
 MOST = 1 << 20  # devices of an axis: a typo, not a policy
 
 
@@ -31,6 +33,8 @@ class Axes:
     of them, which divide its query heads (`rules.fitted`); users name the product of both.
     exchange: attention over `sequence` is Ulysses', which exchanges tokens for heads, and splits
     caches by heads; written `sequence=4:heads`. Otherwise it is a ring, and caches split by slots.
+    stream: between linears, where there are norms and sums, prompts and training texts are split
+    by tokens over `tensor` (Korthikanti et al. 2022, arXiv 2205.05198); `tensor=4:tokens`.
     """
 
     data: int = 1
@@ -38,6 +42,7 @@ class Axes:
     tensor: int = 1
     copies: int = 1
     exchange: bool = False
+    stream: bool = False
 
     @property
     def devices(self) -> int:
@@ -62,7 +67,8 @@ class Axes:
         return ",".join(said) or "tensor=1"
 
     def _how(self, name: str) -> str:
-        return ":heads" if name == "sequence" and self.exchange else ""
+        how, field = HOW.get(name, ("", ""))
+        return f":{how}" if field and getattr(self, field) else ""
 
 
 def parse(text: str) -> Axes:
@@ -83,18 +89,17 @@ def parse(text: str) -> Axes:
         if name in sizes:
             raise ConfigError(f"mesh {text!r:.60} names the axis {name} twice")
         size, colon, how = size.partition(":")
-        if colon and (name, how) != ("sequence", "heads"):
-            raise ConfigError(
-                f"only sequence says how, and only sequence=4:heads (Ulysses); got {item!r:.60}"
-            )
+        if colon and (name not in HOW or how != HOW[name][0]):
+            known = ", ".join(f"{axis}=4:{how}" for axis, (how, _) in HOW.items())
+            raise ConfigError(f"after its size an axis says {known} or nothing; got {item!r:.60}")
         if not (size.isascii() and size.isdigit() and 1 <= int(size[:9]) <= MOST):
             raise ConfigError(
                 f"the axis {name} of a mesh is over a whole number of devices from 1 up, got"
                 f" {size!r:.20}"
             )
         sizes[name] = int(size)
-        if how:
-            sizes["exchange"] = True
+        if colon:
+            sizes[HOW[name][1]] = True
     return Axes(**sizes)
 
 

@@ -18,11 +18,12 @@ from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.placing import Shared
 from jaxllm.mesh.rules import GROUPS, HEADS, fitted, share_of, split_of
+from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.mesh.sequence.ways import check, way_of
 from jaxllm.mesh.sequence.writing import SplitSlots
-from jaxllm.models.layers import Trace
-from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
+from jaxllm.models.layers import Across, Attend, Trace
+from jaxllm.weights.leaves.parted import Everywhere, Gathered, Partial, Shares, Spread, Vocabulary
 from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
@@ -77,15 +78,23 @@ class Meshed(nn.Module, Placed):
         split: Any = None if way is None or not way.split else SEQUENCE
         if way is not None:
             by_row = way.laid_out(by_row)
+        here = by_row["token_BT"].shape[1] // (self.axes.sequence if split else 1)
+        stream = megatron.takes(self.axes, HEADS, here)
         whole = [specs.slot_axis(self.axes, s.position_BS.shape[1]) is None for s in segments]
         past = jnp.any(jnp.array([(s.position_BS >= 0).any() for s in segments]))
 
         def run(params: Params, by_row: Any, segments: Any, memory: Any, past: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            mine = {"params": map_leaves(self._mine, params)}
-            apply = partial(
+            mine = {"params": map_leaves(partial(self._mine, stream), params)}
+            bare = partial(
                 inner.apply, mine, segments=segments, attention_mass=attention_mass, **more
             )
+
+            def apply(attend: Attend | None = None, **by_row: Any) -> Any:
+                if stream:
+                    return megatron.run(bare, HEADS, attend, by_row)
+                return bare(across=Across(attend), **by_row)
+
             if way is not None:
                 return way.run(apply, by_row, whole, past)
             trace: Any = apply(**by_row)
@@ -146,8 +155,10 @@ class Meshed(nn.Module, Placed):
         return ROWS if batch % self.axes.data == 0 else None
 
     @nn.nowrap
-    def _mine(self, path: str, leaf: Any) -> Any:
-        """What the module inside takes for the parameter at `path`."""
+    def _mine(self, stream: bool, path: str, leaf: Any) -> Any:
+        """What the module inside takes for the parameter at `path`. stream: whether that of tokens
+        is split.
+        """
         split = split_of(self.config, self.exact, path)
         parts = self.axes.over(split.over)
         mine = jax.tree.map(
@@ -155,14 +166,17 @@ class Meshed(nn.Module, Placed):
             leaf,
             is_leaf=lambda x: isinstance(x, Shares),
         )
+        positions = models.family(self.config.model_type).positions
+        if stream and path == f"{positions}.weight":
+            return Everywhere(mine, HEADS)
         if parts == 1:
             return mine
         if split.kind == "row":
-            return Partial(mine, split.over)
+            return Partial(mine, split.over, stream)
         if split.kind == "gathered":
             return Gathered(mine, split.over, parts)
         if split.kind == "vocabulary":
-            return Vocabulary(mine, split.over, self.config.vocab_size)
+            return Vocabulary(mine, split.over, self.config.vocab_size, stream)
         return Spread(mine, split.over, self.exact) if split.kind == "norm" else mine
 
 
@@ -170,6 +184,7 @@ def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool
     """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
     axes = fitted(axes, config)
     check(share_of(config, axes), axes)
+    megatron.check(config, axes, exact)
     mesh_of(axes)
     return Meshed(config=config, precision=precision, axes=axes, exact=exact)
 

@@ -17,6 +17,7 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig, Rope, Tokens
 from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
+    ALONE,
     Across,
     Angles,
     Attended,
@@ -261,10 +262,10 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> Layer:
         c, p = self.config, self.precision
         before, after, before_mlp, after_mlp = self.norms
-        normed = self._norm(before, x)
+        normed = scope.whole(self._norm(before, x))
         attended = Attention(c, p, self.layer, self.qk_norm, name="self_attn")(normed, scope)
         x = self._added(x, self._norm(after, attended.x))
-        mlp_normed = self._norm(before_mlp, x)
+        mlp_normed = scope.whole(self._norm(before_mlp, x))
         hidden, y, router = self._mlp(mlp_normed, scope)
         x = self._added(x, self._norm(after_mlp, y))
         memory = attended.memory
@@ -316,7 +317,7 @@ class Decoder(nn.Module):
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
         memory: tuple[Any, ...] = (),
-        across: Across | None = None,
+        across: Across = ALONE,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -342,7 +343,7 @@ class Decoder(nn.Module):
             block = self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
             layers.append(run_block(block, x, scope, self.remat))
             x = layers[-1].x
-        norm = self.normed(x)
+        norm = scope.whole(self.normed(x))
         logits = unembed(c, p, table, pick(norm, column_B))
         if c.logits_scale != 1:
             logits = logits * c.logits_scale

@@ -22,8 +22,8 @@ Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, 
 Mass = bool | Literal["heads"]  # none, summed over queries and heads, or each one's weights
 
 
-class Across(Protocol):
-    """Attention of a text that is split over devices: see `Scope`."""
+class Attend(Protocol):
+    """Attention of a text of which other devices have some: see `Across`."""
 
     def __call__(
         self,
@@ -42,6 +42,20 @@ class Across(Protocol):
         """
 
 
+class Across(NamedTuple):
+    """What is done together with other devices, which have some of the tokens too.
+
+    attend: attention; None: this device has all that its heads need. whole: gives the tokens of
+    all, of the stream between linears, of which a device has some; None: it has them all.
+    """
+
+    attend: Attend | None = None
+    whole: Callable[[jax.Array], jax.Array] | None = None
+
+
+ALONE = Across()
+
+
 class Scope(NamedTuple):
     """What new tokens may attend to: the same for every layer.
 
@@ -51,8 +65,7 @@ class Scope(NamedTuple):
     token is of: it sees new tokens of its own alone, and all of the cache. mass: what to say of the
     weights; nothing under a mask or with documents. angles: what queries and keys are turned by,
     for each of `ModelConfig.ropes`. memory: what each layer keeps of the text before; empty for
-    none. across: what attends, where other devices have some of the text; None: these tokens and
-    segments are all of it.
+    none. across: what is done together with other devices.
     """
 
     position_BT: jax.Array
@@ -62,7 +75,11 @@ class Scope(NamedTuple):
     angles: tuple[Angles, ...] = ()
     document_BT: jax.Array | None = None
     memory: tuple[Any, ...] = ()
-    across: Across | None = None
+    across: Across = ALONE
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """What linears read of the stream, `[B, T, D]`."""
+        return x if self.across.whole is None else self.across.whole(x)
 
 
 class Attended(NamedTuple):
@@ -179,14 +196,14 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
-    if scope.across is not None:
+    if scope.across.attend is not None:
         at, documents = scope.position_BT, scope.document_BT
         if mask_BTS is not None or scope.mass is not False:
             raise ConfigError(
                 "a text that is split over devices (sequence=) runs by positions alone, and says no"
                 " attention mass: use a mesh without sequence for masks and mass"
             )
-        out, new = scope.across(q, at, parts, documents, scale=scale, window=window, cap=cap)
+        out, new = scope.across.attend(q, at, parts, documents, scale=scale, window=window, cap=cap)
         x = project_out(out.reshape(*out.shape[:2], -1))
         return Attended(q, new.k_BSKH, new.v_BSKH, out, x, None)
     if kind is not None and beside is not None:

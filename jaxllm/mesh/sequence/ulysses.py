@@ -15,9 +15,11 @@ from jaxllm.errors import ConfigError
 T = TypeVar("T")
 
 
-def check_heads(queries: int, keys: int, devices: int) -> None:
-    """Raise ConfigError where heads cannot be shared out among so many devices."""
-    if queries % devices or (keys % devices and devices % keys):
+def check_heads(queries: int, keys: int, devices: int, *, cached: bool = False) -> None:
+    """Raise ConfigError where heads cannot be shared out among so many devices. cached: into a
+    cache, of which no head is on two of them.
+    """
+    if queries % devices or (keys % devices and (cached or devices % keys)):
         raise ConfigError(
             f"Ulysses exchanges tokens for heads: {queries} query heads and {keys} key heads cannot"
             f" be shared out among {devices} devices of the sequence axis. Take ring attention, or"

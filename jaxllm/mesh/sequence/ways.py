@@ -76,14 +76,14 @@ class Way:
         """
         if not self.split:
             own: Any = OwnHeads() if self.exchange else OwnSlots(tuple(whole))
-            return apply(**by_row, across=own)
+            return apply(own, **by_row)
         column_B, mine = by_row["column_B"], len(self.order) // self.devices
         here_B = None
         if column_B is not None:
             here_B = column_B // mine == jax.lax.axis_index(AXIS)
             by_row = {**by_row, "column_B": column_B % mine}
         around: Any = Exchanged() if self.exchange else Around(tuple(whole), past)
-        trace = apply(**by_row, across=around)
+        trace = apply(around, **by_row)
         logits = trace.logits
         if here_B is not None:
             logits = jax.lax.psum(jnp.where(here_B[:, None, None], logits, 0.0), AXIS)
@@ -116,7 +116,7 @@ def check(config: ModelConfig, axes: Axes) -> None:
         raise ConfigError(f"{kind} reads a text from one device: mesh {axes} must have sequence=1")
     if axes.exchange:
         heads = config.num_attention_heads, config.num_key_value_heads
-        ulysses.check_heads(*heads, axes.sequence)
+        ulysses.check_heads(*heads, axes.sequence, cached=True)
 
 
 @dataclasses.dataclass(frozen=True)

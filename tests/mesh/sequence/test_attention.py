@@ -1,5 +1,7 @@
 """Attention of a text that is split over devices equals that of one device, with its gradients."""
 
+import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 from jaxllm import ops
@@ -263,3 +266,83 @@ def test_two_exchanges_put_plain_order_into_zigzag_and_back(n: int) -> None:
     assert (there(x) == x[:, order.zigzag(4 * n, n)]).all()
     assert (jax.jit(over(partial(order.to_plain, axis=AXIS)))(there(x)) == x).all()
     assert there.lower(x).as_text().count("collective_permute") == 2
+
+
+def rounds(jaxpr: Any, times: int = 1) -> int:
+    """How often a program sends something on to the next device, loops counted as they run."""
+    total = 0
+    for equation in jaxpr.eqns:
+        often = times * equation.params.get("length", 1)
+        total += often * (equation.primitive.name == "ppermute")
+        total += sum(rounds(inner, often) for inner in jaxprs_in_params(equation.params))
+    return total
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_what_goes_round_is_counted(n: int) -> None:
+    """Keys, values and positions n - 1 times; the gradient also brings cotangents home."""
+    q, k, v, position = text(48)
+    attend = around(n, 48, window=None)
+    assert rounds(jax.make_jaxpr(attend)(q, k, v, position).jaxpr) == 3 * (n - 1)
+
+    def loss(q: jax.Array) -> jax.Array:
+        return (attend(q, k, v, position) ** 2).sum()
+
+    both = 3 * (n - 1) + 3 * (n - 1) + 2 * n
+    assert rounds(jax.make_jaxpr(jax.grad(loss))(q).jaxpr) == both
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_device_computes_as_many_pairs_of_chunks(
+    n: int, monkeypatch: pytest.MonkeyPatch, afresh: None
+) -> None:
+    """2n + 1 of 4n, as counted where they are computed."""
+    absorb, met = ring.absorb, []
+
+    def counted(state: Any, queries: Any, *given: Any) -> Any:
+        first = queries.position_BT.min()
+        jax.debug.callback(lambda first: met.append(int(first)), first)
+        return absorb(state, queries, *given)
+
+    monkeypatch.setattr(ring, "absorb", counted)
+    given = text(8 * n, ragged=False)
+    jax.block_until_ready(jax.jit(around(n, 8 * n, window=None))(*given))
+    jax.effects_barrier()
+    assert len(met) == n * (2 * n + 1)
+    # A chunk sees itself and those before it.
+    assert [met.count(4 * chunk) for chunk in range(2 * n)] == [c + 1 for c in range(2 * n)]
+    met.clear()
+    jax.block_until_ready(jax.jit(around(n, 8 * n, window=5))(*given))
+    jax.effects_barrier()
+    assert [met.count(4 * chunk) for chunk in range(2 * n)] == [1] + [2] * (2 * n - 1)
+
+
+def test_chunks_in_the_future_are_not_looked_at() -> None:
+    """What the last chunk holds is NaN, which zero weights would carry into every sum."""
+    q, k, v, position = text(48, ragged=False)
+    v = v.at[:, 42:].set(jnp.nan)
+    found = jax.jit(around(4, 48, window=None))(q, k, v, position)
+    want = dense(q[:, :42], k[:, :42], v[:, :42], position[:, :42], window=None)
+    assert far(found[:, :42], want) < 1e-5
+
+
+def test_nothing_on_a_device_is_as_large_as_the_text() -> None:
+    """Of the compiled program with its gradient: no scores of all pairs, no gathered keys."""
+    T, n, H = 8192, 8, 32
+    form = {heads: jax.ShapeDtypeStruct((1, T, heads, H), jnp.float32) for heads in (2, 1)}
+    there = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
+        rules: Any = {"axis": AXIS, "scale": SCALE, "window": None}
+        return (ring.attend(q, at, ops.Part(k, v, at), **rules)[0] ** 2).sum()[None]
+
+    split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 4, out_specs=jax.P(AXIS))
+    program = jax.jit(jax.grad(lambda *given: split(*given).sum(), (0, 1, 2)))
+    sharding = jax.NamedSharding(mesh_of(n), SPLIT)
+    given = [x.update(sharding=sharding) for x in (form[2], form[1], form[1], there)]
+    compiled = program.lower(*given).compile()
+    arrays = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
+    largest = max(math.prod(map(int, shape.split(","))) for shape in arrays)
+    assert largest == 2 * (T // n // 2) * 256  # scores of half the queries and one block of slots
+    assert largest < T * H
+    assert "all-gather" not in compiled.as_text()
