@@ -13,13 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.placing import Shared
 from jaxllm.mesh.rules import GROUPS, HEADS, fitted, share_of, split_of
 from jaxllm.mesh.sequence import megatron
-from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.mesh.sequence.ways import check, way_of
 from jaxllm.mesh.sequence.writing import SplitSlots
 from jaxllm.models.layers import Across, Attend, Trace
@@ -63,11 +61,8 @@ class Meshed(nn.Module, Placed):
         params, inner = variables["params"], module_of(self)
         batch, columns = token_BT.shape
         rows, way = self._rows(batch), way_of(self.axes, columns)
-        if way is not None and attention_mass is not False:
-            raise ConfigError(
-                f"attention mass is not said of a text that is split over devices: mesh {self.axes}"
-                " must have sequence=1"
-            )
+        way.check(attention_mass)
+        stream = megatron.takes(self.axes, HEADS, way.here)
         by_row = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -75,11 +70,7 @@ class Meshed(nn.Module, Placed):
             "column_B": column_B,
             **given,
         }
-        split: Any = None if way is None or not way.split else SEQUENCE
-        if way is not None:
-            by_row = way.laid_out(by_row)
-        here = by_row["token_BT"].shape[1] // (self.axes.sequence if split else 1)
-        stream = megatron.takes(self.axes, HEADS, here)
+        by_row = way.laid_out(by_row)
         whole = [specs.slot_axis(self.axes, s.position_BS.shape[1]) is None for s in segments]
         past = jnp.any(jnp.array([(s.position_BS >= 0).any() for s in segments]))
 
@@ -95,9 +86,7 @@ class Meshed(nn.Module, Placed):
                     return megatron.run(bare, HEADS, attend, by_row)
                 return bare(across=Across(attend), **by_row)
 
-            if way is not None:
-                return way.run(apply, by_row, whole, past)
-            trace: Any = apply(**by_row)
+            trace = way.run(apply, by_row, whole, past)
             return _summed(trace) if attention_mass is True else trace
 
         def spec(path: str, leaf: Any) -> Any:
@@ -109,7 +98,7 @@ class Meshed(nn.Module, Placed):
             mesh=mesh_of(self.axes),
             in_specs=(
                 map_leaves(spec, params),
-                {name: P(rows, *specs.columns(name, split)) for name in by_row},
+                {name: P(rows, *specs.columns(name, way.axis)) for name in by_row},
                 tuple(specs.of_segment(segment, batch, rows, self.axes) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
                 P(),
@@ -118,7 +107,7 @@ class Meshed(nn.Module, Placed):
                 self.config,
                 rows,
                 self.axes,
-                split,
+                way.axis,
                 picked=column_B is not None,
                 by_head=attention_mass == "heads",
             ),
@@ -126,7 +115,7 @@ class Meshed(nn.Module, Placed):
             check_vma=False,
         )
         trace: Trace = spread(params, by_row, segments, memory, past)
-        return trace if way is None else way.cut(trace, column_B is not None)
+        return way.cut(trace, column_B is not None)
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:

@@ -27,7 +27,7 @@ Found = tuple[jax.Array, Part]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Of `columns` tokens a row. devices: on the axis. exchange: by Ulysses, not around a ring.
+    """Of `columns` tokens a row over so many devices. exchange: by Ulysses, not around a ring.
 
     split: whether each device has some of the tokens. They are padded to columns that can be cut,
     and for the ring put into zig-zag order.
@@ -35,11 +35,29 @@ class Way:
 
     columns: int
     devices: int
-    exchange: bool
+    exchange: bool = False
 
     @property
     def split(self) -> bool:
-        return self.columns >= 2 * self.devices
+        return 1 < self.devices <= self.columns // 2
+
+    @property
+    def axis(self) -> str | None:
+        """What columns are split over."""
+        return AXIS if self.split else None
+
+    @property
+    def here(self) -> int:
+        """The columns of one device."""
+        return len(self.order) // self.devices if self.split else self.columns
+
+    def check(self, attention_mass: Any) -> None:
+        """Raise ConfigError for attention mass, where no device has all scores of a head."""
+        if self.devices > 1 and attention_mass is not False:
+            raise ConfigError(
+                "attention mass is not said of a text that is split over devices: mesh"
+                f" sequence={self.devices} must be sequence=1"
+            )
 
     @property
     def order(self) -> np.ndarray:
@@ -74,10 +92,12 @@ class Way:
         whole: of which of the cache's segments it has all slots, as others have. past: bool,
         whether anything is cached.
         """
+        if self.devices == 1:
+            return apply(None, **by_row)
         if not self.split:
             own: Any = OwnHeads() if self.exchange else OwnSlots(tuple(whole))
             return apply(own, **by_row)
-        column_B, mine = by_row["column_B"], len(self.order) // self.devices
+        column_B, mine = by_row["column_B"], self.here
         here_B = None
         if column_B is not None:
             here_B = column_B // mine == jax.lax.axis_index(AXIS)
@@ -101,9 +121,9 @@ class Way:
         return bare.replace(logits=trace.logits if picked else trace.logits[:, : self.columns])
 
 
-def way_of(axes: Axes, columns: int) -> Way | None:
-    """None without such an axis."""
-    return Way(columns, axes.sequence, axes.exchange) if axes.sequence > 1 else None
+def way_of(axes: Axes, columns: int) -> Way:
+    """How so many tokens a row go over a mesh."""
+    return Way(columns, axes.sequence, axes.exchange)
 
 
 def check(config: ModelConfig, axes: Axes) -> None:

@@ -31,7 +31,7 @@ class SplitSlots:
         columns, devices = new.position_BS.shape[1], self.axes.sequence
         if tail.position_BS.shape[1] % devices:
             return at_cursor(cursor, tail, new)
-        split = Way(columns, devices, False).split and columns % devices == 0
+        split = Way(columns, devices).split and columns % devices == 0
         rows = self.rows if tail.position_BS.shape[0] % self.axes.data == 0 else None
         here, there = (P(rows, axis, self.groups) for axis in (AXIS, AXIS if split else None))
         write = jax.shard_map(

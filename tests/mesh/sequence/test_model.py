@@ -177,7 +177,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     model, params = one("llama")
     over, shared = spread(model, params, "sequence=4")
     cache = init_cache(over, 1, 32)
-    with pytest.raises(ConfigError, match=r"attention mass .* mesh sequence=4 must have"):
+    with pytest.raises(ConfigError, match=r"attention mass .* mesh sequence=4 must be"):
         steps.forward(over, shared, cache, prompt(rows=1)[:, :16], attention_mass=True)
     with pytest.raises(ConfigError, match=r"8 query heads and 2 key heads .* 4 devices"):
         meshed(model.config, model.precision, parse("sequence=4:heads"))
