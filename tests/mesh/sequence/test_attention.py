@@ -328,7 +328,7 @@ def test_chunks_in_the_future_are_not_looked_at() -> None:
 
 def test_nothing_on_a_device_is_as_large_as_the_text() -> None:
     """Of the compiled program with its gradient: no scores of all pairs, no gathered keys."""
-    T, n, H = 8192, 8, 32
+    T, n, H = 8192, 8, 64
     form = {heads: jax.ShapeDtypeStruct((1, T, heads, H), jnp.float32) for heads in (2, 1)}
     there = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
