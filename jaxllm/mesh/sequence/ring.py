@@ -96,7 +96,8 @@ def attend(
 def _found(
     q_BTKGH: jax.Array, entries: Any, place: Place, at: Place, rules: Rules
 ) -> tuple[jax.Array, jax.Array]:
-    state = _softmax(q_BTKGH, place, Slots(*entries, at), rules)
+    k, v = entries
+    state = _softmax(q_BTKGH, place, Slots(k, v, at), rules)
     return finished(state, jnp.float32), state.log_BKGT
 
 
@@ -106,8 +107,8 @@ _differentiable = jax.custom_vjp(_found, nondiff_argnums=(4,))
 def _forwards(
     q_BTKGH: jax.Array, entries: Any, place: Place, at: Place, rules: Rules
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    found = _found(q_BTKGH, entries, place, at, rules)
-    return found, (q_BTKGH, place, Slots(*entries, at), found)
+    found, (k, v) = _found(q_BTKGH, entries, place, at, rules), entries
+    return found, (q_BTKGH, place, Slots(k, v, at), found)
 
 
 def _softmax(q_BTKGH: jax.Array, place: Place, slots: Slots, rules: Rules) -> Softmax:
