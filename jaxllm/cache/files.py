@@ -27,7 +27,7 @@ from jaxllm.weights import files
 from jaxllm.weights.files import open_tensors, read_header, write_tensors
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.adapted import alone
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, Placed, put
 from jaxllm.whole import check_ids
 
 FORMAT = "jaxllm-cache"
@@ -156,6 +156,8 @@ def load_cache(
     )
     if prefix is not None:
         _check_prefix(cache, list(prefix), str(path))
+    if isinstance(model, Placed):
+        return put(cache.replace(writer=model.writer), model.place)
     return cache
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.placing import Shared
@@ -22,6 +23,7 @@ from jaxllm.mesh.sequence.ways import check, way_of
 from jaxllm.mesh.sequence.writing import SplitSlots
 from jaxllm.models.layers import Across, Attend, Trace
 from jaxllm.weights.leaves.parted import Everywhere, Gathered, Partial, Shares, Spread, Vocabulary
+from jaxllm.weights.linear import ROUNDED
 from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
@@ -175,7 +177,24 @@ def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool
     check(share_of(config, axes), axes)
     megatron.check(config, axes, exact)
     mesh_of(axes)
+    if not exact:
+        check_rounding(config, precision, axes)
     return Meshed(config=config, precision=precision, axes=axes, exact=exact)
+
+
+def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> None:
+    """Raises ConfigError where inputs are rounded in blocks, one of which would be cut."""
+    over = axes.over(HEADS)
+    if not precision.int8_inputs or over == 1:
+        return
+    widths = {name: getattr(config, name) for name in models.family(config.model_type).widths}
+    heads = config.num_attention_heads * config.head_dim
+    for name, size in {"the heads' width": heads, **widths}.items():
+        if size // over % ROUNDED:
+            raise ConfigError(
+                f"int8_inputs rounds inputs in blocks of {ROUNDED} columns, and {name} {size}"
+                f" over tensor={over} would cut one: take the exact mode, which does not"
+            )
 
 
 @cache

@@ -3,6 +3,7 @@
 rows: the axis over which rows of a batch are split, None where they are not.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ def of_cache(path: str, array: Any, rows: Rows, axes: Axes) -> P:
     """Of an array of a cache: keys, values and memories by key/value head, or by slots."""
     if array.ndim == 0:
         return P()
-    if path.startswith(("tail.k.", "tail.v.")):
+    if re.match(r"(tail|frozen\.\d+)\.[kv]\.", path):
         return P(rows, slot_axis(axes, array.shape[1]), groups(axes))
     return P(rows, GROUPS) if path.startswith("memory.") and array.ndim > 1 else P(rows)
 
