@@ -18,6 +18,9 @@ from jaxllm.mesh.axes import parse
 from jaxllm.mesh.counts import counts
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.step import Setup, start, train_step
+from jaxllm.train.trained import split
 from tests.mesh.made import FAMILIES, largest_difference, one, spread
 
 MIXTURES = ("mixtral", "qwen3_moe")  # whose streams are not split
@@ -39,8 +42,8 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE 
 LENGTHS = np.array([40, 27])
 
 
-def prompt(vocab: int = 131, T: int = 40, rows: int = 2) -> np.ndarray:
-    return np.random.default_rng(0).integers(3, vocab, (rows, T)).astype(np.int32)
+def prompt(T: int = 40, rows: int = 2, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 131, (rows, T)).astype(np.int32)
 
 
 @pytest.mark.parametrize("family, mesh", CASES)
@@ -108,9 +111,9 @@ def test_branches_and_surgery_of_a_split_cache() -> None:
         assert largest_difference(mine, theirs) < 1e-5
 
 
-def packed(T: int = 40) -> Rows:
+def packed(T: int = 40, seed: int = 0) -> Rows:
     """Rows of two documents each, of which the second row ends in padding."""
-    ids = prompt(T=T + 1)
+    ids = prompt(T=T + 1, seed=seed)
     document = np.stack([np.arange(T) >= 23, np.arange(T) >= 9]).astype(np.int32)
     position = np.where(document == 1, np.arange(T) - [[23], [9]], np.arange(T)).astype(np.int32)
     label = ids[:, 1:].copy()
@@ -139,6 +142,29 @@ def test_gradients_equal_one_device(family: str, mesh: str) -> None:
     for mine, theirs in pairs:
         if mine.shape == theirs.shape:  # all but tables whose last share is padded
             assert float(jnp.abs(mine - theirs).max()) < 1e-5 * largest
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads"])
+def test_a_step_of_training_is_that_of_one_device(mesh: str) -> None:
+    """The compiled step itself, of two batches whose gradients are added up."""
+    model, params = one("llama", num_hidden_layers=2)
+    over, shared = spread(model, params, mesh)
+    rows = jax.tree.map(lambda *x: np.stack(x), packed(), packed(seed=1))
+    done = []
+    for m, p in ((model, params), (over, shared)):
+        trained, rest = split(p)
+        optimizer = Optimizer(steps=3, rate=1e-3, warmup=0.0, eps=1e-3)
+        setup = Setup(m, NextToken(), optimizer)
+        state = start(trained, setup)
+        for _ in range(2):
+            state, metrics = train_step(state, rest, None, rows, jax.random.key(0), setup=setup)
+        done.append((state.trained, metrics))
+    (want, told), (found, said) = done
+    assert float(said.loss) == pytest.approx(float(told.loss), rel=1e-5)
+    assert float(said.norm) == pytest.approx(float(told.norm), rel=1e-4)
+    for path, x in want.items():
+        assert float(jnp.abs(found[path] - x).max()) < 1e-3 * 1e-3, path
 
 
 @pytest.mark.parametrize("mesh", ["sequence=4", "sequence=4:heads"])
