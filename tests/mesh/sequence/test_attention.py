@@ -18,6 +18,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh.sequence import order, ring, slots, ulysses
 from jaxllm.ops.masked import attend_masked, within_documents
 
+pytestmark = pytest.mark.devices
+
 AXIS = "sequence"
 SPLIT, WHOLE = jax.P(None, AXIS), jax.P()
 B, N, K, H = 2, 6, 2, 5

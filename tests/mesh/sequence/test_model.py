@@ -23,6 +23,8 @@ from jaxllm.train.step import Setup, start, train_step
 from jaxllm.train.trained import split
 from tests.mesh.made import FAMILIES, largest_difference, one, spread
 
+pytestmark = pytest.mark.devices
+
 MIXTURES = ("mixtral", "qwen3_moe")  # whose streams are not split
 QUICK = [("llama", "data=2,sequence=2,tensor=2"), ("gpt2", "tensor=4:tokens")]
 MORE = [
