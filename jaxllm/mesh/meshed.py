@@ -174,7 +174,7 @@ class Meshed(nn.Module, Placed):
 def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False) -> Meshed:
     """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
     axes = fitted(axes, config)
-    check(share_of(config, axes), axes)
+    check(share_of(config, axes), axes, exact)
     megatron.check(config, axes, exact)
     mesh_of(axes)
     if not exact:

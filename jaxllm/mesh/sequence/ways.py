@@ -126,10 +126,15 @@ def way_of(axes: Axes, columns: int) -> Way:
     return Way(columns, axes.sequence, axes.exchange)
 
 
-def check(config: ModelConfig, axes: Axes) -> None:
+def check(config: ModelConfig, axes: Axes, exact: bool) -> None:
     """Raise ConfigError for attention that cannot go over the axis. config: of a device's share."""
     if axes.sequence == 1:
         return
+    if exact:
+        raise ConfigError(
+            f"exact=True sums as one device does, and a split text otherwise: mesh {axes} must have"
+            " sequence=1"
+        )
     long = config.long_attention(0)
     if long is not None or any(rope.extended for rope in config.ropes):
         kind = "Self-Extend" if long is None else f"attention of kind {long.kind!r}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxllm
 from jaxllm import steps
 from jaxllm.cache import compact, drop_range, fork, init_cache, rewind
 from jaxllm.decode.loops.generate import generate
@@ -94,6 +96,27 @@ def test_greedy_text_is_the_same(family: str, mesh: str) -> None:
             given: Any = {"cache": cache, "max_new_tokens": 12, "lengths_B": LENGTHS}
             texts.append(generate(m, p, prompt(), **given).token_BT)
         assert (np.asarray(texts[0]) == np.asarray(texts[1])).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads", "sequence=2,tensor=2:tokens"])
+def test_texts_are_those_of_one_device(shallow: Callable[[str], Path], mesh: str) -> None:
+    """Drawn, searched for, proposed and served."""
+    one, over = (jaxllm.load(shallow("llama"), dtype="float32", mesh=m) for m in (None, mesh))
+    prompts = ["Once upon a time", "One day, a little girl and her dog went to the park"]
+    for options in (
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3},
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 3},
+    ):
+        texts = [lm.generate(prompts, max_new_tokens=12, **options) for lm in (one, over)]
+        assert [x.tokens for x in texts[1]] == [x.tokens for x in texts[0]], options
+    requests = [
+        {"id": i, "prompt": prompt, "max_new_tokens": 6 + 2 * i, "temperature": 0.5 * i, "seed": i}
+        for i, prompt in enumerate(["Once", *prompts])
+    ]
+    whole, found = (dict(lm.serve(requests, rows=2, capacity=48)) for lm in (one, over))
+    assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in whole.items()}
 
 
 @pytest.mark.full
@@ -239,4 +262,6 @@ def test_what_cannot_be_split_is_refused() -> None:
         meshed(mixture.config, mixture.precision, parse("tensor=2:tokens"))
     with pytest.raises(ConfigError, match="exact=True none: leave :tokens out"):
         meshed(model.config, model.precision, parse("tensor=2:tokens"), exact=True)
+    with pytest.raises(ConfigError, match=r"exact=True .* mesh sequence=2 must have sequence=1"):
+        meshed(model.config, model.precision, parse("sequence=2"), exact=True)
     assert str(parse("sequence=4:heads,data=2")) == "data=2,sequence=4:heads"
