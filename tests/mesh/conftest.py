@@ -39,6 +39,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for data in modules[item.path].get(item.nodeid) or [_silent(item)]:
         hook.pytest_runtest_logreport(report=pytest.TestReport._from_json(data))
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What was set up for the test before this one ends with what the next has no need of.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

@@ -12,7 +12,16 @@ import pytest
 import jaxllm
 from jaxllm import models, programs, steps
 from jaxllm.adapters import LoraConfig, write_adapter
-from jaxllm.cache import branch, compact, fork, keep, rewind, select
+from jaxllm.cache import (
+    branch,
+    compact,
+    fork,
+    keep,
+    load_cache,
+    rewind,
+    save_cache,
+    select,
+)
 from jaxllm.errors import CacheMismatchError, ConfigError
 from jaxllm.longer import LongAttention
 from jaxllm.mesh.counts import counts
@@ -168,15 +177,15 @@ def test_a_cache_on_a_mesh_is_cut_and_kept_like_another(tmp_path: Path) -> None:
             cache = change(cache)
             logits, cache = jaxllm.decode_step(m, p, cache, np.arange(cache.batch) + 3)
             said.append(np.asarray(logits))
-        jaxllm.save_cache(tmp_path / "kept", cache, m, p)
-        again = jaxllm.load_cache(tmp_path / "kept", m, p)
+        save_cache(tmp_path / "kept", cache, m, p)
+        again = load_cache(tmp_path / "kept", m, p)
         said.append(np.asarray(jaxllm.decode_step(m, p, again, np.arange(4))[0]))
         ends.append(said)
         k = jax.tree.leaves(cache.tail.k)[0]
         assert m is model or k.addressable_shards[0].data.shape[2] * 2 == k.shape[2]
     assert max(map(largest_difference, *ends)) < CLOSE
     with pytest.raises(CacheMismatchError):
-        jaxllm.load_cache(tmp_path / "kept", model, params)
+        load_cache(tmp_path / "kept", model, params)
 
 
 def test_no_device_has_more_than_its_share(tmp_path: Path) -> None:
