@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jaxllm import ops
+from jaxllm import ops, steps
+from jaxllm.cache import init_cache
 from jaxllm.config import Rope
 from jaxllm.mesh import meshed
 from jaxllm.mesh.axes import parse
@@ -60,8 +61,8 @@ def gradient(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
     return jax.grad(loss, (0, 1, 2))
 
 
-def training(T: int, devices: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The gradient of the loss of one text, of a model of two layers whose blocks run again."""
+def model_of(T: int, devices: int) -> tuple[Any, Any]:
+    """A model of two layers, whose blocks run again in a gradient; and the forms of its params."""
     config = LlamaConfig(
         vocab_size=1024, hidden_size=HEADS * SIZE, intermediate_size=4 * HEADS * SIZE,
         num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=SIZE,
@@ -71,8 +72,24 @@ def training(T: int, devices: int) -> tuple[Callable[..., Any], tuple[Any, ...]]
     model: Any = build(config, Precision())
     if devices > 1:
         model = meshed(config, Precision(), parse(f"sequence={devices}"))
-    model = model.clone(remat=True)
-    params = param_shapes(build(config, Precision()))
+    return model.clone(remat=True), param_shapes(build(config, Precision()))
+
+
+def prompt(T: int, devices: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A prompt in one chunk, and a cache that it fills."""
+    model, params = model_of(T, devices)
+    form = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def prefill(params: Any, cache: Any, token: Any, at: Any) -> Any:
+        last = jnp.full((1,), T - 1, jnp.int32)
+        return steps.run_and_commit(model, params, (), cache, token, at, column_B=last)[:2]
+
+    return prefill, (params, init_cache(model, 1, T), form, form)
+
+
+def training(T: int, devices: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of the loss of one text."""
+    model, params = model_of(T, devices)
     form = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
     def loss(params: Any, rows: Rows) -> jax.Array:
@@ -95,12 +112,13 @@ def main() -> None:
     lengths, numbers = (
         [int(x) for x in text.split(",")] for text in (asked.lengths, asked.devices)
     )
-    print("| tokens | devices | attention | its gradient | a model's gradient |")
-    print("|---|---|---|---|---|")
+    print("| tokens | devices | attention | its gradient | a model's prompt | a model's gradient |")
+    print("|---|---|---|---|---|---|")
     with steps_bar("compiling", len(lengths) * len(numbers)) as advance:
         for T, devices in itertools.product(lengths, numbers):
             attend, given = attention(T, devices)
-            programs = (attend, given), (gradient(attend), given), training(T, devices)
+            programs: tuple[Any, ...] = (attend, given), (gradient(attend), given)
+            programs += prompt(T, devices), training(T, devices)
             cells = [f"{sum(measured(*program)) / 2**20:,.0f} MiB" for program in programs]
             print(f"| {T:,} | {devices} | {' | '.join(cells)} |", flush=True)
             advance()
