@@ -26,6 +26,11 @@ B, N, K, H = 2, 6, 2, 5
 SCALE = 0.37
 
 
+def first(cases: list[Any]) -> list[Any]:
+    """The first of them every day, the others in full."""
+    return [pytest.param(*cases[0]), *(pytest.param(*x, marks=pytest.mark.full) for x in cases[1:])]
+
+
 def mesh_of(n: int) -> jax.sharding.Mesh:
     return jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
 
@@ -69,20 +74,15 @@ def far(a: Any, b: Any) -> float:
     return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
 
 
-RULES = [
+RULES: list[dict[str, Any]] = [
+    {"window": 19, "cap": 1.5},
     {"window": None},
     {"window": 7},
     {"window": None, "cap": 0.8},
-    {"window": 19, "cap": 1.5},
-]
-RINGS = [
-    pytest.param(n, rules, marks=[pytest.mark.full] * (rules is not RULES[-1] or n > 4))
-    for n in (2, 4, 8)
-    for rules in RULES
 ]
 
 
-@pytest.mark.parametrize("n, rules", RINGS, ids=str)
+@pytest.mark.parametrize("n, rules", first([(n, r) for n in (4, 2, 8) for r in RULES]), ids=str)
 def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
     given = text(48)
     found = jax.jit(around(n, 48, **rules))(*given)
@@ -90,8 +90,7 @@ def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, dense(*given, **rules), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("rules", first([(rules,) for rules in RULES]), ids=str)
 def test_gradients_of_the_ring_are_those_of_one_device(rules: dict[str, Any]) -> None:
     q, k, v, position = text(48)
     aim = jnp.asarray(np.random.default_rng(1).normal(size=q.shape).astype(np.float32))
@@ -122,6 +121,7 @@ def test_blocks_longer_than_what_is_absorbed_at_a_time() -> None:
         assert far(found, want) < 1e-5
 
 
+@pytest.mark.full
 def test_documents_of_a_row_do_not_see_each_other() -> None:
     T, n = 48, 4
     q, k, v, _ = text(T, ragged=False)
@@ -154,7 +154,7 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
     assert far(found, want) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", first([("float32",), ("int8",)]))
 def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
     """New tokens over 24 slots of a cache, and over a segment that every device has whole."""
     q, k, v, position = text(16, ragged=False)
@@ -217,7 +217,9 @@ def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
     assert far(jax.jit(jax.grad(two, every))(*given), jax.grad(one, every)(*given)) < 1e-5
 
 
-@pytest.mark.parametrize("devices, queries, keys", [(2, 6, 2), (3, 6, 3), (4, 8, 2), (8, 8, 1)])
+@pytest.mark.parametrize(
+    "devices, queries, keys", first([(4, 8, 2), (2, 6, 2), (3, 6, 3), (8, 8, 1)])
+)
 def test_exchanging_tokens_for_heads_equals_one_device(
     devices: int, queries: int, keys: int
 ) -> None:
@@ -266,7 +268,7 @@ def test_zigzag_order_gives_a_device_an_early_and_a_late_chunk() -> None:
         order.zigzag(13, 3)
 
 
-@pytest.mark.parametrize("n", [1, 3, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", first([(3,), (1,), (8,)]))
 def test_two_exchanges_put_plain_order_into_zigzag_and_back(n: int) -> None:
     x = jnp.arange(2 * 4 * n * 3).reshape(2, 4 * n, 3)
     over = partial(jax.shard_map, mesh=mesh_of(n), in_specs=SPLIT, out_specs=SPLIT)
@@ -300,7 +302,7 @@ def test_what_goes_round_is_counted(n: int) -> None:
     assert rounds(jax.make_jaxpr(jax.grad(loss))(q).jaxpr) == both
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", first([(2,), (4,)]))
 def test_every_device_computes_as_many_pairs_of_chunks(
     n: int, monkeypatch: pytest.MonkeyPatch, afresh: None
 ) -> None:

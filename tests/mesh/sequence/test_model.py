@@ -29,6 +29,7 @@ pytestmark = pytest.mark.devices
 
 MIXTURES = ("mixtral", "qwen3_moe")  # whose streams are not split
 QUICK = [("llama", "data=2,sequence=2,tensor=2"), ("gpt2", "tensor=4:tokens")]
+SHALLOW = {"llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}
 MORE = [
     ("llama", "sequence=4"),
     ("llama", "sequence=2:heads"),
@@ -53,7 +54,7 @@ def prompt(T: int = 40, rows: int = 2, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("family, mesh", CASES)
 def test_prompts_and_decoding_equal_one_device(family: str, mesh: str) -> None:
     """A prompt in chunks, of which the second meets a cache and the last is padded."""
-    model, params = one(family)
+    model, params = one(family, **(SHALLOW[family] if (family, mesh) in QUICK else {}))
     over, shared = spread(model, params, mesh)
     caches = [init_cache(m, 2, 64) for m in (model, over)]
     ids = prompt()
