@@ -27,10 +27,12 @@ class SplitSlots:
     rows: str
     groups: tuple[str, ...]
 
-    def __call__(self, cursor: jax.Array, tail: Segment, new: Segment) -> Segment:
+    def __call__(
+        self, cursor: jax.Array, tail: Segment, new: Segment, after: tuple[jax.Array, ...]
+    ) -> Segment:
         columns, devices = new.position_BS.shape[1], self.axes.sequence
         if tail.position_BS.shape[1] % devices:
-            return at_cursor(cursor, tail, new)
+            return at_cursor(cursor, tail, new, after)
         split = Way(columns, devices).split and columns % devices == 0
         rows = self.rows if tail.position_BS.shape[0] % self.axes.data == 0 else None
         here, there = (P(rows, axis, self.groups) for axis in (AXIS, AXIS if split else None))
@@ -43,7 +45,7 @@ class SplitSlots:
         )
         k, v = write(cursor, (tail.k, tail.v), (new.k, new.v))
         old, marks = ((x.position_BS, x.token_BS, x.patched_BS) for x in (tail, new))
-        position, token, patched = at_cursor(cursor, old, marks)
+        position, token, patched = at_cursor(cursor, old, marks, after)
         return Segment(k, v, position, token, patched)
 
 
