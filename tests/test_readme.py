@@ -66,6 +66,8 @@ def test_the_commands_run_in_order(
     assert (tmp_path / "story-vectors" / "vectors.safetensors").exists()
     assert (tmp_path / "story-graph" / "weights.safetensors").exists()
     assert (tmp_path / "story.npy").exists()
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "vectors.parquet").exists()
 
 
 def test_make_and_pip_do_the_same() -> None:
@@ -116,7 +118,7 @@ STOREYS = """
     serving
     api
     loading
-    bench harness batchfile verifying
+    bench harness fleet verifying
     compress
     train
     cli

@@ -1,6 +1,6 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
-generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, upcycle,
+generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
 infini, export; info, bench; verify, vectors, perplexity, recall, sensitivity; train (a command for
 each kind of training).
 Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
@@ -16,6 +16,7 @@ import typer
 
 from jaxllm import __version__
 from jaxllm.cli import (
+    batch,
     bench,
     chat,
     compress,
@@ -41,6 +42,7 @@ from jaxllm.errors import JaxllmError
 # Name: the function that runs, and the example below its --help.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "generate": (generate.generate, generate.EXAMPLE),
+    "batch": (batch.batch, batch.EXAMPLE),
     "chat": (chat.chat, chat.EXAMPLE),
     "info": (info.info, info.EXAMPLE),
     "perplexity": (perplexity.perplexity, perplexity.EXAMPLES),
