@@ -22,10 +22,13 @@ from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
-from jaxllm.mesh.rules import EXPERTS, HEADS, Split, fitted, share_of, split_of
-from jaxllm.models.layers import Trace
+from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, Split, fitted, share_of, split_of
+from jaxllm.mesh.sequence import megatron
+from jaxllm.mesh.sequence.ways import check, way_of
+from jaxllm.mesh.sequence.writing import SplitSlots
+from jaxllm.models.layers import Across, Attend, Trace
 from jaxllm.weights.leaves.owned import Owned
-from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
+from jaxllm.weights.leaves.parted import Everywhere, Gathered, Partial, Shares, Spread, Vocabulary
 from jaxllm.weights.linear import ROUNDED
 from jaxllm.weights.paths import InRounds, Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
@@ -67,8 +70,10 @@ class Meshed(nn.Module, Placed, InRounds):
     ) -> Trace:
         """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
         params, inner = variables["params"], module_of(self)
-        batch = token_BT.shape[0]
-        rows = self.rows_over(batch)
+        batch, columns = token_BT.shape
+        rows, way = self.rows_over(batch), way_of(self.axes, columns)
+        way.check(attention_mass)
+        stream = megatron.takes(self.axes, HEADS, way.here)
         named = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -76,14 +81,24 @@ class Meshed(nn.Module, Placed, InRounds):
             "column_B": column_B,
             **given,
         }
-        by_row = jax.tree.map(self._by_all, named)
+        by_row = way.laid_out(jax.tree.map(self._by_all, named))
+        whole = [specs.slot_axis(self.axes, s.position_BS.shape[1]) is None for s in segments]
+        past = jnp.any(jnp.array([(s.position_BS >= 0).any() for s in segments]))
 
-        def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
+        def run(params: Params, by_row: Any, segments: Any, memory: Any, past: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            mine = {"params": map_leaves(partial(self.local, rows), params)}
-            trace: Any = inner.apply(
-                mine, segments=segments, attention_mass=attention_mass, **by_row, **more
+            local = partial(self.local, rows, stream=stream)
+            mine = {"params": map_leaves(local, params)}
+            bare = partial(
+                inner.apply, mine, segments=segments, attention_mass=attention_mass, **more
             )
+
+            def apply(attend: Attend | None = None, **by_row: Any) -> Any:
+                if stream:
+                    return megatron.run(bare, HEADS, attend, by_row)
+                return bare(across=Across(attend), **by_row)
+
+            trace = way.run(apply, by_row, whole, past)
             return _summed(trace) if attention_mass is True else trace
 
         spread = jax.shard_map(
@@ -91,17 +106,24 @@ class Meshed(nn.Module, Placed, InRounds):
             mesh=mesh_of(self.axes),
             in_specs=(
                 self.parameter_specs(params, rows),
-                P(rows),
-                tuple(specs.of_segment(segment, batch, rows) for segment in segments),
+                {name: P(rows, *specs.columns(name, way.axis)) for name in by_row},
+                tuple(specs.of_segment(segment, batch, rows, self.axes) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
+                P(),
             ),
             out_specs=specs.of_trace(
-                self.config, rows, self.kept()[0], by_head=attention_mass == "heads"
+                self.config,
+                rows,
+                self.axes,
+                way.axis,
+                layers=self.kept()[0],
+                picked=column_B is not None,
+                by_head=attention_mass == "heads",
             ),
             # The model's loops begin with constants, which would have to be said to vary.
             check_vma=False,
         )
-        trace: Trace = spread(params, by_row, segments, memory)
+        trace: Trace = way.cut(spread(params, by_row, segments, memory, past), column_B is not None)
         seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
         layers = tuple(layer._replace(x=self._by_all(layer.x)) for layer in trace.layers)
         trace = trace.replace(layers=layers, **seen)
@@ -168,7 +190,13 @@ class Meshed(nn.Module, Placed, InRounds):
     @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
         rows = self.rows_over(array.shape[0]) if array.ndim else None
-        return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
+        return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array, rows, self.axes))
+
+    @property
+    def writer(self) -> SplitSlots | None:  # type: ignore[override]
+        if self.axes.sequence == 1 or self.axes.exchange:
+            return None
+        return SplitSlots(self.axes, ("data",), GROUPS)
 
     @nn.nowrap
     def rows_over(self, batch: int) -> specs.Rows:
@@ -189,16 +217,18 @@ class Meshed(nn.Module, Placed, InRounds):
         return self.axes.stage > 1 and path.startswith(f"{layers}.")
 
     @nn.nowrap
-    def local(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
-        """What the module inside takes for the parameter at `path`."""
+    def local(self, rows: specs.Rows, path: str, leaf: Any, stream: bool = False) -> Any:
+        """What the module inside takes for the parameter at `path`. stream: whether that of tokens
+        is split.
+        """
         split = split_of(self.config, self.exact, path)
-        mine = self._share(split, path, leaf)
+        mine = self._share(split, path, leaf, stream)
         if not split.stack or self.axes.expert == 1:
             return mine
         return Owned(mine, EXPERTS, apart=rows is not None and EXPERTS in rows)
 
     @nn.nowrap
-    def _share(self, split: Split, path: str, leaf: Any) -> Any:
+    def _share(self, split: Split, path: str, leaf: Any, stream: bool) -> Any:
         parts = self.axes.over(split.over)
         leaf = jax.tree.map(lambda x: x[0], leaf) if self._staged(path) else leaf
         mine = jax.tree.map(
@@ -206,14 +236,17 @@ class Meshed(nn.Module, Placed, InRounds):
             leaf,
             is_leaf=lambda x: isinstance(x, Shares),
         )
+        positions = models.family(self.config.model_type).positions
+        if stream and path == f"{positions}.weight":
+            return Everywhere(mine, HEADS)
         if parts == 1:
             return mine
         if split.kind == "row":
-            return Partial(mine, split.over)
+            return Partial(mine, split.over, stream)
         if split.kind == "gathered":
             return Gathered(mine, split.over, parts)
         if split.kind == "vocabulary":
-            return Vocabulary(mine, split.over, self.config.vocab_size)
+            return Vocabulary(mine, split.over, self.config.vocab_size, stream)
         return Spread(mine, split.over, self.exact) if split.kind == "norm" else mine
 
 
@@ -231,9 +264,16 @@ def meshed(
     Raises ConfigError where it does not divide, or devices are missing.
     """
     axes = fitted(axes, config)
+    check(share_of(config, axes), axes, exact)
+    megatron.check(config, axes, exact)
     mesh_of(axes)
-    if several() and axes.stage * axes.expert > 1:
+    if several() and axes.stage * axes.expert * axes.sequence > 1:
         raise ConfigError(f"mesh {axes}: over several processes data and tensor alone are divided")
+    if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
+        raise ConfigError(
+            f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"
+            " experts: leave out one of them"
+        )
     if not exact:
         check_rounding(config, precision, axes)
     course = Stages(axes.stage, chunks, microbatches)

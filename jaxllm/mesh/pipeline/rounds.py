@@ -93,7 +93,7 @@ def tick(
         logits_BV = jax.lax.dynamic_update_slice(logits_BV, trace.logits[:, 0], (leaving, 0))
         return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), last.replace(k=k, v=v)
 
-    in_segments = tuple(specs.of_segment(segment, batch, rows) for segment in segments)
+    in_segments = tuple(specs.of_segment(segment, batch, rows, model.axes) for segment in segments)
     spread = jax.shard_map(
         run,
         mesh=mesh_of(model.axes),
