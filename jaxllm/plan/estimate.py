@@ -44,7 +44,7 @@ class Asked:
     @property
     def microbatches(self) -> int:
         """How many groups of rows a pipeline has in flight."""
-        rows = max(1, self.batch // self.axes.data)
+        rows = traffic.rows_of(self.axes, self.batch)
         if self.groups is None:
             return min(self.axes.stage, rows)
         if rows % self.groups:
@@ -120,7 +120,7 @@ def plan(asked: Asked) -> Plan:
     held = _weights(asked)
     capacity = asked.context
     flops = _flops(asked)
-    rows = -(-asked.batch // asked.axes.data)
+    rows = traffic.rows_of(asked.axes, asked.batch)
     chunk = min(CHUNK, asked.context)
     decode = _traffic(asked, 1)
     prefill = _traffic(asked, chunk)
@@ -150,7 +150,7 @@ def plan(asked: Asked) -> Plan:
 
 
 def _weights(asked: Asked) -> sizes.Weights:
-    rows = -(-asked.batch // asked.axes.data)
+    rows = traffic.rows_of(asked.axes, asked.batch)
     return sizes.weights(asked.opened, asked.precision, asked.axes, asked.exact, rows)
 
 
@@ -200,7 +200,7 @@ def _seconds(found: list[Collective], asked: Asked) -> float:
     total = 0.0
     for c in found:
         inner = math.prod(axes.sizes[axes.names.index(c.axis) :])
-        total += c.sent / (h.link if inner <= h.node else h.across) + c.count * h.latency
+        total += c.sent / (h.link if inner <= h.node else h.across) + c.calls * h.latency
     return total
 
 

@@ -20,6 +20,7 @@ from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import cut_of
 from jaxllm.mesh.rules import WHOLE, share_of, split_of
 from jaxllm.models.experts import share_read
+from jaxllm.plan.traffic import rows_of
 from jaxllm.weights.formats import parse
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
@@ -67,6 +68,8 @@ def _bytes(
     """Of one device's share of a parameter."""
     split = split_of(opened.config, exact, path)
     local, over = list(shape.shape), axes.over(split.over)
+    if split.stack:
+        local[0] //= axes.expert
     if split is not WHOLE:
         cut = cut_of(path, shape.shape, split, axes)
         local[-1 if split.axis or len(local) == 1 else -2] = cut.each * split.runs
@@ -80,7 +83,7 @@ def _bytes(
 
 def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capacity: int) -> int:
     """Bytes of one device's part of a cache of so many rows with room for so many tokens."""
-    rows = -(-rows // axes.data)
+    rows = rows_of(axes, rows)
     slot, memory = _row(share_of(config, axes), precision.cache)
     described = 9 * rows * capacity  # a slot's position, its token, whether it was patched
     keys = -(-slot * rows * capacity // (axes.stage * axes.sequence))
@@ -104,7 +107,7 @@ def working(config: ModelConfig, axes: Axes, rows: int, tokens: int, slots: int)
     The largest of: logits and what sampling makes of them, an MLP's hidden numbers, the scores of
     attention; and the stream that all of them stand beside. All float32, as they are computed.
     """
-    rows = -(-rows // axes.data)
+    rows = rows_of(axes, rows)
     share = share_of(config, axes)
     stream = 4 * rows * tokens * config.hidden_size
     logits = 3 * 4 * rows * config.vocab_size
