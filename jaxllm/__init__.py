@@ -3,15 +3,15 @@
 Names are imported from their homes when they are first used, so that `import jaxllm` (and with it
 `jaxllm --help`) does not wait for JAX.
 
-The front door, from the top: api (`load`, `LM`), serving (requests with text), complete (which
-decoder runs, its result as text), settings (options over a checkpoint's defaults), forms (the forms
-of checkpoints on disk), located (where they are), prompts (text or ids as ids). On it stand cli/,
-compress/, bench, batchfile, harness (lm-evaluation-harness), verifying (`jaxllm.verify`). Under it
-steps (`forward`, `prefill`, `decode_step`), inputs (what they are given, checked), embed, repair
-(parts of a cache run again), checkpoint (our own form of files), programs (compiled ones that
-outlive the process), config (what a model is), longer (attention that is not dense). At the bottom
-errors, whole (numbers as arguments), shapes (few of them), progress (bars), process (streams and
-Ctrl-C of a command), moved (old names).
+The front door, from the top: loading (`load`), api (`LM`), serving (requests with text), complete
+(which decoder runs, its result as text), settings (options over a checkpoint's defaults), forms
+(the forms of checkpoints on disk), located (where they are), prompts (text or ids as ids). On it
+stand cli/, compress/, bench, batchfile, harness (lm-evaluation-harness), verifying
+(`jaxllm.verify`). Under it steps (`forward`, `prefill`, `decode_step`), inputs (what they are
+given, checked), embed, repair (parts of a cache run again), checkpoint (our own form of files),
+programs (compiled ones that outlive the process), config (what a model is), longer (attention that
+is not dense). At the bottom errors, whole (numbers as arguments), shapes (few of them), progress
+(bars), process (streams and Ctrl-C of a command), moved (old names).
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ from jaxllm import moved
 
 if TYPE_CHECKING:
     from jaxllm import errors
-    from jaxllm.api import LM, Piece, load
+    from jaxllm.api import LM, Piece
     from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
     from jaxllm.complete import Completion
     from jaxllm.config import ModelConfig, Rope
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.perplexity import perplexity
     from jaxllm.evaluate.likelihood.sensitivity import sensitivity
     from jaxllm.fixed import FixedShapeRunner
+    from jaxllm.loading import load
     from jaxllm.models import build, param_shapes
     from jaxllm.models.gpt2 import GPT2Config
     from jaxllm.models.llama import LlamaConfig
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from jaxllm.weights.quantize import dequantize, quantize
 
 _HOMES = {
-    "jaxllm.api": ("LM", "Piece", "load"),
+    "jaxllm.api": ("LM", "Piece"),
     "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "commit", "init_cache"),
     "jaxllm.complete": ("Completion",),
     "jaxllm.config": ("ModelConfig", "Rope"),
@@ -71,6 +72,7 @@ _HOMES = {
     "jaxllm.evaluate.likelihood.sensitivity": ("sensitivity",),
     "jaxllm.evaluate.equivalence.stages": ("stages",),
     "jaxllm.fixed": ("FixedShapeRunner",),
+    "jaxllm.loading": ("load",),
     "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.models.gpt2": ("GPT2Config",),
     "jaxllm.models.llama": ("LlamaConfig",),

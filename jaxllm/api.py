@@ -1,10 +1,8 @@
-"""The front door: load a checkpoint, turn text into text. Everything it does, the steps can do."""
+"""The front door: a language model turns text into text. Everything it does, the steps can do."""
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -12,8 +10,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxllm import checkpoint, models
-from jaxllm.adapters.load import Adapters, with_directories
+from jaxllm import checkpoint
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
     Completion,
@@ -36,19 +33,16 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
-from jaxllm.forms import open_path, read_texts, texts_files
-from jaxllm.located import resolve
+from jaxllm.forms import texts_files
 from jaxllm.options import GenerateOptions, Kind, check_options, described, row_options
 from jaxllm.prompts import Prompt, each_of, encode
 from jaxllm.serving import answers
-from jaxllm.settings import UNSUPPORTED, Settings, read_settings
+from jaxllm.settings import Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, Place, flatten
-from jaxllm.weights.precision import Precision, freeze
-from jaxllm.weights.quantize import Rules
+from jaxllm.weights.paths import Params, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +114,7 @@ class LM:
         positions, or whose angles follow the text's length, and for numbers that collide.
         """
         config = self.config.self_extended(group_size, neighbor_window)
-        model = models.build(config, self.model.precision)
-        return dataclasses.replace(self, config=config, model=model)
+        return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
 
     @overload
     def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Completion: ...
@@ -339,81 +332,3 @@ class LM:
             options = {**options, "negative_prompt": self.encode(options["negative_prompt"])}
         dtype = self.model.precision.cache
         return read_settings(self.config, self.generation, prompts, options, kind, dtype)
-
-
-def load(
-    path: str | Path,
-    *,
-    dtype: str | Precision | None = None,
-    quantize: Rules | None = None,
-    adapters: Adapters = (),
-    place: Place | None = None,
-    show_progress: bool | None = None,
-) -> LM:
-    """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
-    own form.
-
-    path: a directory, or a GGUF file (of one in parts, any of them); "demo:llama" or "demo:gpt2"
-    for the checkpoints that jaxllm brings; or "hf:owner/name" (or "hf:owner/name/file.gguf"), the
-    only spelling for which anything is downloaded. dtype: "float32", "bfloat16", "float16" for
-    weights, activations and cache alike, or a `Precision`; by default as the checkpoint keeps its
-    weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
-    `jaxllm.quantize` takes them, applied tensor by tensor while loading. adapters: PEFT's
-    directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that `generate` is to
-    know them by, or a list of them, which go by their
-    own; the first is taken where none is named. place: told an array's path and the array, says its
-    device or its sharding, None for the default. show_progress: by default where stderr is a
-    terminal.
-
-    Raises CheckpointError or ConfigError with everything that is wrong with the files.
-    """
-    return load_opened(
-        open_checkpoint(path),
-        dtype,
-        quantize,
-        adapters=adapters,
-        place=place,
-        show_progress=show_progress,
-    )
-
-
-def load_opened(
-    opened: checkpoint.Checkpoint,
-    dtype: str | Precision | None = None,
-    quantize: Rules | None = None,
-    *,
-    adapters: Adapters = (),
-    place: Place | None = None,
-    show_progress: bool | None = None,
-) -> LM:
-    """`load` of a checkpoint that has been opened."""
-    precision = dtype if isinstance(dtype, Precision) else opened.precision
-    if isinstance(dtype, str):
-        precision = precision.in_dtype(dtype)
-    if quantize is not None:
-        precision = dataclasses.replace(precision, quantize=freeze(quantize))
-    for name, neutral in UNSUPPORTED.items():
-        if opened.generation.get(name, neutral) not in (neutral, None):
-            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
-    with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
-        reading = beside.submit(read_texts, opened)
-        params = checkpoint.load_params(opened, precision, place=place, show_progress=show_progress)
-    texts = reading.result()
-    params, names = with_directories(opened.config, params, adapters)
-    return LM(
-        config=opened.config,
-        model=models.build(opened.config, precision),
-        params=params,
-        tokenizer=texts.tokenizer,
-        generation=opened.generation,
-        path=opened.directory,
-        chat_template=texts.chat_template,
-        recipe=opened.recipe,
-        adapters=names,
-        adapter=next(iter(names), None),
-    )
-
-
-def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
-    """Open a checkpoint in any form, and check all but its numbers; `path` as for `load`."""
-    return open_path(resolve(path))

@@ -33,9 +33,9 @@ from jaxllm.weights.files import write_tensors
 from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
-from jaxllm.weights.paths import Params, Place, flatten, map_leaves, put
+from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.reading import read_leaf
+from jaxllm.weights.reading import Whole, read_leaf
 
 FORMAT = "jaxllm"
 VERSION = 1
@@ -182,18 +182,19 @@ def load_params(
     checkpoint: Checkpoint,
     precision: Precision,
     *,
-    place: Place | None = None,
+    into: Whole | None = None,
     show_progress: bool | None = None,
 ) -> Params:
     """Read every tensor in the format that `precision` keeps it in.
 
-    place: where each array is to be, one tensor after the other. Memory: the parameters, and a
+    into: where each is to be, one tensor after the other. Memory: the parameters, and a
     block of rows where a tensor's format changes. Raises CheckpointError with every tensor that
     holds NaN or infinity, or that a narrower format cannot hold.
     """
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []
-    if checkpoint.form == FORMAT:  # what is mapped, and stays as it lies
+    placed = into or Whole()
+    if into is None and checkpoint.form == FORMAT:  # what is mapped, and stays as it lies
         kept = {p: t for p, t in checkpoint.tensors.items() if _stays(p, t, precision)}
         tensors = {**checkpoint.tensors, **ahead.scanned(kept)}
         checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
@@ -204,11 +205,17 @@ def load_params(
             if path in checkpoint.formats:
                 leaf = precision.cast(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)
-                return put(leaf, place, path)
+                return placed.leaf(path, leaf)
             tensor = checkpoint.tensors[path]
-            leaf = read_leaf(path, tensor, precision.formats_at(path, tensor.ndim), complaints)
+            formats = precision.formats_at(path, tensor.ndim)
+            made = placed.tensor(
+                path,
+                tensor,
+                lambda some: read_leaf(path, some, formats, complaints),
+                exact=formats[-1] in DTYPES,
+            )
             advance(tensor.nbytes)
-            return put(leaf, place, path)
+            return made
 
         params = map_leaves(read, shapes)
     if complaints:

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from jaxllm.api import load
 from jaxllm.complete import Completion
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, TemplateError, TokenError
 from jaxllm.evaluate.likelihood.continuations import continuation_likelihoods, document_logprobs
 from jaxllm.evaluate.likelihood.score import default_batch
+from jaxllm.loading import load
 from jaxllm.progress import steps_bar
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from jaxllm import process
-from jaxllm.api import LM, load, open_checkpoint
+from jaxllm.api import LM
 from jaxllm.checkpoint import in_memory
 from jaxllm.convert.engine import FORM, write_hf
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.equivalence import compare as equivalence
 from jaxllm.evaluate.equivalence.difference import Tolerance
 from jaxllm.evaluate.equivalence.sides import Case, Ours, Side
+from jaxllm.loading import load, open_checkpoint
 from jaxllm.weights.formats import format_of
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.quantize import Rules, dequantize

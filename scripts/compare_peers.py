@@ -31,11 +31,11 @@ import typer
 from peer_engines import Contender, LlamaBench, Measure, Worker, precision_of
 
 from jaxllm import bench
-from jaxllm.api import open_checkpoint
 from jaxllm.bench import Row, Test
 from jaxllm.cli import run_command
 from jaxllm.cli.console import note, write
 from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.loading import open_checkpoint
 from jaxllm.progress import steps_bar
 from jaxllm.weights.leaves.arrays import DTYPES
 

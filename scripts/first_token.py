@@ -38,11 +38,11 @@ IMPORTS = {  # by the first part of a module's name; others belong to who import
     "tokenizers": "import tokenizers",
 }
 STAGES = {  # module: function, and what it does
-    "jaxllm.api": [
+    "jaxllm.loading": [
         ("open_checkpoint", "reading the configuration, checking names"),
         ("read_texts", "reading the tokenizer"),
-        ("LM.encode", "encoding the prompt"),
     ],
+    "jaxllm.api": [("LM.encode", "encoding the prompt")],
     "jaxllm.checkpoint": [("load_params", "loading weights")],
     "jaxllm.weights.ahead": [("first_non_finite", "looking for NaN")],
     "jaxllm.cli.options": [("keep_compiled", "finding the programs' folder")],

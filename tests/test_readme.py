@@ -115,6 +115,7 @@ STOREYS = """
     complete
     serving
     api
+    loading
     bench harness batchfile verifying
     compress
     train

@@ -20,7 +20,7 @@ from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
 from jaxllm.programs import Program
-from jaxllm.weights.paths import Place, put
+from jaxllm.weights.paths import Place, Placed, named_arrays, put
 from jaxllm.weights.precision import CACHE_DTYPES
 from jaxllm.whole import whole
 
@@ -206,10 +206,14 @@ def init_cache(
         cache_nbytes(config, batch, capacity, dtype),
         f"a cache of {batch:,} rows of {capacity:,} tokens in {dtype}",
     )
-    return put(_EMPTY_CACHE(config, batch, capacity, dtype), place)
+    spread = model if isinstance(model, Placed) else None
+    return put(_EMPTY_CACHE(config, batch, capacity, dtype, spread), place)
 
 
-def _empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: str) -> KVCache:
+def _empty_cache(
+    config: ModelConfig, batch: int, capacity: int, dtype: str, spread: Placed | None
+) -> KVCache:
+    """spread: the model, where it says itself on which devices a cache is."""
     shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
     layers = range(config.num_hidden_layers)
 
@@ -218,7 +222,7 @@ def _empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: str) -> 
             return Int8Entries(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
         return jnp.zeros(shape, CACHE_DTYPES[dtype])
 
-    return KVCache(
+    cache = KVCache(
         config=config,
         frozen=(),
         tail=Segment(
@@ -232,9 +236,15 @@ def _empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: str) -> 
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
     )
+    if spread is None:
+        return cache
+    named, structure = named_arrays(cache)
+    placed = [jax.lax.with_sharding_constraint(x, spread.place(path, x)) for path, x in named]
+    made: KVCache = jax.tree.unflatten(structure, placed)
+    return made
 
 
-_EMPTY_CACHE = Program(_empty_cache, static=(0, 1, 2, 3))
+_EMPTY_CACHE = Program(_empty_cache, static=(0, 1, 2, 3, 4))
 
 
 def _no_memory(config: ModelConfig, batch: int) -> tuple[Any, ...]:

@@ -40,9 +40,10 @@ def at_cursor(cursor: jax.Array, tail: T, new: T) -> T:
     """The tail with new entries from slot `cursor` on; on a CPU in place where it was donated.
 
     What would run past the end is dropped. XLA:CPU rewrites a whole bfloat16 array to change one
-    slot of it.
+    slot of it. Where there are several devices the kernel is not asked: a cache may be spread over
+    them, and what the compiler cannot look into it is given whole.
     """
-    if not native.enabled():
+    if not native.enabled() or jax.device_count() > 1:
         return _each_at_cursor(cursor, tail, new)
 
     @jax.custom_batching.custom_vmap

@@ -69,10 +69,10 @@ def convert(
     if to_gguf is not None and dtype is not None:
         raise ConfigError("--to-gguf names the type of all weights; leave --dtype out")
     with waiting("starting"):  # JAX is imported
-        from jaxllm.api import open_checkpoint
         from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
         from jaxllm.convert.engine import write_hf
         from jaxllm.forms import texts_files
+        from jaxllm.loading import open_checkpoint
         from jaxllm.weights.formats import DTYPES
 
     table = None if precision is None else read_json_option("--precision", precision)
@@ -102,9 +102,9 @@ def convert(
 
 def _write_gguf(source: str, target: Path, kind: str) -> None:
     """The checkpoint as a GGUF file, tokenizer and chat template too."""
-    from jaxllm.api import open_checkpoint
     from jaxllm.convert.gguf.writing import check_absent, write_gguf
     from jaxllm.forms import texts_files
+    from jaxllm.loading import open_checkpoint
     from jaxllm.text.chat import template_source
     from jaxllm.text.formats import find_form, read_tree
 

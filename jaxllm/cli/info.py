@@ -17,9 +17,9 @@ def info(
     with waiting("starting"):
         import jax
 
-        from jaxllm.api import open_checkpoint
         from jaxllm.cache import init_cache
         from jaxllm.forms import read_texts
+        from jaxllm.loading import open_checkpoint
         from jaxllm.models import build, param_shapes
         from jaxllm.models.experts import share_read
         from jaxllm.ops import native

@@ -161,7 +161,7 @@ def load_model(
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
     with waiting(None if model.startswith("hf:") else f"loading {model}"):
-        from jaxllm.api import load_opened, open_checkpoint
+        from jaxllm.loading import load_opened, open_checkpoint
 
         if reuse_compiled:
             keep_compiled()

@@ -46,8 +46,8 @@ def quantize(
 ) -> None:
     """Write a checkpoint in jaxllm's own form with quantized matrices; norms and biases stay."""
     with waiting("starting"):  # JAX is imported
-        from jaxllm.api import load, open_checkpoint
         from jaxllm.checkpoint import claim
+        from jaxllm.loading import load, open_checkpoint
         from jaxllm.weights.quantize import rules_of
 
     wanted = read_rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)

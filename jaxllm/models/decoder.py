@@ -383,10 +383,15 @@ def family(
             Site("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
         ),
         heads=(
-            *(Member(path, 0) for path in _paths("self_attn", "qkv")),
+            *(Member(f"self_attn.{x}_proj", 0, grouped=x != "q") for x in "qkv"),
             Member("self_attn.o_proj", 1),
         ),
         channels=(Member("mlp.gate_proj", 0), Member("mlp.up_proj", 0), Member("mlp.down_proj", 1)),
+        norms=(
+            (Member("self_attn.q_norm", 0), Member("self_attn.k_norm", 0, grouped=True))
+            if block.qk_norm == "all heads"
+            else ()
+        ),
         aliases=aliases,
     )
 

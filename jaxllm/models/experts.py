@@ -178,4 +178,7 @@ class Block(decoder.Block):
 def family(config: type[MixtureConfig], module: type[Decoder]) -> Family:
     """The row of a family of this kind, whose layers without experts have linears of an MLP."""
     row = decoder.family(config, module)
-    return dataclasses.replace(row, router="mlp.gate", channels=())
+    stacks = (m._replace(linear=m.linear.replace("mlp.", "mlp.experts.")) for m in row.channels)
+    return dataclasses.replace(
+        row, router="mlp.gate", channels=(), experts=(*stacks, *row.channels)
+    )

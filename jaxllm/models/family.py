@@ -26,12 +26,14 @@ class Member(NamedTuple):
     """A linear of a layer of which each head, or each channel, has a share of its own.
 
     axis: 0 where that is rows, what it puts out, with the bias; 1 where it is columns. runs: how
-    many runs of all shares stand one after the other in it.
+    many runs of all shares stand one after the other in it. grouped: whether it has shares of
+    key/value heads alone, none of query heads.
     """
 
     linear: str
     axis: int
     runs: int = 1
+    grouped: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,10 @@ class Family:
     none), attention, the MLP's last linear, and what a layer of experts has in its place, their
     router. block: the class of a layer. sites: its linears, in the order in which it runs them, of
     which a layer may lack some; no experts. heads, channels: what goes together with a key/value
-    head and its query heads, or with a number of the MLP's hidden ones.
+    head and its query heads, or with a number of the MLP's hidden ones. experts: likewise with a
+    number of an expert's hidden ones, in families whose channels are not cut, and what their layers
+    without experts have. norms: over all heads at once. widths: the fields that say how many hidden
+    numbers there are.
     """
 
     config: type[ModelConfig]
@@ -63,6 +68,9 @@ class Family:
     sites: tuple[Site, ...]
     heads: tuple[Member, ...]
     channels: tuple[Member, ...]
+    experts: tuple[Member, ...] = ()
+    norms: tuple[Member, ...] = ()
+    widths: tuple[str, ...] = ("intermediate_size",)
     router: str | None = None
     aliases: tuple[str, ...] = ()
 

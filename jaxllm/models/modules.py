@@ -4,6 +4,7 @@ A module takes leaves as they are (array, quantized tensor, adapter): what a lea
 knows. It finds its number format by its own path in `Precision`.
 """
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
+from jaxllm.weights.leaves.parted import Spread
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
 
@@ -82,7 +84,8 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         weight_D = leaf(self, "weight", x.shape[-1])
-        return ops.rms_norm(x, weight_D, eps=self.eps, plus=self.plus)
+        norm = partial(ops.rms_norm, eps=self.eps, plus=self.plus)
+        return weight_D.normed(x, norm) if isinstance(weight_D, Spread) else norm(x, weight_D)
 
 
 class LayerNorm(nn.Module):

@@ -78,4 +78,6 @@ class Qwen3Moe(Decoder):
     block = Block
 
 
-FAMILY = family(Qwen3MoeConfig, Qwen3Moe)
+FAMILY = dataclasses.replace(
+    family(Qwen3MoeConfig, Qwen3Moe), widths=("intermediate_size", "moe_intermediate_size")
+)

@@ -4,13 +4,23 @@ import jax
 import jax.numpy as jnp
 
 
-def rms_norm(x: jax.Array, weight_D: jax.Array, *, eps: float, plus: float = 0.0) -> jax.Array:
+def rms_norm(
+    x: jax.Array,
+    weight_D: jax.Array,
+    *,
+    eps: float,
+    plus: float = 0.0,
+    mean: jax.Array | None = None,
+) -> jax.Array:
     """`x / sqrt(mean(x^2) + eps) * weight`, in x's dtype (Zhang & Sennrich 2019, eq. 4).
 
-    plus: what is added to the weights, in float32 (Gemma's are kept less 1).
+    plus: what is added to the weights, in float32 (Gemma's are kept less 1). mean: of the squares,
+    `[..., 1]`, where x is a part of what it is of.
     """
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    if mean is None:
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(mean + eps)
     weight = _along_last(weight_D, x)
     return (wide * scale * (weight + plus if plus else weight)).astype(x.dtype)
 

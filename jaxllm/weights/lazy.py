@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+ROWS = 512  # of a tensor that are read at a time, where some of their columns are wanted
+
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
@@ -82,6 +84,20 @@ class LazyTensor:
             return self.cut(begin, end)
         shape = (end - begin, *self.shape[1:])
         return LazyTensor(self.dtype, shape, lambda: self.read()[begin:end], self.release)
+
+    def columns_from(self, begin: int, end: int) -> "LazyTensor":
+        """Those along the last axis, from `begin` to before `end`."""
+        shape = (*self.shape[:-1], end - begin)
+
+        def parts(rows: int) -> Iterator[np.ndarray]:
+            return (block[:, begin:end] for block in self.blocks(rows))
+
+        def read() -> np.ndarray:
+            if self.parts is None:
+                return self.read()[..., begin:end]
+            return np.concatenate([*parts(ROWS)]).reshape(shape)
+
+        return LazyTensor(self.dtype, shape, read, self.release, parts)
 
     def taken(self, index: np.ndarray) -> "LazyTensor":
         """Rows along the first axis by number."""

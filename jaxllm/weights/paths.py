@@ -23,6 +23,14 @@ V = TypeVar("V")
 Place = Callable[[str, jax.Array], Any]
 
 
+class Placed:
+    """A model that says where the arrays of its caches are to be."""
+
+    def place(self, path: str, array: Any) -> jax.sharding.Sharding:
+        """Of the one at `path`, whose shape `array` has."""
+        raise NotImplementedError
+
+
 def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield `(path, leaf)` for every leaf, in the order of the dict."""
     for name, value in params.items():

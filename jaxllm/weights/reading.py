@@ -4,7 +4,7 @@ Of a tensor that is kept as it lies nothing is copied. Of any other there is nev
 than what has been made of it and the block of rows that is being changed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,30 @@ from jaxllm.weights.formats import Weight, parse
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.leaves.leaf import ROWS
+from jaxllm.weights.paths import Place, put
+
+
+class Whole:
+    """Where parameters go as they are read: each of them whole, where `place` says."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        self._place = place
+
+    def leaf(self, path: str, weight: Weight) -> Weight:
+        """The parameter at `path`, where it is to be."""
+        return put(weight, self._place, path)
+
+    def beside(self, path: str, weight: Weight) -> Weight:
+        """The same of one that has come, now that something may stand beside it (an adapter)."""
+        return weight
+
+    def tensor(
+        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+    ) -> Weight:
+        """The same of what `read` makes of a tensor. exact: whether it makes of a part of it the
+        part of what it makes of all of it, whichever columns are left out.
+        """
+        return self.leaf(path, read(tensor))
 
 
 def read_leaf(

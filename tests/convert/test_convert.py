@@ -414,7 +414,7 @@ def test_native_weights_are_used_as_they_lie_in_the_file(tmp_path: Path) -> None
 def test_a_users_own_convert_module_is_not_ours(tmp_path: Path) -> None:
     """Installed, the package is jaxllm.convert: nothing in a working directory shadows it."""
     (tmp_path / "convert.py").write_text("raise SystemExit('the wrong convert')")
-    code = "from jaxllm.api import open_checkpoint; print(open_checkpoint('demo:llama').config)"
+    code = "from jaxllm.loading import open_checkpoint; print(open_checkpoint('demo:llama').config)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "LlamaConfig" in ran.stdout

@@ -13,7 +13,7 @@ import jaxllm
 from jaxllm import batchfile
 from jaxllm.adapters import LoraConfig, fresh, write_adapter, write_gguf_adapter
 from jaxllm.adapters.load import with_directories
-from jaxllm.api import LM, open_checkpoint
+from jaxllm.api import LM
 from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoint import in_memory, save
 from jaxllm.cli.options import precision_over, read_json_option
@@ -28,6 +28,7 @@ from jaxllm.evaluate.likelihood.passes import Columns, over
 from jaxllm.files import read_json, read_text
 from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
+from jaxllm.loading import open_checkpoint
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TokenizerTree

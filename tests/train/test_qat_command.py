@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import jaxllm
-from jaxllm.api import open_checkpoint
 from jaxllm.errors import ConfigError
+from jaxllm.loading import open_checkpoint
 from jaxllm.train.fake.job import qat
 from jaxllm.weights.formats import format_of
 from jaxllm.weights.paths import flatten

@@ -12,6 +12,7 @@ import pytest
 import jaxllm
 from jaxllm.checkpoint import in_memory, save
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.loading import open_checkpoint
 from jaxllm.weights.formats import as_format, format_of, parse
 from jaxllm.weights.leaves.integers import Integer, QTensor
 from jaxllm.weights.leaves.ordered import Ordered
@@ -197,7 +198,7 @@ def test_a_checkpoint_of_few_bits_is_saved_and_loaded_bit_by_bit(
     assert format_of(lm.params["h.1"]["mlp"]["c_fc"]["weight"]) == parse(name).name
     if name == "int2":
         assert format_of(lm.params["wte"]["weight"]) == "int8"
-    save(tmp_path / "q", in_memory(jaxllm.api.open_checkpoint(shallow("gpt2")), lm.params,
+    save(tmp_path / "q", in_memory(open_checkpoint(shallow("gpt2")), lm.params,
                                    lm.model.precision))  # fmt: skip
     again = jaxllm.load(tmp_path / "q")
     for (at, ours), (_, theirs) in zip(flatten(lm.params), flatten(again.params), strict=True):

@@ -13,6 +13,7 @@ import jaxllm
 from jaxllm import Override, Precision
 from jaxllm.checkpoint import in_memory, load_params, open_native, save
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.loading import open_checkpoint
 from jaxllm.weights.files import open_tensors, write_tensors
 from jaxllm.weights.formats import as_format, dense, format_of, parse
 from jaxllm.weights.lazy import LazyTensor
@@ -181,7 +182,7 @@ def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
     quantize: str, dtype: str | None, tmp_path: Path, shallow: Any
 ) -> None:
     lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
-    opened = jaxllm.api.open_checkpoint(shallow("llama"))
+    opened = open_checkpoint(shallow("llama"))
     save(tmp_path / "q", in_memory(opened, lm.params, lm.model.precision))
     again = jaxllm.load(tmp_path / "q")
     assert again.model == lm.model
@@ -199,7 +200,7 @@ def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
 def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path, shallow: Any) -> None:
     def crafted(quantize: str, change: Any, dtype: str | None = None) -> None:
         lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
-        opened = jaxllm.api.open_checkpoint(shallow("llama"))
+        opened = open_checkpoint(shallow("llama"))
         directory = tmp_path / f"{quantize}-{len(list(tmp_path.iterdir()))}"
         save(directory, in_memory(opened, lm.params, lm.model.precision))
         tensors = {n: t.read() for n, t in open_tensors(directory / "model.safetensors").items()}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops import native
-from jaxllm.weights.leaves.leaf import Blocks, Leaf, Shape, collected, on_device, or_nan
+from jaxllm.weights.leaves.leaf import Blocks, Leaf, Shape, collected, on_device, or_nan, rows_of
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -63,6 +63,12 @@ class Dense(Leaf):
 
     def pieces(self) -> dict[str, jax.Array]:
         return {"": self.array}
+
+    def with_rows(self, index: np.ndarray) -> jax.Array:
+        return self.array[index] if self.ndim == 1 else rows_of(self.array, index)
+
+    def with_columns(self, begin: int, end: int) -> jax.Array:
+        return self.array[..., begin:end]
 
 
 def as_leaf(weight: jax.Array | Leaf) -> Leaf:

@@ -63,6 +63,12 @@ class Factored(Leaf, struct.PyTreeNode):
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         return linear(linear(x_RI, self.right), self.left)
 
+    def with_rows(self, index: np.ndarray) -> "Factored":
+        return self.replace(left=as_leaf(self.left).with_rows(index))
+
+    def with_columns(self, begin: int, end: int) -> "Factored":
+        return self.replace(right=as_leaf(self.right).with_columns(begin, end))
+
     def pieces(self) -> dict[str, jax.Array]:
         sides = {".left": as_leaf(self.left), ".right": as_leaf(self.right)}
         return {f"{s}{name}": x for s, leaf in sides.items() for name, x in leaf.pieces().items()}

@@ -16,7 +16,17 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.digits import CHUNK
 from jaxllm.weights.leaves.integers import QTensor
-from jaxllm.weights.leaves.leaf import Blocks, Leaf, Linear, Shape, on_device, or_nan, up
+from jaxllm.weights.leaves.leaf import (
+    Blocks,
+    Leaf,
+    Linear,
+    Shape,
+    on_borders,
+    on_device,
+    or_nan,
+    rows_of,
+    up,
+)
 
 NAME = "int8-g16"
 HALF, PAIR = 16, 32  # columns of a group, and of two
@@ -73,6 +83,18 @@ class Fine(Leaf, struct.PyTreeNode):
             for even, scale in ((True, self.first), (False, self.second))
         )
         return first + second
+
+    def with_rows(self, index: np.ndarray) -> "Fine":
+        return rows_of(self, index)
+
+    def with_columns(self, begin: int, end: int) -> "Fine":
+        mine = on_borders(NAME, begin, end, self.columns, PAIR)
+        first = QTensor(self.data, self.first, None, 8, PAIR, self.columns)
+        part = first.with_columns(begin, end)
+        groups = part.scale.shape[-1] - self.second[..., mine].shape[-1]
+        beside = [(0, 0)] * (self.second.ndim - 1)
+        second = jnp.pad(self.second[..., mine], [*beside, (0, groups)])
+        return Fine(part.data, part.scale, second, end - begin)
 
     def pieces(self) -> dict[str, jax.Array]:
         return {".data": self.data, ".first": self.first, ".second": self.second}

@@ -22,8 +22,10 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     collected,
+    on_borders,
     on_device,
     or_nan,
+    rows_of,
     up,
 )
 
@@ -138,6 +140,25 @@ class QTensor(Leaf, struct.PyTreeNode):
         scale_O, power = jnp.frexp(self.scale[:, 0].astype(jnp.float32))
         powers = self.replace(scale=jnp.ldexp(jnp.float32(1), power)[:, None])
         return powers.matrix(), scale_O
+
+    def with_rows(self, index: np.ndarray) -> "QTensor":
+        return rows_of(self, index)
+
+    def with_columns(self, begin: int, end: int) -> "QTensor":
+        if self.group is None:
+            scale, zero = self.scale, self.zero
+        else:
+            mine = on_borders(self.format, begin, end, self.columns, self.group)
+            scale = self.scale[..., mine]
+            zero = None if self.zero is None else self.zero[..., mine]
+        if begin % CHUNK or (end % CHUNK and end != self.columns):
+            return self.kind.of(self.codes[..., begin:end], scale, zero)
+        lie = slice(begin * self.bits // 8, up(end, CHUNK) * self.bits // 8)
+        if self.group is not None:  # with the scales of what is added to the last chunk
+            mine = slice(begin // self.group, up(end, CHUNK) // self.group)
+            scale = self.scale[..., mine]
+            zero = None if self.zero is None else self.zero[..., mine]
+        return QTensor(self.data[..., lie], scale, zero, self.bits, self.group, end - begin)
 
     def pieces(self) -> dict[str, jax.Array]:
         parts = {".data": self.data, ".scale": self.scale, ".zero": self.zero}

@@ -5,18 +5,20 @@ matrix; `jax.vmap` takes a stack apart.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from jaxllm.ops.native import Matrix
 from jaxllm.weights.files import aligned
 
 Shape = tuple[int | None, ...]  # None: of any size
 Blocks = Callable[[], Iterable[np.ndarray]]  # from the first block each time
 Linear = Callable[[jax.Array, Any], jax.Array]  # of inputs [R, I] and a weight, float32 [R, O]
+V = TypeVar("V")
 ROWS = 512  # of a matrix that a block has: what is quantized at a time
 
 
@@ -106,6 +108,20 @@ class Leaf:
         """Its arrays, as a file holds them."""
         raise NotImplementedError
 
+    def with_rows(self, index: np.ndarray) -> Any:
+        """The weight of these rows `[n]`, in this order: what they stand for stays, bit for bit.
+
+        Raises ConfigError where rows cannot be taken apart.
+        """
+        raise ConfigError(f"rows of {self.format} cannot be taken apart")
+
+    def with_columns(self, begin: int, end: int) -> Any:
+        """The weight of the columns from `begin` to before `end`, likewise.
+
+        Raises ConfigError where columns cannot be taken apart there: inside a group, say.
+        """
+        raise ConfigError(f"columns of {self.format} cannot be taken apart")
+
 
 class Format(Protocol):
     """A format that a weight can have: how leaves of it are made, from numbers or from a file.
@@ -175,6 +191,24 @@ def collected(
             piece[done : done + len(block)] = part
         done += len(block)
     return pieces
+
+
+def rows_of(tree: V, index: np.ndarray) -> V:
+    """Pieces `[..., O, X]` with these rows alone."""
+    taken: V = jax.tree.map(lambda x: x[..., index, :], tree)
+    return taken
+
+
+def on_borders(name: str, begin: int, end: int, columns: int, group: int) -> slice:
+    """The groups of columns from `begin` to before `end`; the last of a row may be shorter.
+
+    Raises ConfigError where that is inside a group.
+    """
+    if begin % group or (end % group and end != columns):
+        raise ConfigError(
+            f"columns {begin} to {end} of {name} begin or end inside a group of {group} columns"
+        )
+    return slice(begin // group, -(-end // group))
 
 
 def up(n: int, to: int) -> int:

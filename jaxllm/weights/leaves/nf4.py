@@ -21,6 +21,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     aligned,
+    on_borders,
     on_device,
     or_nan,
     up,
@@ -103,6 +104,38 @@ class NF4(Leaf, struct.PyTreeNode):
             return _summed(x_RI, self)
         many = x_RI.dtype == jnp.bfloat16 and x_RI.shape[0] > FEW
         return product(x_RI, self.dense(jnp.bfloat16 if many else jnp.float32))
+
+    def with_rows(self, index: np.ndarray) -> "NF4":
+        """With absmax in float32, whose blocks may be cut where those of their scales are not."""
+        data, absmax = self._in_rows()
+        return self._of(data[..., index, :, :], absmax[..., index, :])
+
+    def with_columns(self, begin: int, end: int) -> "NF4":
+        """As `with_rows`."""
+        data, absmax = self._in_rows()
+        mine = on_borders(self.format, begin, end, self.columns, BLOCK)
+        return self._of(data[..., mine, :], absmax[..., mine])
+
+    def _in_rows(self) -> tuple[jax.Array, jax.Array]:
+        """Blocks `[..., O, I / 64, 32]` and their absmax, float32 `[..., O, I / 64]`.
+
+        Raises ConfigError where a block has numbers of two rows.
+        """
+        if self.columns % BLOCK:
+            raise ConfigError(
+                f"{self.format} of {self.columns} columns, no multiple of {BLOCK}, has rows that"
+                " share a block: it cannot be taken apart"
+            )
+        stack = self.data.shape[:-2]
+        return (
+            self.data.reshape(*stack, self.rows, -1, HALF),
+            _absmax(self).reshape(*stack, self.rows, -1),
+        )
+
+    def _of(self, data: jax.Array, absmax: jax.Array) -> "NF4":
+        *stack, rows, blocks = absmax.shape
+        lie = data.reshape(*stack, rows * blocks, HALF), absmax.reshape(*stack, rows * blocks)
+        return NF4(*lie, None, None, rows=rows, columns=blocks * BLOCK)
 
     def pieces(self) -> dict[str, jax.Array]:
         parts = {name: getattr(self, name) for name in ("data", "absmax", "scale", "mean")}

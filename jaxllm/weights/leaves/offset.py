@@ -16,7 +16,7 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape, rows_of
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "offset/"
@@ -47,6 +47,15 @@ class Offset(Wrapped, struct.PyTreeNode):
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         return linear(x_RI, self.weight) + linear(self._sums(x_RI), self.offset)
+
+    def with_rows(self, index: np.ndarray) -> "Offset":
+        return rows_of(self, index)
+
+    def with_columns(self, begin: int, end: int) -> "Offset":
+        part, group = self.weight.with_columns(begin, end), self.weight.kind.size(end)
+        offset = self.offset[..., begin // group : -(-end // group)]
+        missing = part.scale.shape[-1] - offset.shape[-1]  # of what is added to the last chunk
+        return Offset(part, jnp.pad(offset, [*[(0, 0)] * (offset.ndim - 1), (0, missing)]))
 
     def beside(self) -> dict[str, jax.Array]:
         return {".offset": self.offset}

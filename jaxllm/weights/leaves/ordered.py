@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.leaf import Format, Linear, Shape
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
@@ -40,6 +40,15 @@ class Ordered(Wrapped, struct.PyTreeNode):
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         return linear(self._ordered(x_RI), self.weight)
+
+    def with_rows(self, index: np.ndarray) -> "Ordered":
+        return self.replace(weight=self.stored.with_rows(index))
+
+    def with_columns(self, begin: int, end: int) -> "Ordered":
+        raise ConfigError(
+            f"columns of {self.format} lie in an order of their own, in which those of a group are"
+            " together: they cannot be taken apart (rows can: a mesh's exact mode takes rows alone)"
+        )
 
     def beside(self) -> dict[str, jax.Array]:
         return {".order": self.order}

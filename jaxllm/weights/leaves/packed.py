@@ -82,6 +82,12 @@ class Packed(Leaf, struct.PyTreeNode):
     def matrix(self) -> native.Matrix:
         return native.Matrix(native.Kind.PACKED, jax.tree.leaves(self))
 
+    def with_rows(self, index: np.ndarray) -> "Packed":
+        return Bfloat16Packed().make(self.dense()[..., index, :])
+
+    def with_columns(self, begin: int, end: int) -> "Packed":
+        return Bfloat16Packed().make(self.dense()[..., begin:end])
+
     def pieces(self) -> dict[str, jax.Array]:
         return {f".{name}": getattr(self, name) for name in _PIECES}
 

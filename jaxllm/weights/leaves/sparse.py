@@ -92,6 +92,12 @@ class Sparse(Leaf, struct.PyTreeNode):
     def matrix(self) -> native.Matrix:
         return native.Matrix(_KINDS[str(self.values.dtype), self.pattern], jax.tree.leaves(self))
 
+    def with_rows(self, index: np.ndarray) -> "Sparse":
+        return sparse_of(as_leaf(self.filled()).with_rows(index), self.pattern)
+
+    def with_columns(self, begin: int, end: int) -> "Sparse":
+        return sparse_of(as_leaf(self.filled()).with_columns(begin, end), self.pattern)
+
     def pieces(self) -> dict[str, jax.Array]:
         parts = {f".{name}": getattr(self, name) for name in ("mask", "values", "begin", "scale")}
         return {name: part for name, part in parts.items() if part is not None}

@@ -64,6 +64,12 @@ class Static(Wrapped, struct.PyTreeNode):
         product_RO = linear(self.codes(x_RI), self.weight)
         return (product_RO - (self.zero.astype(jnp.float32) * self.sum)[None]) * self.step
 
+    def with_rows(self, index: np.ndarray) -> "Static":
+        return self.replace(weight=self.weight.with_rows(index), sum=self.sum[..., index])
+
+    def with_columns(self, begin: int, end: int) -> "Static":
+        return Static.of(self.weight.with_columns(begin, end), self.step, self.zero)
+
     def beside(self) -> dict[str, jax.Array]:
         return {".step": self.step, ".zero": self.zero, ".sum": self.sum}
 

@@ -14,11 +14,11 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm.api import open_checkpoint
 from jaxllm.config import Rope
 from jaxllm.convert.gguf.opening import open_gguf
 from jaxllm.convert.gguf.writing import write_gguf
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.loading import open_checkpoint
 from jaxllm.weights.formats import dense, format_of
 from jaxllm.weights.paths import flatten
 from tests.convert.gguf.made import ARCHS, raw_of, write

@@ -12,11 +12,11 @@ import transformers
 from safetensors.numpy import load_file
 
 import jaxllm
-from jaxllm.api import open_checkpoint
 from jaxllm.convert.engine import open_hf, write_hf
 from jaxllm.convert.gguf.opening import open_gguf
 from jaxllm.convert.gguf.writing import write_gguf
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.loading import open_checkpoint
 from jaxllm.weights.formats import dense
 from jaxllm.weights.paths import flatten
 from tests.conftest import Run

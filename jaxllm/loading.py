@@ -1,0 +1,106 @@
+"""From a checkpoint's files to a language model: which, in what precision, and where to."""
+
+import dataclasses
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxllm import checkpoint
+from jaxllm.adapters.load import Adapters, with_directories
+from jaxllm.api import LM
+from jaxllm.forms import open_path, read_texts
+from jaxllm.located import resolve
+from jaxllm.mesh import Axes, placed
+from jaxllm.settings import UNSUPPORTED
+from jaxllm.weights.paths import Place, map_leaves
+from jaxllm.weights.precision import Precision, freeze
+from jaxllm.weights.quantize import Rules
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: str | Precision | None = None,
+    quantize: Rules | None = None,
+    adapters: Adapters = (),
+    place: Place | None = None,
+    mesh: str | Axes | None = None,
+    exact: bool = False,
+    show_progress: bool | None = None,
+) -> LM:
+    """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
+    own form.
+
+    path: a directory, or a GGUF file (of one in parts, any of them); "demo:llama" or "demo:gpt2"
+    for the checkpoints that jaxllm brings; or "hf:owner/name" (or "hf:owner/name/file.gguf"), the
+    only spelling for which anything is downloaded. dtype: "float32", "bfloat16", "float16" for
+    weights, activations and cache alike, or a `Precision`; by default as the checkpoint keeps its
+    weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
+    `jaxllm.quantize` takes them, applied tensor by tensor while loading. adapters: PEFT's
+    directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that `generate` is to
+    know them by, or a list of them, which go by their
+    own; the first is taken where none is named. place: told an array's path and the array, says its
+    device or its sharding, None for the default. mesh: the devices that the model is spread over,
+    as "data=2,tensor=4" (`jaxllm.mesh`), in place of `place`; each has its own share, and no more.
+    exact: there, the bits of one device, for twice as much that is sent. show_progress: by default
+    where stderr is a terminal.
+
+    Raises CheckpointError or ConfigError with everything that is wrong with the files.
+    """
+    return load_opened(
+        open_checkpoint(path),
+        dtype,
+        quantize,
+        adapters=adapters,
+        place=place,
+        mesh=mesh,
+        exact=exact,
+        show_progress=show_progress,
+    )
+
+
+def load_opened(
+    opened: checkpoint.Checkpoint,
+    dtype: str | Precision | None = None,
+    quantize: Rules | None = None,
+    *,
+    adapters: Adapters = (),
+    place: Place | None = None,
+    mesh: str | Axes | None = None,
+    exact: bool = False,
+    show_progress: bool | None = None,
+) -> LM:
+    """`load` of a checkpoint that has been opened."""
+    precision = dtype if isinstance(dtype, Precision) else opened.precision
+    if isinstance(dtype, str):
+        precision = precision.in_dtype(dtype)
+    if quantize is not None:
+        precision = dataclasses.replace(precision, quantize=freeze(quantize))
+    for name, neutral in UNSUPPORTED.items():
+        if opened.generation.get(name, neutral) not in (neutral, None):
+            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
+    model, into = placed(opened.config, precision, place, mesh, exact)
+    with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
+        reading = beside.submit(read_texts, opened)
+        params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)
+    texts = reading.result()
+    params, names = with_directories(opened.config, params, adapters)
+    if into is not None and names:
+        params = map_leaves(into.beside, params)
+    return LM(
+        config=opened.config,
+        model=model,
+        params=params,
+        tokenizer=texts.tokenizer,
+        generation=opened.generation,
+        path=opened.directory,
+        chat_template=texts.chat_template,
+        recipe=opened.recipe,
+        adapters=names,
+        adapter=next(iter(names), None),
+    )
+
+
+def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
+    """Open a checkpoint in any form, and check all but its numbers; `path` as for `load`."""
+    return open_path(resolve(path))

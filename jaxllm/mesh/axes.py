@@ -1,0 +1,105 @@
+"""The axes of a mesh of devices, as users write them: `data=2,tensor=4`.
+
+A mesh is said by the sizes of its axes alone, which hash and print; the devices are the first that
+JAX has. An axis that is not named has size 1.
+"""
+
+import dataclasses
+import math
+from functools import cache
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxllm.errors import ConfigError
+
+# name -> what it divides, the outermost first: neighbours on the last are the nearest devices.
+AXES = {
+    "data": "rows of a batch",
+    "tensor": "heads, hidden numbers of MLPs, tokens of the vocabulary",
+}
+MOST = 1 << 20  # devices of an axis: a typo, not a policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Sizes of a mesh's axes, the outermost first.
+
+    copies: where there are fewer key/value heads than devices on `tensor`, each head is on so many
+    of them, which divide its query heads (`rules.fitted`); users name the product of both.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    copies: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many there are in all."""
+        return math.prod(self.sizes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in dataclasses.fields(self))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in self.names)
+
+    def over(self, names: tuple[str, ...]) -> int:
+        """How many shares there are of what several axes divide."""
+        return math.prod(getattr(self, name) for name in names)
+
+    def __str__(self) -> str:
+        asked = {"data": self.data, "tensor": self.tensor * self.copies}
+        return ",".join(f"{name}={size}" for name, size in asked.items() if size > 1) or "tensor=1"
+
+
+def parse(text: str) -> Axes:
+    """The axes that `name=size,name=size` says.
+
+    Raises ConfigError for an axis that there is not, or twice, and for what is no size.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"a mesh is written as data=2,tensor=4, got {text!r:.60}")
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        name, equals, size = (part.strip() for part in item.partition("="))
+        if not equals or name not in AXES:
+            known = "; ".join(f"{axis} divides {what}" for axis, what in AXES.items())
+            raise ConfigError(
+                f"a mesh is written as data=2,tensor=4 ({known}), got {item.strip()!r:.60}"
+            )
+        if name in sizes:
+            raise ConfigError(f"mesh {text!r:.60} names the axis {name} twice")
+        if not (size.isascii() and size.isdigit() and 1 <= int(size[:9]) <= MOST):
+            raise ConfigError(
+                f"the axis {name} of a mesh is over a whole number of devices from 1 up, got"
+                f" {size!r:.20}"
+            )
+        sizes[name] = int(size)
+    return Axes(**sizes)
+
+
+def check_devices(axes: Axes) -> None:
+    """Raises ConfigError for a mesh of more devices than there are."""
+    there, platform = jax.device_count(), jax.default_backend()
+    if axes.devices <= there:
+        return
+    more = (
+        f". To try a mesh on one machine, start with JAX_NUM_CPU_DEVICES={axes.devices} in the"
+        " environment: one processor then passes for so many devices"
+        if platform == "cpu"
+        else ""
+    )
+    named = f"{there} {platform} device{'s are' if there > 1 else ' is'} there"
+    raise ConfigError(f"mesh {axes} is of {axes.devices} devices, {named}{more}")
+
+
+@cache
+def mesh_of(axes: Axes) -> Mesh:
+    """The mesh over JAX's first devices. Raises ConfigError where there are not so many."""
+    check_devices(axes)
+    kinds = (AxisType.Auto,) * len(axes.names)
+    devices = jax.devices()[: axes.devices]
+    return jax.make_mesh(axes.sizes, axes.names, axis_types=kinds, devices=devices)

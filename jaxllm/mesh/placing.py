@@ -1,0 +1,239 @@
+"""Parameters on a mesh: each device's share is read, or cut, and put there, one tensor at a time.
+
+A float array whose shares are blocks of it is an ordinary `jax.Array` with a `NamedSharding`. Of
+any other weight (quantized, fused of several runs, of a vocabulary that does not divide) each share
+is a weight of its own, and they are `Shares`. Of an adapted weight the adapter's matrices are split
+beside it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.rules import WHOLE, Split, split_of
+from jaxllm.weights.formats import Weight, as_leaf
+from jaxllm.weights.lazy import LazyTensor, joined
+from jaxllm.weights.leaves.adapted import Adapted, bare
+from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.leaves.parted import Shares, alike
+from jaxllm.weights.reading import Whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How one parameter is cut. size: of its axis that is split, in so many `parts`."""
+
+    path: str
+    split: Split
+    size: int
+    parts: int
+
+    @property
+    def each(self) -> int:
+        """Of the axis, what a share has of each run."""
+        return -(-self.size // (self.split.runs * self.parts))
+
+    @property
+    def even(self) -> bool:
+        """Whether shares are blocks."""
+        return self.split.runs == 1 and self.size % self.parts == 0
+
+    def ranges(self, number: int) -> Iterator[tuple[int, int]]:
+        """What a share has, run by run; beyond the end there is nothing."""
+        for run in range(self.split.runs):
+            begin = run * (self.size // self.split.runs) + number * self.each
+            yield min(begin, self.size - 1), min(begin + self.each, self.size)
+
+    def numbers(self, number: int) -> np.ndarray:
+        """The same as numbers, as many for each share: the last is repeated."""
+        every = np.concatenate([np.arange(*some) for some in self.ranges(number)])
+        return np.pad(every, (0, self.each * self.split.runs - every.size), mode="edge")
+
+
+def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
+    """Raises ConfigError for a size that does not divide, by path, size and axis."""
+    size = shape[-1] if split.axis or len(shape) == 1 else shape[-2]
+    parts = axes.over(split.over)
+    if split.kind != "vocabulary" and size % (parts * split.runs):
+        over = "x".join(split.over)
+        runs = f" in {split.runs} runs" if split.runs > 1 else ""
+        raise ConfigError(f"{path}: size {size}{runs} does not divide over {over}={parts}")
+    return Cut(path, split, size, parts)
+
+
+class Shared(Whole):
+    """Where parameters of a model go as they are read: to the devices of its mesh, by its rules."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, exact: bool) -> None:
+        self._config, self._axes, self._exact = config, axes, exact
+        self._mesh = mesh_of(axes)
+
+    def leaf(self, path: str, weight: Weight) -> Weight:
+        split = split_of(self._config, self._exact, path)
+        if isinstance(weight, Adapted):
+            return self._adapted(path, weight, split, self._split(path, bare(weight), split))
+        return self._split(path, weight, split)
+
+    def beside(self, path: str, weight: Weight) -> Weight:
+        if not isinstance(weight, Adapted):
+            return weight
+        split = split_of(self._config, self._exact, path)
+        return self._adapted(path, weight, split, bare(weight))
+
+    def tensor(
+        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+    ) -> Weight:
+        split = split_of(self._config, self._exact, path)
+        if split is WHOLE or (split.axis == 1 and not exact):
+            return self.leaf(path, read(tensor))
+        cut = cut_of(path, tensor.shape, split, self._axes)
+        stack = tensor.ndim == 3  # experts: rows are not along the first axis
+
+        def share(number: int) -> Weight:
+            if split.axis == 1:
+                ((begin, end),) = cut.ranges(number)
+                return read(tensor.columns_from(begin, end))
+            if stack:
+                return read(within(tensor, *next(cut.ranges(number))))
+            made = read(joined([tensor.rows(*some) for some in cut.ranges(number)]))
+            missing = cut.each * split.runs - made.shape[0]
+            if not missing:
+                return made
+            index = np.minimum(np.arange(made.shape[0] + missing), made.shape[0] - 1)
+            found: Weight = as_leaf(made).with_rows(index)
+            return found
+
+        return self._of(cut, tensor.shape, share)
+
+    def _split(self, path: str, weight: Weight, split: Split) -> Weight:
+        if split is WHOLE:
+            placed: Weight = jax.device_put(weight, NamedSharding(self._mesh, P()))
+            return placed
+        cut = cut_of(path, weight.shape, split, self._axes)
+        leaf = as_leaf(weight)
+
+        def share(number: int) -> Weight:
+            try:
+                if split.axis == 1:
+                    ((begin, end),) = cut.ranges(number)
+                    return leaf.with_columns(begin, end)
+                return leaf.with_rows(cut.numbers(number))
+            except ConfigError as error:
+                over = "x".join(split.over)
+                raise ConfigError(f"{path} over {over}={cut.parts}: {error}") from None
+
+        return self._of(cut, weight.shape, share)
+
+    def _of(self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight]) -> Weight:
+        """A parameter of `shape`, whose shares are made one after the other."""
+        split, made = cut.split, dict[int, Any]()
+
+        def once(number: int) -> Any:
+            """Devices that have the same share ask one after the other, in any order."""
+            if number not in made:
+                made[number] = share(number)
+            return made[number]
+
+        first = once(0)
+        if not isinstance(first, Leaf) and cut.even:
+            at = len(shape) - (1 if split.axis or len(shape) == 1 else 2)
+            spec = spec_of(split, len(shape))
+
+            def block(index: Any) -> Any:
+                return once((index[at].start or 0) // cut.each)
+
+            return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), block)
+        shares = alike([once(i) for i in range(cut.parts)])
+        pieces = [jax.tree.leaves(x) for x in shares]
+        sharding = NamedSharding(self._mesh, P(split.over))
+
+        def joint(*mine: jax.Array) -> jax.Array:
+            def one(index: Any) -> Any:
+                return np.asarray(mine[index[0].start or 0])[None]
+
+            shape = (cut.parts, *mine[0].shape)
+            return jax.make_array_from_callback(shape, sharding, one)
+
+        parts = jax.tree.unflatten(
+            jax.tree.structure(shares[0]), [joint(*mine) for mine in zip(*pieces, strict=True)]
+        )
+        return Shares(parts, split.axis, split.runs, cut.size)
+
+    def _adapted(self, path: str, weight: Adapted, split: Split, inner: Weight) -> Adapted:
+        """An adapter's pieces beside a weight, `inner`, that is where it is to be."""
+        measured = weight.magnitude is not None and weight.norm is None
+        known = weight.replace(norm=weight.norms()) if measured else weight
+        fields = {
+            name: self._split(f"{path}.{name}", x, role)
+            for name, role in adapted_splits(known, split).items()
+            if (x := getattr(known, name)) is not None
+        }
+        if isinstance(weight.weight, Adapted):
+            inner = self._adapted(path, weight.weight, split, inner)
+        adapted: Adapted = known.replace(weight=inner, **fields)
+        return adapted
+
+
+def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
+    """Rows of each matrix of a stack `[E, O, I]`."""
+    experts, _, columns = stack.shape
+    shape = (experts, end - begin, columns)
+
+    def parts(rows: int) -> Iterator[np.ndarray]:
+        for number in range(experts):
+            matrix = stack.rows(number, number + 1).read()[0, begin:end]
+            yield from (matrix[at : at + rows] for at in range(0, len(matrix), rows))
+
+    def read() -> np.ndarray:
+        each = [stack.rows(i, i + 1).read()[0, begin:end] for i in range(experts)]
+        return np.stack(each)
+
+    return LazyTensor(stack.dtype, shape, read, stack.release, parts)
+
+
+def spec_of(split: Split, ndim: int) -> P:
+    """Of an array whose shares are blocks of it."""
+    if split is WHOLE:
+        return P()
+    at = ndim - (1 if split.axis or ndim == 1 else 2)
+    return P(*[None] * at, split.over)
+
+
+def adapted_splits(weight: Adapted, split: Split) -> dict[str, Split]:
+    """How the pieces of an adapter go beside a weight that is split so."""
+    fields = dict.fromkeys(("a", "b", "scale", "magnitude", "norm", "owner"), WHOLE)
+    if split is WHOLE:
+        return fields
+    if split.axis == 1:
+        return {**fields, "a": split}
+    if weight.site == "rows":  # whose magnitude is of columns
+        return {**fields, "b": split}
+    several = weight.owner is not None  # magnitudes [n, O]
+    if several and split.runs > 1 and weight.magnitude is not None:
+        raise ConfigError(
+            "several adapters of DoRA beside one matrix of queries, keys and values cannot be split"
+            " over devices: load one of them"
+        )
+    vector = split._replace(kind="row") if several else split
+    return {**fields, "b": split, "magnitude": vector, "norm": vector}
+
+
+def per_device(tree: Any) -> dict[int, int]:
+    """Bytes of a pytree's arrays on each device of this process, by its number."""
+    found: dict[int, int] = {}
+    for x in jax.tree.leaves(tree):
+        for shard in x.addressable_shards:
+            found[shard.device.id] = (
+                found.get(shard.device.id, 0)
+                + math.prod(shard.data.shape) * shard.data.dtype.itemsize
+            )
+    return found

@@ -1,0 +1,188 @@
+"""A weight of which each device of a mesh has a share: what products of shares add up to.
+
+These stand inside `jax.shard_map` alone, around a device's own share; `over` names the axes of the
+mesh over which there are shares, the slowest first. What needs no word from other devices is a
+smaller weight of its own kind, and nothing here: rows of queries, keys, values, gates.
+
+Partial      columns: each device's product is a part of the sum (Shoeybi et al. 2019, figure 3)
+Gathered     rows, of inputs of which each device has some: nothing is summed in another order
+Vocabulary   rows of a table of tokens, or of the head: logits are gathered whole
+Spread       a norm's weights, of a vector of which each device has a part
+
+Outside, where parameters are whole, a leaf whose shares are no blocks of its arrays is `Shares`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxllm.errors import ConfigError
+from jaxllm.weights.leaves.arrays import as_leaf
+from jaxllm.weights.leaves.leaf import Leaf, Linear, or_nan
+from jaxllm.weights.leaves.wrapped import Wrapped
+
+Over = tuple[str, ...]
+
+
+class Partial(Wrapped, struct.PyTreeNode):
+    """Some columns of a matrix `[O, I]`, whose inputs each device has: products are summed."""
+
+    kind = "partial/"
+
+    weight: Any
+    over: Over = struct.field(pytree_node=False)
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        return jax.lax.psum(linear(x_RI, self.weight), self.over)
+
+
+class Gathered(Wrapped, struct.PyTreeNode):
+    """Some rows `[O / n, I]`, while of inputs each device has I / n: both are made whole.
+
+    shape: as inputs see it, `[O / n, I / n]`. Twice as much is sent as by `Partial`, and each
+    number is the same sum as on one device, in the same order.
+    """
+
+    kind = "gathered/"
+
+    weight: Any
+    over: Over = struct.field(pytree_node=False)
+    parts: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, columns = self.stored.shape
+        return (*rows, columns // self.parts)
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        whole_RI = jax.lax.all_gather(x_RI, self.over, axis=1, tiled=True)
+        y_RO = linear(whole_RI, self.weight)
+        return jax.lax.all_gather(y_RO, self.over, axis=1, tiled=True)
+
+
+class Vocabulary(Wrapped, struct.PyTreeNode):
+    """Rows of a table `[V, D]`, as many on each device; the last may lie beyond V.
+
+    rows: V.
+    """
+
+    kind = "vocabulary/"
+
+    weight: Any
+    over: Over = struct.field(pytree_node=False)
+    rows: int = struct.field(pytree_node=False)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        mine = self.stored.shape[0]
+        at = index - jax.lax.axis_index(self.over).astype(index.dtype) * mine
+        here = ((at >= 0) & (at < mine))[..., None]
+        taken = self.stored.take(jnp.clip(at, 0, mine - 1))
+        rows = jax.lax.psum(jnp.where(here, taken, jnp.zeros((), taken.dtype)), self.over)
+        return or_nan(rows.reshape(-1, rows.shape[-1]), index, self.rows)
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        y_RV = linear(x_RI, self.weight)
+        return jax.lax.all_gather(y_RV, self.over, axis=1, tiled=True)[:, : self.rows]
+
+
+class Spread(struct.PyTreeNode):
+    """The weights `[D / n]` of a norm over a vector `[D]`, of which each device has D / n.
+
+    exact: the vector is made whole, so that its squares are summed in the order of one device;
+    otherwise their sums are summed.
+    """
+
+    weight: jax.Array
+    over: Over = struct.field(pytree_node=False)
+    exact: bool = struct.field(pytree_node=False)
+
+    def normed(self, x: jax.Array, norm: Callable[..., jax.Array]) -> jax.Array:
+        """norm: `(x, weight, mean=) -> x`, where mean is None or that of the squares."""
+        if not self.exact:
+            wide = x.astype(jnp.float32)
+            mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+            return norm(x, self.weight, mean=jax.lax.pmean(mean, self.over))
+        parts = x.shape[-1]
+        whole, weight = (
+            jax.lax.all_gather(y, self.over, axis=y.ndim - 1, tiled=True) for y in (x, self.weight)
+        )
+        begin = jax.lax.axis_index(self.over) * parts
+        return jax.lax.dynamic_slice_in_dim(norm(whole, weight), begin, parts, axis=-1)
+
+
+class Shares(Leaf, struct.PyTreeNode):
+    """A weight as its shares, one after the other: all of it, each part in a form of its own.
+
+    parts: a share, an array or a leaf, whose pieces have an axis `[n]` before theirs, one entry a
+    share. axis: 0 where shares are of rows `[..., O, I]` or of a vector, 1 of columns. runs: of
+    rows, how many runs of all shares stand one after the other. size: O, or I; what the last shares
+    have beyond it repeats what is before. It is computed with by its shares alone.
+    """
+
+    composed = True
+
+    parts: Any
+    axis: int = struct.field(pytree_node=False)
+    runs: int = struct.field(pytree_node=False)
+    size_along: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, shares: Sequence[Any], axis: int, runs: int, size: int) -> "Shares":
+        """Of shares in their order."""
+        even = alike(shares)
+        return cls(jax.tree.map(lambda *x: jnp.stack(x), *even), axis, runs, size)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(as_leaf(self.parts).shape[1:])
+        shape[-1 if self.axis or len(shape) == 1 else -2] = self.size_along
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> Any:
+        return as_leaf(self.parts).dtype
+
+    @property
+    def format(self) -> str:
+        return as_leaf(self.parts).format
+
+    def share(self, number: int | None = None) -> Any:
+        """One of them; None: the one that is here, of pieces `[1, ...]`."""
+        return jax.tree.map(lambda x: x[number or 0], self.parts)
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        count = jax.tree.leaves(self.parts)[0].shape[0]
+        each = [as_leaf(self.share(i)).dense(dtype) for i in range(count)]
+        at = -1 if self.axis or each[0].ndim == 1 else -2
+        cut = [jnp.split(x, self.runs, axis=at) for x in each]
+        whole = jnp.concatenate([x[run] for run in range(self.runs) for x in cut], axis=at)
+        return jax.lax.slice_in_dim(whole, 0, self.size_along, axis=at % whole.ndim)
+
+    def pieces(self) -> dict[str, jax.Array]:
+        if isinstance(self.parts, Leaf):
+            raise ConfigError(
+                f"shares of {self.format} on several devices are not joined again: load the model"
+                " without a mesh to write it"
+            )
+        return {"": self.dense()}
+
+
+def alike(shares: Sequence[Any]) -> list[Any]:
+    """Shares whose pieces have one shape: where they say how long lists are, the longest's."""
+    structures = {jax.tree.structure(x) for x in shares}
+    if len(structures) > 1:  # of packed weights
+        widest = max(x.widest for x in shares)
+        shares = [x.replace(widest=widest) for x in shares]
+
+    def same(*pieces: jax.Array) -> list[jax.Array]:
+        longest = max(piece.shape for piece in pieces)
+        if all(piece.shape == longest for piece in pieces):
+            return [*pieces]
+        return [jnp.pad(x, [(0, longest[0] - x.shape[0])]) for x in pieces]  # lists
+
+    columns = [same(*pieces) for pieces in zip(*map(jax.tree.leaves, shares), strict=True)]
+    structure = jax.tree.structure(shares[0])
+    return [jax.tree.unflatten(structure, mine) for mine in zip(*columns, strict=True)]
