@@ -1,0 +1,70 @@
+"""A weight of which devices that have rows of their own have a part each, whole only in use.
+
+ZeRO's third stage (Rajbhandari et al. 2020), as FSDP has it (Zhao et al. 2023): what is kept of a
+weight, its gradient and its optimiser's state is a part; it is gathered for each product and thrown
+away after it, gathered again for the product's gradient, which is summed in parts.
+"""
+
+from typing import Any
+
+import jax
+from flax import struct
+
+from jaxllm.weights.leaves.arrays import as_leaf
+from jaxllm.weights.leaves.leaf import Leaf, Linear
+from jaxllm.weights.leaves.wrapped import Wrapped
+
+
+class Scattered(Wrapped, struct.PyTreeNode):
+    """A device's part of a weight's pieces, inside `jax.shard_map`.
+
+    axis: of the mesh, of so many `parts`. cut: along which axis of each piece, in their order; None
+    for a piece that is whole.
+    """
+
+    kind = "scattered/"
+
+    weight: Any
+    axis: str = struct.field(pytree_node=False)
+    parts: int = struct.field(pytree_node=False)
+    cut: tuple[int | None, ...] = struct.field(pytree_node=False)
+
+    @property
+    def stored(self) -> Leaf:
+        """The weight as a leaf, whole: of it only what does not look at its numbers may be asked."""
+
+        def whole(piece: Any, at: int | None) -> jax.ShapeDtypeStruct:
+            shape = list(piece.shape)
+            if at is not None:
+                shape[at] *= self.parts
+            return jax.ShapeDtypeStruct(tuple(shape), piece.dtype)
+
+        pieces, form = jax.tree.flatten(self.weight)
+        every = [whole(*each) for each in zip(pieces, self.cut, strict=True)]
+        return as_leaf(jax.tree.unflatten(form, every))
+
+    def gathered(self) -> Any:
+        """The weight, whole on each device."""
+        pieces, form = jax.tree.flatten(self.weight)
+        whole = [
+            x if at is None else jax.lax.all_gather(x, self.axis, axis=at, tiled=True)
+            for x, at in zip(pieces, self.cut, strict=True)
+        ]
+        return jax.tree.unflatten(form, whole)
+
+    def dense(self, dtype: Any = None) -> jax.Array:
+        return as_leaf(self.gathered()).dense(dtype)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return as_leaf(self.gathered()).take(index)
+
+    def product(self, x_RI: jax.Array) -> jax.Array:
+        return self.through(x_RI, lambda x, weight: as_leaf(weight).product(x))
+
+    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+        @jax.checkpoint  # what is gathered is not kept for the gradient
+        def multiply(x_RI: jax.Array, part: Scattered) -> jax.Array:
+            return linear(x_RI, part.gathered())
+
+        y_RO: jax.Array = multiply(x_RI, self)
+        return y_RO
