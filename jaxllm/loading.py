@@ -87,6 +87,8 @@ def load_opened(
     params, names = with_directories(opened.config, params, adapters)
     if into is not None and names:
         params = map_leaves(into.beside, params)
+    if into is not None:
+        params = into.finished(params)
     return LM(
         config=opened.config,
         model=model,

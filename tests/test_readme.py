@@ -109,7 +109,7 @@ STOREYS = """
     cache
     models inputs
     steps
-    decode repair checkpoint text
+    decode repair checkpoint text mesh
     convert fixed embed evaluate options prompts
     settings forms located adapters
     complete

@@ -214,8 +214,10 @@ def _empty_cache(
     config: ModelConfig, batch: int, capacity: int, dtype: str, spread: Placed | None
 ) -> KVCache:
     """spread: the model, where it says itself on which devices a cache is."""
-    shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-    layers = range(config.num_hidden_layers)
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    if spread is not None:
+        layers, heads = spread.kept()
+    shape = (batch, capacity, heads, config.head_dim)
 
     def zeros() -> Entries:
         if dtype == "int8":
@@ -226,8 +228,8 @@ def _empty_cache(
         config=config,
         frozen=(),
         tail=Segment(
-            k=tuple(zeros() for _ in layers),
-            v=tuple(zeros() for _ in layers),
+            k=tuple(zeros() for _ in range(layers)),
+            v=tuple(zeros() for _ in range(layers)),
             position_BS=jnp.full((batch, capacity), EMPTY, jnp.int32),
             token_BS=jnp.zeros((batch, capacity), jnp.int32),
             patched_BS=jnp.zeros((batch, capacity), bool),

@@ -9,6 +9,8 @@ from jaxllm.cli.options import (
     Adapters,
     CacheDtype,
     Dtype,
+    Exact,
+    Mesh,
     Model,
     PrecisionFile,
     Quantize,
@@ -37,6 +39,8 @@ def bench(
     ] = None,
     precision: PrecisionFile = None,
     adapter: Adapters = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     int8_inputs: Annotated[
         bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
     ] = False,
@@ -70,6 +74,8 @@ def bench(
         precision=precision,
         int8_inputs=int8_inputs,
         adapters=adapter,
+        mesh=mesh,
+        exact=exact,
         reuse_compiled=False,  # compiling is timed too
     )
     loaded = time.perf_counter() - start

@@ -14,6 +14,8 @@ from jaxllm.cli.options import (
     Adapters,
     CacheDtype,
     Dtype,
+    Exact,
+    Mesh,
     Model,
     More,
     NewTokens,
@@ -59,13 +61,15 @@ def chat(
     quantize: Quantize = None,
     precision: PrecisionFile = None,
     adapter: Adapters = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
 ) -> None:
     """Talk with a model in its chat template, a line at a time; /help says what else there is.
 
     Ctrl-C stops an answer, not the chat. A talk that outgrows the context is refused a further
     line, and can go on after /reset; with --overflow slide its oldest turns are forgotten.
     """
-    begin_reading(model, dtype, quantize, precision)
+    begin_reading(model, dtype, quantize, precision, mesh)
     options = read_options(
         more,
         kind="stream",
@@ -76,7 +80,14 @@ def chat(
         overflow=overflow,
     )
     lm = load_model(
-        model, dtype, cache_dtype, quantize=quantize, precision=precision, adapters=adapter
+        model,
+        dtype,
+        cache_dtype,
+        quantize=quantize,
+        precision=precision,
+        adapters=adapter,
+        mesh=mesh,
+        exact=exact,
     )
     opening = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*opening, {"role": "user", "content": "?"}])  # refuse before the first line

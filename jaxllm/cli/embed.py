@@ -10,6 +10,8 @@ from jaxllm.cli.console import note, read_stdin, write
 from jaxllm.cli.options import (
     Adapters,
     Dtype,
+    Exact,
+    Mesh,
     ModelArgument,
     PrecisionFile,
     Quantize,
@@ -39,6 +41,8 @@ def embed(
     quantize: Quantize = None,
     precision: PrecisionFile = None,
     adapter: Adapters = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     out: Annotated[
         Path | None, typer.Option(help="Write to FILE.npy or FILE.safetensors instead of stdout.")
     ] = None,
@@ -51,7 +55,15 @@ def embed(
         raise ConfigError(f"{out} exists; name another file")
     check_writable("--out", out)
     texts = _texts(text, file)
-    lm = load_model(model, dtype, quantize=quantize, precision=precision, adapters=adapter)
+    lm = load_model(
+        model,
+        dtype,
+        quantize=quantize,
+        precision=precision,
+        adapters=adapter,
+        mesh=mesh,
+        exact=exact,
+    )
     found = lm.embed(texts, layer=layer, pooling=pool, normalize=normalize, batch=batch)
     if out is not None:
         _save(out, found)

@@ -14,6 +14,8 @@ from jaxllm.cli.options import (
     Adapters,
     CacheDtype,
     Dtype,
+    Exact,
+    Mesh,
     Model,
     More,
     NewTokens,
@@ -58,6 +60,8 @@ def generate(
     quantize: Quantize = None,
     precision: PrecisionFile = None,
     adapter: Adapters = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     self_extend: SelfExtend = None,
     prompt_cache: Annotated[
         Path | None,
@@ -87,7 +91,7 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
-    begin_reading(model, dtype, quantize, precision)
+    begin_reading(model, dtype, quantize, precision, mesh)
     options = read_options(
         more,
         kind="generate" if batch is None else "serve",
@@ -108,6 +112,8 @@ def generate(
             quantize=quantize,
             precision=precision,
             adapters=adapter,
+            mesh=mesh,
+            exact=exact,
             self_extend=self_extend,
         )
 

@@ -115,6 +115,18 @@ SelfExtend = Annotated[
         " groups of G, as in 8,512.",
     ),
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXES",
+        help="Spread the model over devices, as data=2,tensor=4: rows, and heads, MLPs and"
+        " vocabulary. JAX_NUM_CPU_DEVICES=8 in the environment has a CPU pass for eight.",
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="With --mesh: sum as one device does, and send twice as much."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
@@ -150,12 +162,15 @@ def load_model(
     int8_inputs: bool = False,
     adapters: list[str] | None = None,
     self_extend: str | None = None,
+    mesh: str | None = None,
+    exact: bool = False,
     reuse_compiled: bool = True,
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
     adapters: directories beside it, each after its name and "=" where it is given one.
-    self_extend: "G,W", as `group_and_window` reads it. reuse_compiled: look first for programs that
+    self_extend: "G,W", as `group_and_window` reads it. mesh, exact: as `load` takes them.
+    reuse_compiled: look first for programs that
     an earlier process compiled.
     """
     table = None if precision is None else read_json_option("--precision", precision)
@@ -177,7 +192,8 @@ def load_model(
             chosen = dataclasses.replace(chosen, int8_inputs=True)
     if self_extend is not None:  # before the weights are read
         opened.config.self_extended(*group_and_window(self_extend))
-    lm = load_opened(opened, chosen, quantize, adapters=_adapters(adapters or []))
+    beside = _adapters(adapters or [])
+    lm = load_opened(opened, chosen, quantize, adapters=beside, mesh=mesh, exact=exact)
     if self_extend is None:
         return lm
     group_size, neighbor_window = group_and_window(self_extend)

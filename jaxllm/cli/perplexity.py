@@ -27,6 +27,8 @@ from jaxllm.cli.options import (
     Adapters,
     AsJson,
     Dtype,
+    Exact,
+    Mesh,
     Quantize,
     SelfExtend,
     check_writable,
@@ -66,6 +68,8 @@ def perplexity(
     dtype: Dtype = None,
     quantize: Quantize = None,
     adapter: Adapters = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     self_extend: SelfExtend = None,
     compare: Annotated[
         str | None,
@@ -115,7 +119,15 @@ def perplexity(
     alone = compare is None and other_dtype is None and other_quantize is None
     _check_by_position(by_position, alone, buckets, picture)
     corpus = read_corpus(text, documents, separate)
-    lm = load_model(model, dtype, quantize=quantize, adapters=adapter, self_extend=self_extend)
+    lm = load_model(
+        model,
+        dtype,
+        quantize=quantize,
+        adapters=adapter,
+        mesh=mesh,
+        exact=exact,
+        self_extend=self_extend,
+    )
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
     from jaxllm.evaluate.likelihood.perplexity import Perplexity, token_logprobs
 

@@ -14,6 +14,8 @@ from jaxllm.cli.options import (
     AsJson,
     CacheDtype,
     Dtype,
+    Exact,
+    Mesh,
     Quantize,
     SelfExtend,
     check_writable,
@@ -62,6 +64,8 @@ def recall(
     cache_dtype: CacheDtype = None,
     quantize: Quantize = None,
     adapter: Adapters = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     self_extend: SelfExtend = None,
     out: Annotated[
         Path | None, typer.Option(help="Write all numbers to this file, as JSON.")
@@ -87,7 +91,9 @@ def recall(
         from jaxllm.compress.picture import check_plot
 
         check_plot("--picture")
-    lm = load_model(model, dtype, cache_dtype, quantize=quantize, adapters=adapter)
+    lm = load_model(
+        model, dtype, cache_dtype, quantize=quantize, adapters=adapter, mesh=mesh, exact=exact
+    )
     from jaxllm.evaluate.recall import grid, report
 
     if lm.tokenizer is None:

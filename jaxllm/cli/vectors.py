@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import FullDtype, ModelArgument, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import (
+    Exact,
+    FullDtype,
+    Mesh,
+    ModelArgument,
+    PrecisionFile,
+    Quantize,
+    load_model,
+)
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +44,8 @@ def vectors(
     directory: Annotated[Path, typer.Argument(help="Where the vectors are to go, or are.")],
     dtype: FullDtype = "float32",
     quantize: Quantize = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     precision: PrecisionFile = None,
     source: Annotated[
         str, typer.Option("--from", help="make: whose numbers: jaxllm or transformers.")
@@ -63,7 +73,7 @@ def vectors(
         from jaxllm.files import check_vacant
 
         check_vacant(directory, "vectors.json", "vectors")
-    lm = load_model(model, dtype, quantize=quantize, precision=precision)
+    lm = load_model(model, dtype, quantize=quantize, precision=precision, mesh=mesh, exact=exact)
     from jaxllm.evaluate.equivalence.sides import Ours
 
     ours = Ours(f"jaxllm, {model}", lm.model, lm.params)

@@ -9,7 +9,9 @@ import typer
 from jaxllm.cli.console import note, write
 from jaxllm.cli.options import (
     AsJson,
+    Exact,
     FullDtype,
+    Mesh,
     ModelArgument,
     PrecisionFile,
     Quantize,
@@ -35,6 +37,8 @@ def verify(
     ] = TRANSFORMERS,
     dtype: FullDtype = "float32",
     quantize: Quantize = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     precision: PrecisionFile = None,
     against_dtype: Annotated[
         str | None,
@@ -67,7 +71,7 @@ def verify(
     rounds; formats of weights that it names are the reference's weights too.
     """
     check_writable("--plot", plot)
-    lm = load_model(model, dtype, quantize=quantize, precision=precision)
+    lm = load_model(model, dtype, quantize=quantize, precision=precision, mesh=mesh, exact=exact)
     from jaxllm.evaluate.equivalence.difference import Tolerance
     from jaxllm.evaluate.equivalence.report import to_json, to_png, to_text
     from jaxllm.verifying import verify as compare

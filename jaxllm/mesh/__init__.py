@@ -1,4 +1,24 @@
-"""A model over many devices: a mesh is a property of the *model*, sharding one of parameters."""
+"""A model over many devices: a mesh is a property of the model, sharding a change of parameters.
+
+`Meshed` is a model like others: steps call its `apply`, which runs the same Flax module, built with
+the configuration of one device's share, inside one `jax.shard_map`, manual over all axes. Each
+device has its share of parameters, of the cache's segments and of the rows, and the module does not
+know of the others; so the kernels see arrays of their own. What needs a word from other devices is
+said by leaves around a share (`weights.leaves.parted`). Outside of `apply`, commits, sampling,
+beams, surgery and serving are ordinary compiled code on whole arrays that carry a sharding: logits
+come out whole, and the same random numbers choose the same tokens.
+
+axes: what users write, and the mesh of JAX's devices. rules: the table of shardings, made of what
+families say of themselves, and what of a configuration one device runs. placing: parameters cut and
+put there, one at a time as they are read. specs: where all else is that a model is given and gives
+back. meshed: the model. counts: the collectives of a compiled program.
+
+To add an axis: its name in `axes.AXES` and field in `Axes` (order is nearness: the last are
+neighbours), what it divides as rows of `rules` or as specs, and what the module inside has to say
+over it as a leaf or, where a whole stream is split, around `inner.apply` in `Meshed`, where the one
+`shard_map` is made. Meshes hash by their sizes, so what is compiled for one serves no other; on
+several devices no program is kept on disk (`programs`).
+"""
 
 import flax.linen as nn
 

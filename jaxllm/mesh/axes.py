@@ -16,6 +16,8 @@ from jaxllm.errors import ConfigError
 # name -> what it divides, the outermost first: neighbours on the last are the nearest devices.
 AXES = {
     "data": "rows of a batch",
+    "stage": "layers",
+    "expert": "experts",
     "tensor": "heads, hidden numbers of MLPs, tokens of the vocabulary",
 }
 MOST = 1 << 20  # devices of an axis: a typo, not a policy
@@ -30,6 +32,8 @@ class Axes:
     """
 
     data: int = 1
+    stage: int = 1
+    expert: int = 1
     tensor: int = 1
     copies: int = 1
 
@@ -51,7 +55,7 @@ class Axes:
         return math.prod(getattr(self, name) for name in names)
 
     def __str__(self) -> str:
-        asked = {"data": self.data, "tensor": self.tensor * self.copies}
+        asked = {name: getattr(self, name) for name in AXES} | {"tensor": self.tensor * self.copies}
         return ",".join(f"{name}={size}" for name, size in asked.items() if size > 1) or "tensor=1"
 
 

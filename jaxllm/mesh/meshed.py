@@ -1,7 +1,7 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -14,14 +14,17 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
+from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
-from jaxllm.mesh.rules import HEADS, fitted, share_of, split_of
+from jaxllm.mesh.rules import EXPERTS, HEADS, Split, fitted, share_of, split_of
 from jaxllm.models.layers import Trace
+from jaxllm.weights.leaves.owned import Owned
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
 from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
-ROWS = "data"
+ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
 
 
 class Meshed(nn.Module, Placed):
@@ -29,14 +32,17 @@ class Meshed(nn.Module, Placed):
 
     Steps call `apply` of it as of any other, with parameters from `shared` or `reader`, and what is
     made of steps is as it was: what goes in and comes out are whole arrays with a sharding. Rows of
-    a batch are split over `data` where they divide; otherwise each of its devices runs all of them.
-    exact: see `weights.leaves.parted.Gathered`. Made by `meshed`, which checks.
+    a batch are split over `data` and `expert` where they divide, or over `data` alone; otherwise
+    each of its devices runs all of them.
+    exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
+    Made by `meshed`, which checks.
     """
 
     config: ModelConfig
     precision: Precision
     axes: Axes
     exact: bool = False
+    course: Stages = Stages(1)
     remat: bool = False
 
     @nn.nowrap
@@ -67,7 +73,7 @@ class Meshed(nn.Module, Placed):
 
         def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            mine = {"params": map_leaves(self._mine, params)}
+            mine = {"params": map_leaves(partial(self._mine, rows), params)}
             trace: Any = inner.apply(
                 mine, segments=segments, attention_mass=attention_mass, **by_row, **more
             )
@@ -75,7 +81,11 @@ class Meshed(nn.Module, Placed):
 
         def spec(path: str, leaf: Any) -> Any:
             split = split_of(self.config, self.exact, path)
-            return specs.of_parameter(path, leaf, split, self.axes, rows)
+
+            def of(leaf: Any) -> Any:
+                return specs.of_parameter(path, leaf, split, self.axes, rows)
+
+            return spec_of_stacked(path, leaf, of) if self._staged(path) else of(leaf)
 
         spread = jax.shard_map(
             run,
@@ -86,22 +96,36 @@ class Meshed(nn.Module, Placed):
                 tuple(specs.of_segment(segment, batch, rows) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
             ),
-            out_specs=specs.of_trace(self.config, rows, by_head=attention_mass == "heads"),
+            out_specs=specs.of_trace(
+                self.config, rows, self.kept()[0], by_head=attention_mass == "heads"
+            ),
             # The model's loops begin with constants, which would have to be said to vary.
             check_vma=False,
         )
         trace: Trace = spread(params, by_row, segments, memory)
-        return trace
+        return trace if self.axes.stage == 1 else unfolded(trace, self.table, attention_mass)
+
+    @property
+    def table(self) -> list[list[int]]:
+        """The numbers of the layers that each stage has."""
+        return layers_of(self.config, self.axes.stage, self.course.chunks)
+
+    @nn.nowrap
+    def kept(self) -> tuple[int, int]:
+        stages = self.axes.stage
+        heads = self.config.num_key_value_heads
+        return self.config.num_hidden_layers // stages, heads * stages
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:
         """Parameters that are whole, as this model takes them."""
-        return map_leaves(self.reader().leaf, params)
+        reader = self.reader()
+        return reader.finished(map_leaves(reader.leaf, params))
 
     @nn.nowrap
     def reader(self) -> Shared:
         """Where parameters go as they are read."""
-        return Shared(self.config, self.axes, self.exact)
+        return Shared(self.config, self.axes, self.exact, self.table)
 
     @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
@@ -110,14 +134,28 @@ class Meshed(nn.Module, Placed):
 
     @nn.nowrap
     def _rows(self, batch: int) -> specs.Rows:
-        """The axis over which so many rows are split."""
-        return ROWS if batch % self.axes.data == 0 else None
+        """The axes over which so many rows are split."""
+        return next((over for over in ROWS if batch % self.axes.over(over) == 0), None)
 
     @nn.nowrap
-    def _mine(self, path: str, leaf: Any) -> Any:
+    def _staged(self, path: str) -> bool:
+        """Whether the parameter at `path` is one of each stage's."""
+        layers = models.family(self.config.model_type).layers
+        return self.axes.stage > 1 and path.startswith(f"{layers}.")
+
+    @nn.nowrap
+    def _mine(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
         """What the module inside takes for the parameter at `path`."""
         split = split_of(self.config, self.exact, path)
+        mine = self._share(split, path, leaf)
+        if not split.stack or self.axes.expert == 1:
+            return mine
+        return Owned(mine, EXPERTS, apart=rows is not None and EXPERTS in rows)
+
+    @nn.nowrap
+    def _share(self, split: Split, path: str, leaf: Any) -> Any:
         parts = self.axes.over(split.over)
+        leaf = jax.tree.map(lambda x: x[0], leaf) if self._staged(path) else leaf
         mine = jax.tree.map(
             lambda x: x.share() if isinstance(x, Shares) else x,
             leaf,
@@ -134,17 +172,35 @@ class Meshed(nn.Module, Placed):
         return Spread(mine, split.over, self.exact) if split.kind == "norm" else mine
 
 
-def meshed(config: ModelConfig, precision: Precision, axes: Axes, *, exact: bool = False) -> Meshed:
-    """A model on a mesh. Raises ConfigError where it does not divide, or devices are missing."""
+def meshed(
+    config: ModelConfig,
+    precision: Precision,
+    axes: Axes,
+    *,
+    exact: bool = False,
+    chunks: int = 1,
+    microbatches: int | None = None,
+) -> Meshed:
+    """A model on a mesh. chunks, microbatches: see `pipeline.stages.Stages`.
+
+    Raises ConfigError where it does not divide, or devices are missing.
+    """
     axes = fitted(axes, config)
     mesh_of(axes)
-    return Meshed(config=config, precision=precision, axes=axes, exact=exact)
+    course = Stages(axes.stage, chunks, microbatches)
+    check_stages(config, precision, course)
+    return Meshed(config=config, precision=precision, axes=axes, exact=exact, course=course)
 
 
 @cache
 def module_of(model: Meshed) -> nn.Module:
     """The module that one device runs."""
-    inner: nn.Module = models.build(share_of(model.config, model.axes), model.precision)
+    config = model.config
+    if model.axes.stage > 1:
+        config = config.with_layers(model.table[0])
+    inner: nn.Module = models.build(share_of(config, model.axes), model.precision)
+    if model.axes.stage > 1:
+        inner = inner.clone(course=model.course)
     return inner.clone(remat=True) if model.remat else inner
 
 

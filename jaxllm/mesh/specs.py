@@ -13,13 +13,16 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import adapted_splits, spec_of
-from jaxllm.mesh.rules import GROUPS, HEADS, Split
+from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
 from jaxllm.models.layers import Attended, Layer, Trace
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
 
-Rows = str | None
+Rows = tuple[str, ...] | None
+# What each stage of a pipeline has for layers of its own stands side by side on the axis of heads:
+# rows and slots are where they are in a cache without stages.
+KEPT = (*STAGES, *GROUPS)
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
@@ -37,9 +40,10 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
-        return jax.tree.map(lambda _: P(split.over), leaf)
+        stack = (EXPERTS,) if split.stack else ()
+        return jax.tree.map(lambda _: P(split.over, *stack), leaf)
     if parts == 1:
-        return jax.tree.map(lambda _: P(), leaf)
+        return jax.tree.map(lambda _: P(EXPERTS) if split.stack else P(), leaf)
     size = leaf.shape[-1 if split.axis or leaf.ndim == 1 else -2]
     if isinstance(leaf, Leaf) or split.runs > 1 or size % parts:
         raise ConfigError(
@@ -54,7 +58,7 @@ def of_cache(path: str, ndim: int, rows: Rows) -> P:
     if ndim == 0:
         return P()
     if path.startswith(("tail.k.", "tail.v.")):
-        return P(rows, None, GROUPS)
+        return P(rows, None, KEPT)
     return P(rows, GROUPS) if path.startswith("memory.") and ndim > 1 else P(rows)
 
 
@@ -65,7 +69,7 @@ def of_segment(segment: Segment, batch: int, rows: Rows) -> Any:
         return rows if x.shape[0] == batch else None
 
     fields: dict[str, Any] = {
-        **{name: P(over(segment.k[0]), None, GROUPS) for name in ("k", "v")},
+        **{name: P(over(segment.k[0]), None, KEPT) for name in ("k", "v")},
         **{n: P(over(getattr(segment, n))) for n in ("position_BS", "token_BS", "patched_BS")},
     }
     return Segment(**fields)
@@ -79,15 +83,18 @@ def of_memory(config: ModelConfig, rows: Rows) -> tuple[Any, ...]:
     )
 
 
-def of_trace(config: ModelConfig, rows: Rows, *, by_head: bool) -> Any:
-    """Of all that a model computes. by_head: whether attention mass is each head's."""
-    stream, heads, groups = P(rows), P(rows, None, HEADS), P(rows, None, GROUPS)
-    mass = P(rows, HEADS) if by_head else stream
-    layers: list[Any] = []
-    for memory in of_memory(config, rows):
-        kept: list[Any] = [heads, groups, groups, heads, stream, mass, memory]
-        fields: dict[str, Any] = dict.fromkeys(Layer._fields, stream)
+def of_trace(config: ModelConfig, rows: Rows, layers: int, *, by_head: bool) -> Any:
+    """Of all that a model computes. layers: of one stage, beside which those of the others stand on
+    the axis of heads or features (of mass: of slots). by_head: whether mass is each head's.
+    """
+    stream, each, groups = P(rows), P(rows, None, STAGES), P(rows, None, KEPT)
+    heads = P(rows, None, (*STAGES, *HEADS))
+    mass = P(rows, (*STAGES, *HEADS)) if by_head else P(rows, STAGES)
+    found: list[Any] = []
+    for memory in of_memory(config, rows)[:layers]:
+        kept: list[Any] = [heads, groups, groups, heads, each, mass, memory]
+        fields: dict[str, Any] = dict.fromkeys(Layer._fields, each)
         fields |= {"attention": Attended(*kept), "mlp_hidden": heads, "memory": memory}
-        layers.append(Layer(**fields))
+        found.append(Layer(**fields))
     fields = dict.fromkeys(("embeddings", "norm", "logits"), stream)
-    return Trace(layers=tuple(layers), **fields)
+    return Trace(layers=tuple(found), **fields)

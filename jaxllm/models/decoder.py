@@ -19,13 +19,14 @@ from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
     Angles,
     Attended,
+    Course,
     Layer,
     Mass,
     Scope,
     Trace,
     angles_of,
     attend,
-    run_block,
+    run_blocks,
 )
 from jaxllm.models.long.infini import Beside
 from jaxllm.models.modules import Embedding, Linear, RMSNorm, leaf, pick, project, unembed
@@ -290,12 +291,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The model: a table of tokens, blocks, a norm, and logits.
 
-    block: the class of its layers. tokens: what the table is called. remat: see `layers.run_block`.
+    block: the class of its layers. tokens: what the table is called. remat, course: see
+    `layers.run_blocks`.
     """
 
     config: DecoderConfig
     precision: Precision
     remat: bool = False
+    course: Course | None = None
 
     block: ClassVar[type[nn.Module]] = Block
     tokens: ClassVar[str] = "embed_tokens"
@@ -334,16 +337,17 @@ class Decoder(nn.Module):
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         angles = angles_of(c, position_BT, length_B) if angles is None else angles
         scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles, document_BT, memory)
-        embeddings, layers = x, []
-        for i in range(c.num_hidden_layers):
-            block = self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
-            layers.append(run_block(block, x, scope, self.remat))
-            x = layers[-1].x
+        blocks = [
+            self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
+            for i in range(c.num_hidden_layers)
+        ]
+        embeddings = x
+        layers, x = run_blocks(blocks, x, scope, self.remat, self.course)
         norm = self.normed(x)
         logits = unembed(c, p, table, pick(norm, column_B))
         if c.logits_scale != 1:
             logits = logits * c.logits_scale
-        return Trace(embeddings, tuple(layers), norm, ops.capped(logits, c.logits_cap))
+        return Trace(embeddings, layers, norm, ops.capped(logits, c.logits_cap))
 
     def normed(self, x: jax.Array) -> jax.Array:
         """What the last layer put out, as logits are made of it."""

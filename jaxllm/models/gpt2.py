@@ -15,7 +15,7 @@ from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.models.family import Family, Member, Site
-from jaxllm.models.layers import Attended, Layer, Mass, Scope, Trace, attend, run_block
+from jaxllm.models.layers import Attended, Course, Layer, Mass, Scope, Trace, attend, run_blocks
 from jaxllm.models.modules import Embedding, LayerNorm, Linear, pick, unembed
 from jaxllm.weights.precision import Precision
 
@@ -54,12 +54,13 @@ class GPT2Config(ModelConfig):
 class GPT2(nn.Module):
     """The model: tables of tokens and of positions, blocks, a norm, and logits.
 
-    remat: see `layers.run_block`.
+    remat, course: see `layers.run_blocks`.
     """
 
     config: GPT2Config
     precision: Precision
     remat: bool = False
+    course: Course | None = None
 
     @nn.compact
     def __call__(
@@ -87,13 +88,12 @@ class GPT2(nn.Module):
         x = x if embeddings_BTD is None else embeddings_BTD
         x = x.astype(p.activations) + places.astype(p.activations)
         scope = Scope(position_BT, segments, mask_BTS, attention_mass, document_BT=document_BT)
-        embeddings, layers = x, []
-        for i in range(c.num_hidden_layers):
-            layers.append(run_block(Block(c, p, i, name=f"h.{i}"), x, scope, self.remat))
-            x = layers[-1].x
+        blocks = [Block(c, p, i, name=f"h.{i}") for i in range(c.num_hidden_layers)]
+        embeddings = x
+        layers, x = run_blocks(blocks, x, scope, self.remat, self.course)
         norm = LayerNorm(c.norm_eps, name="ln_f")(x)
         logits = unembed(c, p, table, pick(norm, column_B))
-        return Trace(embeddings, tuple(layers), norm, logits)
+        return Trace(embeddings, layers, norm, logits)
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 """What layers compute, and what they are told: `attend` is the socket of attention's kinds."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -189,15 +189,40 @@ def attend(
     return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
 
 
-def run_block(block: nn.Module, x: jax.Array, scope: Scope, remat: bool) -> Layer:
-    """One layer of a text. remat: what it computes is computed again where its gradient needs it,
-    and not kept until then.
+class Course(Protocol):
+    """How layers are run one after another, where that is not all of them here and now: a frozen
+    dataclass, since it is a field of models.
     """
-    if not remat:
-        layer: Layer = block(x, scope)
-        return layer
+
+    def __call__(
+        self, blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool
+    ) -> tuple[tuple[Layer, ...], jax.Array]: ...
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module],
+    x: jax.Array,
+    scope: Scope,
+    remat: bool,
+    course: Course | None = None,
+) -> tuple[tuple[Layer, ...], jax.Array]:
+    """What each layer computes of a text, and what the last one puts out.
+
+    remat: what a layer computes is computed again where its gradient needs it, and not kept until
+    then.
+    """
+    if course is not None:
+        return course(blocks, x, scope, remat)
+    layers = list[Layer]()
+    for block in blocks:
+        layers.append(_run_again(block, x, scope) if remat else block(x, scope))
+        x = layers[-1].x
+    return tuple(layers), x
+
+
+def _run_again(block: nn.Module, x: jax.Array, scope: Scope) -> Layer:
     again = nn.remat(lambda module, x: module(x, scope), prevent_cse=True)
-    layer = again(block, x)
+    layer: Layer = again(block, x)
     return layer
 
 

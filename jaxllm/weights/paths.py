@@ -30,6 +30,10 @@ class Placed:
         """Of the one at `path`, whose shape `array` has."""
         raise NotImplementedError
 
+    def kept(self) -> tuple[int, int]:
+        """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
+        raise NotImplementedError
+
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield `(path, leaf)` for every leaf, in the order of the dict."""

@@ -1,0 +1,96 @@
+"""Tests on eight devices: one processor passes for them, in a process of each module's own.
+
+How many devices JAX has is settled when it starts, and other tests want one. So whoever is to run
+tests of this folder has a process with eight run all of a module's, and hands on what it reports.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEVICES = 8
+REPORTS = "JAXLLM_TEST_REPORTS"  # in such a process: the file that its reports go to
+
+_found = pytest.StashKey[dict[Path, dict[str, list[dict[str, Any]]]]]()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if (file := os.environ.get(REPORTS)) is not None:
+        with open(file, "a") as out:
+            out.write(json.dumps(_plain(report._to_json())) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    here = Path(__file__).parent
+    if REPORTS in os.environ or here not in item.path.parents:
+        return None
+    modules = item.config.stash.setdefault(_found, {})
+    if item.path not in modules:
+        mine = [other.nodeid for other in item.session.items if other.path == item.path]
+        modules[item.path] = _run(item, mine)
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for data in modules[item.path].get(item.nodeid) or [_silent(item)]:
+        hook.pytest_runtest_logreport(report=pytest.TestReport._from_json(data))
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _run(item: pytest.Item, nodeids: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """What the tests of a module report, each by its name."""
+    folder = item.config.invocation_params.dir
+    temporary = Path(os.environ.get("TMPDIR", "/tmp"))
+    reports = temporary / f"jaxllm-tests-reports-{os.getpid()}-{item.path.stem}"
+    options = ["-p", "no:cacheprovider", "-q", "-n", "0", "-m", ""]
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        "JAX_NUM_CPU_DEVICES": str(DEVICES),
+        REPORTS: str(reports),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *nodeids],
+            cwd=item.config.rootpath,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        lines = reports.read_text().splitlines() if reports.exists() else []
+    finally:
+        reports.unlink(missing_ok=True)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for data in map(json.loads, lines):
+        found.setdefault(data["nodeid"], []).append(data)
+    missing = [nodeid for nodeid in nodeids if nodeid not in found]
+    if missing:
+        said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        item.config.get_terminal_writer().write(f"{folder}: {item.path} stopped:\n{said}\n")
+    return found
+
+
+def _silent(item: pytest.Item) -> dict[str, Any]:
+    """The report of a test whose process ended without one."""
+    report = pytest.TestReport(
+        item.nodeid,
+        item.location,
+        dict.fromkeys(item.keywords, 1),
+        "failed",
+        "the process with eight devices ended before this test said anything",
+        "call",
+    )
+    return _plain(report._to_json())
+
+
+def _plain(data: Any) -> Any:
+    """What JSON takes of a report."""
+    if isinstance(data, dict):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    return data if isinstance(data, str | int | float | bool | None) else str(data)
