@@ -164,12 +164,14 @@ def load_model(
     self_extend: str | None = None,
     mesh: str | None = None,
     exact: bool = False,
+    fsdp: bool = False,
     reuse_compiled: bool = True,
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
     adapters: directories beside it, each after its name and "=" where it is given one.
-    self_extend: "G,W", as `group_and_window` reads it. mesh, exact: as `load` takes them.
+    self_extend: "G,W", as `group_and_window` reads it. mesh, exact, fsdp: as `load` takes
+    them.
     reuse_compiled: look first for programs that
     an earlier process compiled.
     """
@@ -193,7 +195,7 @@ def load_model(
     if self_extend is not None:  # before the weights are read
         opened.config.self_extended(*group_and_window(self_extend))
     beside = _adapters(adapters or [])
-    lm = load_opened(opened, chosen, quantize, adapters=beside, mesh=mesh, exact=exact)
+    lm = load_opened(opened, chosen, quantize, adapters=beside, mesh=mesh, exact=exact, fsdp=fsdp)
     if self_extend is None:
         return lm
     group_size, neighbor_window = group_and_window(self_extend)

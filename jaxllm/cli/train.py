@@ -67,8 +67,8 @@ def full(
         from jaxllm.train.routing import balanced
         from jaxllm.train.trained import ALL
 
-        check(target, options)
-    lm = load_model(model, "float32")
+        check(target, options, meshes=True)
+    lm = load_model(model, "float32", mesh=options.mesh, fsdp=options.fsdp)
     rules = tuple((regex, True) for regex in only) if only else ALL
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
@@ -126,7 +126,7 @@ def lora(
         from jaxllm.train import jobs, prompts
         from jaxllm.train.routing import balanced
 
-        check(target, options, "adapter_config.json")
+        check(target, options, "adapter_config.json", meshes=True)
     config = LoraConfig(
         r=rank,
         lora_alpha=2.0 * rank if alpha is None else alpha,
@@ -135,7 +135,7 @@ def lora(
         use_dora=dora,
         use_rslora=rslora,
     )
-    lm = load_model(model, options.dtype, quantize=quantize)
+    lm = load_model(model, options.dtype, quantize=quantize, mesh=options.mesh, fsdp=options.fsdp)
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if prefix is None else lm.encode(read_text(prefix))
 

@@ -40,17 +40,19 @@ def placed(
     place: Place | None,
     mesh: str | Axes | None,
     exact: bool,
+    fsdp: bool = False,
 ) -> tuple[nn.Module, Whole | None]:
     """The model, and where its parameters go as they are read; None: nowhere in particular.
 
     Raises ConfigError for a mesh that cannot be, and for what excludes another.
     """
     if mesh is None:
-        if exact:
-            raise ConfigError("exact is of a mesh: give mesh=, or leave it out")
+        for name, asked in (("exact", exact), ("fsdp", fsdp)):
+            if asked:
+                raise ConfigError(f"{name} is of a mesh: give mesh=, or leave it out")
         return models.build(config, precision), None if place is None else Whole(place)
     if place is not None:
         raise ConfigError("mesh= says where every array is, and so does place=: give one of them")
     axes = parse(mesh) if isinstance(mesh, str) else mesh
-    model = meshed(config, precision, axes, exact=exact)
+    model = meshed(config, precision, axes, exact=exact, fsdp=fsdp)
     return model, model.reader()

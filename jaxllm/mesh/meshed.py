@@ -6,22 +6,27 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.fsdp import Divided, over_data, scattered
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
 from jaxllm.mesh.rules import EXPERTS, HEADS, Split, fitted, share_of, split_of
 from jaxllm.models.layers import Trace
+from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.owned import Owned
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
-from jaxllm.weights.paths import Params, Placed, map_leaves
+from jaxllm.weights.paths import Params, Placed, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 
 ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
@@ -35,7 +40,8 @@ class Meshed(nn.Module, Placed):
     a batch are split over `data` and `expert` where they divide, or over `data` alone; otherwise
     each of its devices runs all of them.
     exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
-    Made by `meshed`, which checks.
+    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). Made by `meshed`, which
+    checks.
     """
 
     config: ModelConfig
@@ -43,6 +49,7 @@ class Meshed(nn.Module, Placed):
     axes: Axes
     exact: bool = False
     course: Stages = Stages(1)
+    fsdp: bool = False
     remat: bool = False
 
     @nn.nowrap
@@ -71,27 +78,23 @@ class Meshed(nn.Module, Placed):
             **given,
         }
 
+        where = map_leaves(partial(self._spec, rows), params)
+        specs_of = dict(flatten(where))
+
         def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            mine = {"params": map_leaves(partial(self._mine, rows), params)}
+            own = map_leaves(lambda path, x: self._mine(rows, specs_of[path], path, x), params)
+            mine = {"params": own}
             trace: Any = inner.apply(
                 mine, segments=segments, attention_mass=attention_mass, **by_row, **more
             )
             return _summed(trace) if attention_mass is True else trace
 
-        def spec(path: str, leaf: Any) -> Any:
-            split = split_of(self.config, self.exact, path)
-
-            def of(leaf: Any) -> Any:
-                return specs.of_parameter(path, leaf, split, self.axes, rows)
-
-            return spec_of_stacked(path, leaf, of) if self._staged(path) else of(leaf)
-
         spread = jax.shard_map(
             run,
             mesh=mesh_of(self.axes),
             in_specs=(
-                map_leaves(spec, params),
+                where,
                 P(rows),
                 tuple(specs.of_segment(segment, batch, rows) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
@@ -99,7 +102,10 @@ class Meshed(nn.Module, Placed):
             out_specs=specs.of_trace(
                 self.config, rows, self.kept()[0], by_head=attention_mass == "heads"
             ),
-            # The model's loops begin with constants, which would have to be said to vary.
+            # The model's loops begin with constants, which would have to be said to vary. Without
+            # that, derivatives are those of the sum over devices of what each gives, of which each
+            # has its part: `psum` is its own transpose, an input that devices share is given the
+            # sum of their parts, an output that they share a part each. No leaf has its own.
             check_vma=False,
         )
         trace: Trace = spread(params, by_row, segments, memory)
@@ -123,9 +129,63 @@ class Meshed(nn.Module, Placed):
         return reader.finished(map_leaves(reader.leaf, params))
 
     @nn.nowrap
+    def names(self, path: str) -> tuple[str, ...]:
+        """The paths of what stands side by side in the parameter at `path`, one for each stage."""
+        if not self._staged(path):
+            return (path,)
+        layers = models.family(self.config.model_type).layers
+        place, dot, rest = path.removeprefix(f"{layers}.").partition(".")
+        return tuple(f"{layers}.{row[int(place)]}{dot}{rest}" for row in self.table)
+
+    @nn.nowrap
+    def whole(self, params: Params) -> Params:
+        """Parameters as a model of one device has them, on the host, but for quantized `Shares`."""
+
+        def join(x: Any) -> Any:
+            blocks = not isinstance(x, Shares) or isinstance(x.parts, Leaf)
+            return x if blocks else x.dense()
+
+        def of(number: int | None, leaf: Any) -> Any:
+            mine = leaf if number is None else jax.tree.map(lambda x: x[number], leaf)
+            mine = jax.tree.map(join, mine, is_leaf=lambda x: isinstance(x, Shares))
+            return jax.tree.map(np.asarray, mine)
+
+        found: Params = {}
+        for name, value in params.items():
+            names = self.names(name)
+            for i, each in enumerate(names):
+                number = i if len(names) > 1 else None
+                node = {"": value} if not isinstance(value, Mapping) else value
+                part = map_leaves(lambda _, leaf, number=number: of(number, leaf), node)
+                found[each] = part if isinstance(value, Mapping) else part[""]
+        return found
+
+    @nn.nowrap
+    def beside(self, params: Params) -> Params:
+        if self.axes.stage > 1:
+            raise ConfigError(
+                "an adapter is trained on a mesh with stage=1: stages are of models whose weights"
+                " are trained"
+            )
+        return map_leaves(self.reader().beside, params)
+
+    @nn.nowrap
+    def check_rows(self, rows: int) -> None:
+        if rows % self.axes.data:
+            raise ConfigError(
+                f"a batch of {rows} rows does not divide over data={self.axes.data}: train on"
+                " batches of a multiple of it, or with another mesh"
+            )
+
+    @nn.nowrap
+    def plain(self) -> nn.Module:
+        return models.build(self.config, self.precision).clone(remat=self.remat)
+
+    @nn.nowrap
     def reader(self) -> Shared:
         """Where parameters go as they are read."""
-        return Shared(self.config, self.axes, self.exact, self.table)
+        kind = Divided if self.fsdp else Shared
+        return kind(self.config, self.axes, self.exact, self.table)
 
     @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
@@ -144,23 +204,35 @@ class Meshed(nn.Module, Placed):
         return self.axes.stage > 1 and path.startswith(f"{layers}.")
 
     @nn.nowrap
-    def _mine(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
+    def _spec(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
+        """Where the pieces of the parameter at `path` are."""
+        split = split_of(self.config, self.exact, path)
+
+        def of(leaf: Any) -> Any:
+            found = specs.of_parameter(path, leaf, split, self.axes, rows)
+            return over_data(path, leaf, found, self.axes) if self.fsdp else found
+
+        return spec_of_stacked(path, leaf, of) if self._staged(path) else of(leaf)
+
+    @nn.nowrap
+    def _mine(self, rows: specs.Rows, spec: Any, path: str, leaf: Any) -> Any:
         """What the module inside takes for the parameter at `path`."""
         split = split_of(self.config, self.exact, path)
-        mine = self._share(split, path, leaf)
+        mine = self._share(rows, split, spec, path, leaf)
         if not split.stack or self.axes.expert == 1:
             return mine
         return Owned(mine, EXPERTS, apart=rows is not None and EXPERTS in rows)
 
     @nn.nowrap
-    def _share(self, split: Split, path: str, leaf: Any) -> Any:
+    def _share(self, rows: specs.Rows, split: Split, spec: Any, path: str, leaf: Any) -> Any:
         parts = self.axes.over(split.over)
-        leaf = jax.tree.map(lambda x: x[0], leaf) if self._staged(path) else leaf
-        mine = jax.tree.map(
-            lambda x: x.share() if isinstance(x, Shares) else x,
-            leaf,
-            is_leaf=lambda x: isinstance(x, Shares),
-        )
+        if self._staged(path):
+            leaf = jax.tree.map(lambda x: x[0], leaf)
+            spec = jax.tree.map(lambda s: P(*s[1:]), spec, is_leaf=lambda s: isinstance(s, P))
+        mine = scattered(leaf, spec, self.axes)
+        if isinstance(mine, Adapted):
+            columns = split.over if split.kind == "row" and parts > 1 else ()
+            mine = mine.replace(apart=(rows or (), columns))
         if parts == 1:
             return mine
         if split.kind == "row":
@@ -180,8 +252,9 @@ def meshed(
     exact: bool = False,
     chunks: int = 1,
     microbatches: int | None = None,
+    fsdp: bool = False,
 ) -> Meshed:
-    """A model on a mesh. chunks, microbatches: see `pipeline.stages.Stages`.
+    """A model on a mesh. chunks, microbatches: see `pipeline.stages.Stages`. fsdp: see `mesh.fsdp`.
 
     Raises ConfigError where it does not divide, or devices are missing.
     """
@@ -189,7 +262,9 @@ def meshed(
     mesh_of(axes)
     course = Stages(axes.stage, chunks, microbatches)
     check_stages(config, precision, course)
-    return Meshed(config=config, precision=precision, axes=axes, exact=exact, course=course)
+    return Meshed(
+        config=config, precision=precision, axes=axes, exact=exact, course=course, fsdp=fsdp
+    )
 
 
 @cache

@@ -18,6 +18,7 @@ from jaxllm.models.layers import Attended, Layer, Trace
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
+from jaxllm.weights.leaves.wrapped import Wrapped
 
 Rows = tuple[str, ...] | None
 # What each stage of a pipeline has for layers of its own stands side by side on the axis of heads:
@@ -38,6 +39,9 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         key = None if leaf.key is None else P()
         inner = of_parameter(path, leaf.weight, split, axes, rows)
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
+    if isinstance(leaf, Wrapped) and leaf.nests:
+        nested: Any = leaf
+        return nested.replace(weight=of_parameter(path, nested.weight, split, axes, rows))
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
         stack = (EXPERTS,) if split.stack else ()

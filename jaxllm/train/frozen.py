@@ -23,6 +23,7 @@ class Frozen(Wrapped, struct.PyTreeNode):
     """A matrix `[O, I]`, an array or a leaf, that has no gradient of its own."""
 
     kind = "frozen/"
+    nests = True
 
     weight: Any
 

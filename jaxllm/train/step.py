@@ -4,6 +4,7 @@ What is trained is kept and updated in float32; the model runs in its own format
 or gradient is not finite changes nothing.
 """
 
+import zlib
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from jaxllm.train.objective import Measured, Objective
 from jaxllm.train.optimizer import check_optax
 from jaxllm.train.trained import Trained, join
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.paths import Params, Placed, map_leaves, put
 
 
 class TrainState(struct.PyTreeNode):
@@ -63,9 +64,15 @@ class Setup(NamedTuple):
 
 
 def start(trained: Trained, setup: Setup) -> TrainState:
-    """The state before the first step. The arrays are copies: steps write into the state."""
+    """The state before the first step. The arrays are copies: steps write into the state.
+
+    On a mesh what an optimiser keeps of an array is where the array is.
+    """
     own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
-    return TrainState(own, setup.optimizer.made().init(own), jnp.zeros((), jnp.int32))
+    state = TrainState(own, setup.optimizer.made().init(own), jnp.zeros((), jnp.int32))
+    if not isinstance(setup.model, Placed):
+        return state
+    return put(state, lambda path, x: setup.model.place(path, x) if x.ndim == 0 else None)
 
 
 @partial(jax.jit, static_argnames="setup", donate_argnums=0)
@@ -137,12 +144,13 @@ def measure(
 
 
 def as_trained(params: Params, key: jax.Array, step: jax.Array) -> Params:
-    """The parameters with each leaf as a step of training multiplies with it."""
-    number = iter(range(1 << 30))
+    """The parameters with each leaf as a step of training multiplies with it: what it draws goes by
+    its path, whatever other leaves there are.
+    """
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Leaf):
             return leaf
-        return leaf.training(jax.random.fold_in(key, next(number)), step)
+        return leaf.training(jax.random.fold_in(key, zlib.crc32(path.encode())), step)
 
     return map_leaves(change, params)

@@ -123,7 +123,6 @@ class Shares(Leaf, struct.PyTreeNode):
     """
 
     composed = True
-    trained = ("parts",)
 
     parts: Any
     axis: int = struct.field(pytree_node=False)

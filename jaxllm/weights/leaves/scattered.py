@@ -31,7 +31,7 @@ class Scattered(Wrapped, struct.PyTreeNode):
 
     @property
     def stored(self) -> Leaf:
-        """The weight as a leaf, whole: of it only what does not look at its numbers may be asked."""
+        """The weight as a leaf, whole, for what its shapes say: it has no numbers."""
 
         def whole(piece: Any, at: int | None) -> jax.ShapeDtypeStruct:
             shape = list(piece.shape)
