@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import Job
 
-EXAMPLE_FULL = "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4"
+EXAMPLE_FULL = (
+    "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4; on eight devices,"
+    " with --mesh data=2,stage=2,tensor=2 --fsdp"
+)
 EXAMPLE_DISTILL = "Example: jaxllm train distill demo:llama student --data story.txt --layers 3"
 EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --rank 8"
 EXAMPLE_PROMPT = (
@@ -126,7 +129,7 @@ def lora(
         from jaxllm.train import jobs, prompts
         from jaxllm.train.routing import balanced
 
-        check(target, options, "adapter_config.json", meshes=True)
+        check(target, options, "adapter_config.json", meshes=prefix is None)
     config = LoraConfig(
         r=rank,
         lora_alpha=2.0 * rank if alpha is None else alpha,

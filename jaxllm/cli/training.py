@@ -149,7 +149,8 @@ def check(
     check_optax()
     if options.mesh is not None and not meshes:
         raise ConfigError(
-            "--mesh is of train full and train lora: this kind of training is on one device"
+            "--mesh is of train full, and of train lora without --prefix: this kind of training is"
+            " on one device"
         )
     if options.fsdp and (options.mesh is None or parse(options.mesh).data == 1):
         raise ConfigError("--fsdp divides weights over data: give --mesh data=N, N from 2 up")

@@ -171,6 +171,7 @@ class Meshed(nn.Module, Placed):
 
     @nn.nowrap
     def check_rows(self, rows: int) -> None:
+        fitted(self.axes, self.config)  # a training may have changed what experts take
         if rows % self.axes.data:
             raise ConfigError(
                 f"a batch of {rows} rows does not divide over data={self.axes.data}: train on"

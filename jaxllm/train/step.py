@@ -12,6 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.frozen import frozen
@@ -72,7 +74,25 @@ def start(trained: Trained, setup: Setup) -> TrainState:
     state = TrainState(own, setup.optimizer.made().init(own), jnp.zeros((), jnp.int32))
     if not isinstance(setup.model, Placed):
         return state
-    return put(state, lambda path, x: setup.model.place(path, x) if x.ndim == 0 else None)
+    place = setup.model.place
+    return put(state, lambda path, x: _said(x) if x.ndim else place(path, x))
+
+
+def _said(x: jax.Array) -> jax.sharding.Sharding:
+    """Where an array is, as a compiled step will say it when it gives it back: the second step
+    would be compiled anew if that were said otherwise.
+    """
+    where = x.sharding
+    if not isinstance(where, NamedSharding):
+        return where
+    sizes = where.mesh.shape
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in where.spec]
+    entries = [tuple(name for name in e if sizes[name] > 1) for e in entries]
+    if not any(entries):
+        return NamedSharding(where.mesh, P())
+    entries += [()] * (x.ndim - len(entries))
+    said = [None if not e else e[0] if len(e) == 1 else e for e in entries]
+    return NamedSharding(where.mesh, P(*said))
 
 
 @partial(jax.jit, static_argnames="setup", donate_argnums=0)

@@ -45,13 +45,17 @@ def expert_linears(
             raise ConfigError(f"experts cannot be {stack.format}: they are {STACKED}")
     if any(isinstance(stack, _SHARES) for stack in stacks):
 
-        def alone(x_AI: jax.Array, stack: Weight) -> jax.Array:
+        def whole(stack: Weight, x_AI: jax.Array, expert_A: jax.Array) -> jax.Array:
             return expert_linears(x_AI, (stack,), expert_A, int8_inputs=int8_inputs)[0]
 
-        return [
-            as_leaf(stack).through(x_AI, alone) if as_leaf(stack).composed else alone(x_AI, stack)
-            for stack in stacks
-        ]
+        def alone(x_AI: jax.Array, stack: Weight) -> jax.Array:
+            if isinstance(stack, Scattered):
+                return stack.applied(whole, x_AI, expert_A)
+            if isinstance(stack, Partial | Gathered):
+                return stack.through(x_AI, alone)
+            return whole(stack, x_AI, expert_A)
+
+        return [alone(x_AI, stack) for stack in stacks]
     digits = 1 if int8_inputs and all(as_leaf(stack).rounds_inputs for stack in stacks) else 3
     return list(_PRODUCTS[digits](x_AI, tuple(stacks), expert_A))
 

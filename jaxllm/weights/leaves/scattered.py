@@ -5,12 +5,13 @@ weight, its gradient and its optimiser's state is a part; it is gathered for eac
 away after it, gathered again for the product's gradient, which is summed in parts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import struct
 
-from jaxllm.weights.leaves.arrays import as_leaf
+from jaxllm.weights.leaves.arrays import after, as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear
 from jaxllm.weights.leaves.wrapped import Wrapped
 
@@ -62,9 +63,26 @@ class Scattered(Wrapped, struct.PyTreeNode):
         return self.through(x_RI, lambda x, weight: as_leaf(weight).product(x))
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
-        @jax.checkpoint  # what is gathered is not kept for the gradient
-        def multiply(x_RI: jax.Array, part: Scattered) -> jax.Array:
-            return linear(x_RI, part.gathered())
+        return self.applied(lambda weight, x: linear(x, weight), x_RI)
 
-        y_RO: jax.Array = multiply(x_RI, self)
-        return y_RO
+    def applied(self, function: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
+        """`function(weight, *given)` of the whole weight, which is not kept for the gradient.
+
+        function: closes over no arrays.
+        """
+
+        def multiply(part: Scattered, *given: jax.Array) -> jax.Array:
+            return function(part.gathered(), *given)
+
+        def forward(*arguments: Any) -> tuple[jax.Array, Any]:
+            return multiply(*arguments), arguments
+
+        def backward(arguments: Any, slope: jax.Array) -> Any:
+            part, *given = arguments
+            # Gathered again, and not before: what XLA sees twice it would do once, and keep.
+            return jax.vjp(multiply, after(slope, part), *given)[1](slope)
+
+        again = jax.custom_vjp(multiply)
+        again.defvjp(forward, backward)
+        y: jax.Array = again(self, *given)
+        return y
