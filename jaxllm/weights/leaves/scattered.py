@@ -65,24 +65,25 @@ class Scattered(Wrapped, struct.PyTreeNode):
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         return self.applied(lambda weight, x: linear(x, weight), x_RI)
 
-    def applied(self, function: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
-        """`function(weight, *given)` of the whole weight, which is not kept for the gradient.
+    def applied(self, function: Callable[..., jax.Array], x: jax.Array, *given: Any) -> jax.Array:
+        """`function(weight, x, *given)` of the whole weight, which is not kept for the gradient.
 
-        function: closes over no arrays.
+        function: closes over no arrays. The weight is gathered once x is there, and for the
+        gradient once that is, and not before: XLA could otherwise gather all weights first, and
+        does once what it sees twice.
         """
 
-        def multiply(part: Scattered, *given: jax.Array) -> jax.Array:
+        def multiply(part: Scattered, *given: Any) -> jax.Array:
             return function(part.gathered(), *given)
 
-        def forward(*arguments: Any) -> tuple[jax.Array, Any]:
-            return multiply(*arguments), arguments
+        def forward(part: Scattered, x: jax.Array, *given: Any) -> tuple[jax.Array, Any]:
+            return multiply(after(x, part), x, *given), (part, x, *given)
 
         def backward(arguments: Any, slope: jax.Array) -> Any:
             part, *given = arguments
-            # Gathered again, and not before: what XLA sees twice it would do once, and keep.
             return jax.vjp(multiply, after(slope, part), *given)[1](slope)
 
-        again = jax.custom_vjp(multiply)
-        again.defvjp(forward, backward)
-        y: jax.Array = again(self, *given)
+        later = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
+        later.defvjp(forward, backward)
+        y: jax.Array = later(self, x, *given)
         return y
