@@ -22,6 +22,7 @@ from jaxllm.cache.kv import (
     check_usable,
     settle,
     unchecked_commit,
+    where_placed,
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
@@ -275,7 +276,7 @@ def run_and_commit(
         model, params, segments, token_BT, position_BT, memory=tail.memory, **asked
     )
     mass = None if mass is None else settle(mass, tail, token_BT.shape[1])
-    return trace.logits, unchecked_commit(tail, delta), mass
+    return trace.logits, where_placed(unchecked_commit(tail, delta), model), mass
 
 
 @partial(jax.jit, static_argnums=(0, 6, 7))

@@ -19,7 +19,7 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "sh"
     for line in block.splitlines()
-    if re.match(r"(echo .*\| )?(jaxllm|python|sed) ", line)
+    if re.match(r"(echo .*\| |[A-Z_]+=\S+ )?(jaxllm|python|sed) ", line)
 ]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 

@@ -238,10 +238,15 @@ def _empty_cache(
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
     )
-    if spread is None:
+    return where_placed(cache, spread)
+
+
+def where_placed(cache: KVCache, model: Any) -> KVCache:
+    """In a compiled program, a cache on the devices that its model says; most say nothing."""
+    if not isinstance(model, Placed):
         return cache
     named, structure = named_arrays(cache)
-    placed = [jax.lax.with_sharding_constraint(x, spread.place(path, x)) for path, x in named]
+    placed = [jax.lax.with_sharding_constraint(x, model.place(path, x)) for path, x in named]
     made: KVCache = jax.tree.unflatten(structure, placed)
     return made
 

@@ -44,7 +44,9 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
     )
 
     def empty(x: jax.Array) -> jax.Array:
-        return jnp.zeros((n, capacity, *x.shape[2:]), x.dtype)
+        several = not isinstance(x, jax.core.Tracer) and len(x.sharding.device_set) > 1
+        there = x.sharding if several else None  # of several devices none gets all of it
+        return jnp.zeros((n, capacity, *x.shape[2:]), x.dtype, device=there)
 
     tail: Segment = jax.tree.map(empty, cache.tail)
     return cache.replace(

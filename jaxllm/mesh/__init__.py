@@ -16,7 +16,7 @@ axes: what users write, and the mesh of JAX's devices. rules: the table of shard
 families say of themselves, and what of a configuration one device runs. placing: parameters cut and
 put there, one at a time as they are read. specs: where all else is that a model is given and gives
 back. fsdp: matrices in parts over `data`. meshed: the model. counts: the collectives of a compiled
-program.
+program. pipeline/: layers in stages.
 
 To add an axis: its name in `axes.AXES` and field in `Axes` (order is nearness: the last are
 neighbours), what it divides as rows of `rules` or as specs, and what the module inside has to say

@@ -1,11 +1,12 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.fsdp import Divided, over_data, scattered
+from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
@@ -26,13 +28,14 @@ from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.owned import Owned
 from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
-from jaxllm.weights.paths import Params, Placed, flatten, map_leaves
+from jaxllm.weights.linear import ROUNDED
+from jaxllm.weights.paths import InRounds, Params, Placed, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 
 ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
 
 
-class Meshed(nn.Module, Placed):
+class Meshed(nn.Module, Placed, InRounds):
     """A model whose parameters and caches are spread over devices; in all else a model.
 
     Steps call `apply` of it as of any other, with parameters from `shared` or `reader`, and what is
@@ -69,7 +72,7 @@ class Meshed(nn.Module, Placed):
         """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
         params, inner = variables["params"], module_of(self)
         batch = token_BT.shape[0]
-        rows = self._rows(batch)
+        rows = self.rows_over(batch)
         by_row = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -78,12 +81,12 @@ class Meshed(nn.Module, Placed):
             **given,
         }
 
-        where = map_leaves(partial(self._spec, rows), params)
-        specs_of = dict(flatten(where))
+        placed = self.parameter_specs(params, rows)
+        where = dict(flatten(placed))
 
         def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            own = map_leaves(lambda path, x: self._mine(rows, specs_of[path], path, x), params)
+            own = map_leaves(lambda path, x: self.local(rows, where[path], path, x), params)
             mine = {"params": own}
             trace: Any = inner.apply(
                 mine, segments=segments, attention_mass=attention_mass, **by_row, **more
@@ -94,7 +97,7 @@ class Meshed(nn.Module, Placed):
             run,
             mesh=mesh_of(self.axes),
             in_specs=(
-                where,
+                placed,
                 P(rows),
                 tuple(specs.of_segment(segment, batch, rows) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
@@ -121,6 +124,28 @@ class Meshed(nn.Module, Placed):
         stages = self.axes.stage
         heads = self.config.num_key_value_heads
         return self.config.num_hidden_layers // stages, heads * stages
+
+    @property
+    def stages(self) -> int:
+        return self.axes.stage
+
+    @nn.nowrap
+    def groups(self, rows: int) -> np.ndarray | None:
+        over = self.rows_over(rows)
+        devices = 1 if over is None else self.axes.over(over)
+        if self.stages == 1 or self.course.chunks > 1 or rows % (devices * self.stages):
+            return None
+        each = rows // (devices * self.stages)
+        return np.tile(np.repeat(np.arange(self.stages, dtype=np.int32), each), devices)
+
+    @nn.nowrap
+    def flight(self, rows: int) -> jax.Array:
+        shape = (rows // self.stages, 1, self.stages * self.config.hidden_size)
+        return jnp.zeros(shape, jnp.dtype(self.precision.activations))
+
+    @nn.nowrap
+    def tick(self, params: Params, *given: Any) -> tuple[jax.Array, jax.Array, Segment]:
+        return rounds.tick(self, module_of(self), params, *given)
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:
@@ -189,12 +214,27 @@ class Meshed(nn.Module, Placed):
         return kind(self.config, self.axes, self.exact, self.table)
 
     @nn.nowrap
+    def parameter_specs(self, params: Params, rows: specs.Rows) -> Params:
+        """Where the arrays of parameters are, as `jax.shard_map` takes it."""
+
+        def spec(path: str, leaf: Any) -> Any:
+            split = split_of(self.config, self.exact, path)
+
+            def of(leaf: Any) -> Any:
+                found = specs.of_parameter(path, leaf, split, self.axes, rows)
+                return over_data(path, leaf, found, self.axes) if self.fsdp else found
+
+            return spec_of_stacked(leaf, of) if self._staged(path) else of(leaf)
+
+        return map_leaves(spec, params)
+
+    @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
-        rows = self._rows(array.shape[0]) if array.ndim else None
+        rows = self.rows_over(array.shape[0]) if array.ndim else None
         return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
 
     @nn.nowrap
-    def _rows(self, batch: int) -> specs.Rows:
+    def rows_over(self, batch: int) -> specs.Rows:
         """The axes over which so many rows are split."""
         return next((over for over in ROWS if batch % self.axes.over(over) == 0), None)
 
@@ -205,18 +245,7 @@ class Meshed(nn.Module, Placed):
         return self.axes.stage > 1 and path.startswith(f"{layers}.")
 
     @nn.nowrap
-    def _spec(self, rows: specs.Rows, path: str, leaf: Any) -> Any:
-        """Where the pieces of the parameter at `path` are."""
-        split = split_of(self.config, self.exact, path)
-
-        def of(leaf: Any) -> Any:
-            found = specs.of_parameter(path, leaf, split, self.axes, rows)
-            return over_data(path, leaf, found, self.axes) if self.fsdp else found
-
-        return spec_of_stacked(path, leaf, of) if self._staged(path) else of(leaf)
-
-    @nn.nowrap
-    def _mine(self, rows: specs.Rows, spec: Any, path: str, leaf: Any) -> Any:
+    def local(self, rows: specs.Rows, spec: Any, path: str, leaf: Any) -> Any:
         """What the module inside takes for the parameter at `path`."""
         split = split_of(self.config, self.exact, path)
         mine = self._share(rows, split, spec, path, leaf)
@@ -261,11 +290,28 @@ def meshed(
     """
     axes = fitted(axes, config)
     mesh_of(axes)
+    if not exact:
+        check_rounding(config, precision, axes)
     course = Stages(axes.stage, chunks, microbatches)
     check_stages(config, precision, course)
     return Meshed(
         config=config, precision=precision, axes=axes, exact=exact, course=course, fsdp=fsdp
     )
+
+
+def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> None:
+    """Raises ConfigError where inputs are rounded in blocks, one of which would be cut."""
+    over = axes.over(HEADS)
+    if not precision.int8_inputs or over == 1:
+        return
+    widths = {name: getattr(config, name) for name in models.family(config.model_type).widths}
+    heads = config.num_attention_heads * config.head_dim
+    for name, size in {"the heads' width": heads, **widths}.items():
+        if size // over % ROUNDED:
+            raise ConfigError(
+                f"int8_inputs rounds inputs in blocks of {ROUNDED} columns, and {name} {size}"
+                f" over tensor={over} would cut one: take the exact mode, which does not"
+            )
 
 
 @cache

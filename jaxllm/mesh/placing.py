@@ -260,7 +260,10 @@ def spec_of(split: Split, ndim: int) -> P:
     if split is WHOLE:
         return P()
     at = ndim - (1 if split.axis or ndim == 1 else 2)
-    return P(*[EXPERTS if split.stack else None] * at, split.over)
+    before = [None] * at
+    if split.stack:
+        return P(EXPERTS, *before[1:], split.over)
+    return P(*before, split.over)
 
 
 def adapted_splits(weight: Adapted, split: Split) -> dict[str, Split]:

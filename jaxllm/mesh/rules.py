@@ -26,7 +26,7 @@ HEADS: Over = ("tensor", "copies")  # query heads, hidden numbers, tokens: all d
 GROUPS: Over = ("tensor",)  # key/value heads
 STAGES: Over = ("stage",)  # layers
 EXPERTS = "expert"
-TOKENS: Over = (*STAGES, *HEADS)  # of the vocabulary: all stages look them up, and make logits
+TOKENS: Over = (*HEADS, *STAGES)  # of the vocabulary: all stages look them up, and make logits
 
 
 class Split(NamedTuple):

@@ -3,6 +3,7 @@
 rows: the axis over which rows of a batch are split, None where they are not.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -61,7 +62,7 @@ def of_cache(path: str, ndim: int, rows: Rows) -> P:
     """Of an array of a cache: keys, values and memories by key/value head."""
     if ndim == 0:
         return P()
-    if path.startswith(("tail.k.", "tail.v.")):
+    if re.match(r"(tail|frozen\.\d+)\.[kv]\.", path):
         return P(rows, None, KEPT)
     return P(rows, GROUPS) if path.startswith("memory.") and ndim > 1 else P(rows)
 

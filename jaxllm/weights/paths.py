@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxllm.files import compile_pattern
 
@@ -55,6 +56,44 @@ class Placed:
 
     def kept(self) -> tuple[int, int]:
         """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
+        raise NotImplementedError
+
+
+class InRounds:
+    """A model in stages, through which groups of rows go one behind the other.
+
+    stages: how many, and how many groups.
+    """
+
+    @property
+    def stages(self) -> int:
+        raise NotImplementedError
+
+    def groups(self, rows: int) -> np.ndarray | None:
+        """The group of each of so many rows, `[B]`; None: they do not divide, and go together."""
+        raise NotImplementedError
+
+    def flight(self, rows: int) -> jax.Array:
+        """What is on its way between stages, before anything is."""
+        raise NotImplementedError
+
+    def tick(
+        self,
+        params: Params,
+        segments: Any,
+        flight: jax.Array,
+        number: jax.Array,
+        start: jax.Array,
+        token_B: jax.Array,
+        position_B: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Each stage's layers of its group, at tick `number`: logits `[B, V]`, of which those of
+        the group that has gone through are some, what is on its way, and the last segment with new
+        keys and values.
+
+        start: the slot of each row's first token. token_B: of the group that enters, its newest
+        ones. position_B: of each row's token that is on its way, -1: none.
+        """
         raise NotImplementedError
 
 

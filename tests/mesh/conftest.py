@@ -1,13 +1,14 @@
 """Tests on eight devices: one processor passes for them, in a process of each module's own.
 
-How many devices JAX has is settled when it starts, and other tests want one. So whoever is to run
-tests of this folder has a process with eight run all of a module's, and hands on what it reports.
+How many devices JAX has is settled when it starts, and other tests want one. So whoever is to run a
+module marked `devices` has a process with eight run its tests, and hands on what that reports.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    here = Path(__file__).parent
-    if REPORTS in os.environ or here not in item.path.parents:
+    if REPORTS in os.environ or item.get_closest_marker("devices") is None:
         return None
     modules = item.config.stash.setdefault(_found, {})
     if item.path not in modules:
@@ -39,38 +39,32 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for data in modules[item.path].get(item.nodeid) or [_silent(item)]:
         hook.pytest_runtest_logreport(report=pytest.TestReport._from_json(data))
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What was set up for the test before this one ends with what the next has no need of.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
 def _run(item: pytest.Item, nodeids: list[str]) -> dict[str, list[dict[str, Any]]]:
     """What the tests of a module report, each by its name."""
-    folder = item.config.invocation_params.dir
-    temporary = Path(os.environ.get("TMPDIR", "/tmp"))
-    reports = temporary / f"jaxllm-tests-reports-{os.getpid()}-{item.path.stem}"
     options = ["-p", "no:cacheprovider", "-q", "-n", "0", "-m", ""]
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
-        "JAX_NUM_CPU_DEVICES": str(DEVICES),
-        REPORTS: str(reports),
-    }
-    try:
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    with tempfile.TemporaryDirectory(prefix="jaxllm-tests-") as folder:
+        reports = Path(folder) / "reports"
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *nodeids],
             cwd=item.config.rootpath,
-            env=environment,
+            env={**plain, "JAX_NUM_CPU_DEVICES": str(DEVICES), REPORTS: str(reports)},
             capture_output=True,
             text=True,
         )
         lines = reports.read_text().splitlines() if reports.exists() else []
-    finally:
-        reports.unlink(missing_ok=True)
     found: dict[str, list[dict[str, Any]]] = {}
     for data in map(json.loads, lines):
         found.setdefault(data["nodeid"], []).append(data)
     missing = [nodeid for nodeid in nodeids if nodeid not in found]
     if missing:
         said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        item.config.get_terminal_writer().write(f"{folder}: {item.path} stopped:\n{said}\n")
+        item.config.get_terminal_writer().write(f"{item.path} stopped:\n{said}\n")
     return found
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, unchecked_commit
+from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, unchecked_commit, where_placed
 from jaxllm.cache.rows import select
 from jaxllm.cache.surgery import slot_order
 from jaxllm.decode.loops.room import check_going_on
@@ -190,7 +190,7 @@ def _search(
         position_RT = jnp.where(running_R, tail.next_position_B, -1)[:, None]
         segments, token_RT = (*frozen, tail.tail), newest_BN.reshape(-1, 1)
         trace, delta, _ = run(model, params, segments, token_RT, position_RT)
-        return unchecked_commit(tail, delta), _extend_beams(
+        return where_placed(unchecked_commit(tail, delta), model), _extend_beams(
             criteria, text, search, trace.logits[:, 0]
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.kv import KVCache, Segment, check_usable, init_cache
+from jaxllm.decode.loops import rounds
 from jaxllm.decode.loops.overflow import Full, Overflow
 from jaxllm.decode.loops.room import check_going_on, check_room, recent_part, texts
 from jaxllm.decode.loops.text import (
@@ -29,7 +30,7 @@ from jaxllm.inputs import checked_prompts
 from jaxllm.programs import Program
 from jaxllm.shapes import bucket
 from jaxllm.steps import Mass, prefill, run_and_commit
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import InRounds, Params
 from jaxllm.whole import whole
 
 # Told each row's newest token (-1: it has ended), says which rows end with it.
@@ -127,8 +128,10 @@ def generate(
         *_, (cache, state) = _steps(model, params, limits, cache, state, until, options)
         return _generated(state, cache, options)
     mass, overflow = _mass_of(options), options.get("overflow")
+    in_rounds = overflow is None and mass is False and isinstance(model, InRounds)
+    loop = _rounds if in_rounds and model.groups(cache.batch) is not None else _loop
     while True:
-        cache, state = _run(_loop, model, params, limits, cache, state, mass)
+        cache, state = _run(loop, model, params, limits, cache, state, mass)
         if overflow is None or not _running(state):
             return _generated(state, cache, options)
         cache, total = overflow(Full(model, params, cache, state.context, state.mass))
@@ -388,6 +391,22 @@ def _until_ended(
     return tail, state
 
 
+def _in_rounds(
+    model: Any,
+    params: Params,
+    frozen: tuple[Segment, ...],
+    limits: Limits,
+    tail: KVCache,
+    state: State,
+    attention_mass: Mass,
+) -> tuple[KVCache, State]:
+    def sample(state: State, logits_BV: jax.Array) -> State:
+        return _sample(limits, state, logits_BV)
+
+    return rounds.until_ended(model, params, frozen, tail, state, sample)
+
+
 _first = Program(_sample)
 _one = Program(_advance, static=(0, 6), donated=4)
 _loop = Program(_until_ended, static=(0, 6), donated=4)
+_rounds = Program(_in_rounds, static=(0, 6), donated=4)

@@ -133,7 +133,7 @@ def _joined(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
         ) from None
 
 
-def spec_of_stacked(path: str, leaf: Any, of: Callable[[Any], Any]) -> Any:
+def spec_of_stacked(leaf: Any, of: Callable[[Any], Any]) -> Any:
     """The specs of a stacked parameter's arrays; of: of those of one stage's."""
     one = jax.eval_shape(lambda leaf: jax.tree.map(lambda x: x[0], leaf), leaf)
     found: Any = jax.tree.map(

@@ -206,12 +206,12 @@ class _Named(nn.Module):
 
 def apart(blocks: Sequence[nn.Module], remat: bool) -> Run:
     """Layers of a bound model as a function, which JAX may transform."""
-    params = {block.name: block.variables["params"] for block in blocks}
+    params = {str(block.name): block.variables["params"] for block in blocks}
     free = [block.clone(parent=None) for block in blocks]
     named = _Named(lambda: free, remat)
 
     def run(x: jax.Array, scope: Scope) -> tuple[Layer, ...]:
-        layers: tuple[Layer, ...] = named.apply({"params": params}, x, scope)
-        return layers
+        layers: Any = named.apply({"params": params}, x, scope)
+        return tuple(layers)
 
     return run

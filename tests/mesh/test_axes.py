@@ -1,0 +1,118 @@
+"""Meshes as users write them, and the table of shardings: what is refused, and by which name."""
+
+import pytest
+
+import jaxllm
+from jaxllm import models
+from jaxllm.errors import ConfigError
+from jaxllm.mesh import Axes, meshed
+from jaxllm.mesh.axes import parse
+from jaxllm.mesh.counts import Count, counts
+from jaxllm.mesh.meshed import check_rounding
+from jaxllm.mesh.rules import WHOLE, fitted, split_of
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision
+from tests.mesh.made import FAMILIES, one
+
+
+def test_axes_are_read_in_any_order() -> None:
+    assert parse("tensor=4,data=2") == parse(" data = 2 , tensor=4 ") == Axes(data=2, tensor=4)
+    assert parse("tensor=8").devices == 8
+    assert str(Axes(data=2, tensor=2, copies=4)) == "data=2,tensor=8"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "written as data=2,tensor=4"),
+        ("tensor", "written as data=2,tensor=4"),
+        ("heads=2", "tensor divides heads.*'heads=2'"),
+        ("copies=2", "'copies=2'"),
+        ("tensor=2,tensor=2", "names the axis tensor twice"),
+        ("tensor=0", "from 1 up, got '0'"),
+        ("tensor=-2", "from 1 up, got '-2'"),
+        ("tensor=two", "from 1 up, got 'two'"),
+        ("tensor=99999999999", "from 1 up"),
+        (4, "got 4"),
+    ],
+)
+def test_what_is_no_mesh_is_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(text)
+
+
+def test_more_devices_than_there_are_are_refused_with_the_way_to_have_them() -> None:
+    config = one("llama")[0].config
+    with pytest.raises(ConfigError, match=r"is of 8 devices, 1 cpu device is there.*_DEVICES=8 in"):
+        meshed(config, Precision(), parse("data=2,tensor=4"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_names_every_parameter_of_every_family(family: str) -> None:
+    model, _ = one(family)
+    for exact in (False, True):
+        splits = {
+            path: split_of(model.config, exact, path)
+            for path, _ in flatten(models.param_shapes(model))
+        }
+        matrices = {
+            p for p in splits if p.endswith("weight") and "norm" not in p and "ln_" not in p
+        }
+        whole = {p for p in matrices if splits[p] is WHOLE}
+        assert whole <= {p for p in matrices if p.endswith(("mlp.gate.weight", "wpe.weight"))}
+        rows = {p for p, split in splits.items() if split.kind == ("gathered" if exact else "row")}
+        assert all(splits[p.replace("weight", "bias")] is WHOLE for p in rows if "mlp.c_" in p)
+
+
+def test_a_parameter_that_no_rule_names_is_refused_by_its_path() -> None:
+    model, _ = one("llama")
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.sinks: no rule"):
+        split_of(model.config, False, "layers.0.self_attn.sinks")
+
+
+def test_what_does_not_divide_is_refused_by_name_size_and_axis() -> None:
+    config = one("llama")[0].config
+    with pytest.raises(ConfigError, match="num_attention_heads 8 does not divide over tensor=3"):
+        fitted(Axes(tensor=3), config)
+    three = {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
+    config = one("llama", **three)[0].config
+    with pytest.raises(ConfigError, match="num_key_value_heads 3 does not divide over tensor=4"):
+        fitted(Axes(tensor=4), config)
+    config = one("llama", intermediate_size=52)[0].config
+    with pytest.raises(ConfigError, match="intermediate_size 52 does not divide over tensor=8"):
+        fitted(Axes(tensor=8), config)
+
+
+def test_key_value_heads_that_are_fewer_than_devices_are_copied() -> None:
+    config = one("llama")[0].config
+    assert fitted(Axes(tensor=2), config) == Axes(tensor=2)
+    assert fitted(Axes(data=1, tensor=8), config) == Axes(tensor=2, copies=4)
+
+
+def test_a_mesh_and_places_are_not_given_at_once() -> None:
+    with pytest.raises(ConfigError, match="give one of them"):
+        jaxllm.load("demo:llama", mesh="tensor=2", place=lambda path, x: None)
+    with pytest.raises(ConfigError, match="exact is of a mesh"):
+        jaxllm.load("demo:llama", exact=True)
+
+
+def test_inputs_that_are_rounded_in_blocks_are_not_cut_inside_one() -> None:
+    config, precision = one("llama")[0].config, Precision(int8_inputs=True)
+    check_rounding(config, Precision(), Axes(tensor=2))
+    with pytest.raises(ConfigError, match="the heads' width 48 over tensor=2 would cut one"):
+        check_rounding(config, precision, Axes(tensor=2))
+
+
+def test_collectives_are_counted_by_kind_and_bytes() -> None:
+    text = """
+  %a = f32[2,128]{1,0} all-reduce(%x), channel_id=1
+  %b = (f32[4]{0}, bf16[3]{0}) all-reduce(%x, %y), channel_id=2
+  %c = (f32[2]{0}, f32[16]{0}) all-gather-start(%x), channel_id=3
+  %d = f32[16]{0} all-gather-done(%c)
+  %e = pred[5]{0} collective-permute(%x)
+"""
+    assert counts(text) == {
+        "all-reduce": Count(2, 1024 + 16 + 6, 1024),
+        "all-gather": Count(1, 64, 64),
+        "collective-permute": Count(1, 5, 5),
+    }

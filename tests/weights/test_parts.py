@@ -1,0 +1,91 @@
+"""Rows and columns of a weight by themselves: the same numbers, bit for bit, in the same format."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.weights.formats import as_leaf, parse
+from jaxllm.weights.leaves.fine import Fine
+from jaxllm.weights.leaves.offset import Offset
+from jaxllm.weights.leaves.ordered import Ordered
+from jaxllm.weights.leaves.parted import Shares
+from jaxllm.weights.leaves.static import Static
+
+SHAPE = (12, 384)
+RANDOM = np.random.default_rng(0)
+ARRAY = RANDOM.standard_normal(SHAPE, np.float32)
+TWO = ARRAY * np.tile([1, 0, 0, 1], SHAPE[1] // 4)[None].astype(np.float32)
+
+
+def _made(name: str) -> Any:
+    exact = "bfloat16" if name.startswith("b") else "float32"
+    return parse(name).make(jnp.asarray(TWO if "2:4" in name or "bit" in name else ARRAY, exact))
+
+
+def _fine() -> Fine:
+    first = _made("int8-g32")
+    return Fine(first.data, first.scale, first.scale * 0.5, SHAPE[1])
+
+
+MADE: dict[str, Any] = {
+    **{
+        name: (lambda name=name: _made(name))
+        for name in (
+            "float32", "bfloat16", "bf16-packed", "int8", "int8-zp", "int8-g64", "int4-g32",
+            "int4-g64-zp-f16", "int3-g64", "int2-g32", "nf4", "nf4-f32", "rank8/int8",
+            "float32-2:4", "int8-2:4", "bfloat16-bitmap", "int8-bitmap",
+        )
+    },
+    "int8-g16": _fine,
+    "offset": lambda: Offset(_made("int4-g32-zp"), _made("int4-g32-zp").scale * 3),
+    "static": lambda: Static.of(_made("int8"), 0.1, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(("begin", "end"), [(0, 128), (128, 384), (64, 192), (320, 384)])
+def test_columns_are_those_of_the_whole(name: str, begin: int, end: int) -> None:
+    whole = as_leaf(MADE[name]())
+    part = as_leaf(whole.with_columns(begin, end))
+    assert part.shape == (SHAPE[0], end - begin)
+    np.testing.assert_array_equal(part.dense(), whole.dense()[:, begin:end])
+    x = jnp.asarray(RANDOM.standard_normal((3, end - begin), np.float32))
+    if name != "static":  # which rounds its inputs
+        np.testing.assert_allclose(
+            part.product(x), x @ part.dense("float32").T, rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_rows_are_those_of_the_whole(name: str) -> None:
+    whole, index = as_leaf(MADE[name]()), np.array([7, 2, 3, 11])
+    part = as_leaf(whole.with_rows(index))
+    np.testing.assert_array_equal(part.dense(), whole.dense()[index])
+
+
+@pytest.mark.parametrize("name", ["int8-g64", "int4-g64-zp-f16", "int8-g16", "nf4", "offset"])
+def test_a_group_is_not_cut(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"columns 0 to 48 of .* inside a group of"):
+        as_leaf(MADE[name]()).with_columns(0, 48)
+
+
+def test_columns_of_an_order_of_their_own_stay_together() -> None:
+    order = jnp.asarray(RANDOM.permutation(SHAPE[1]).astype(np.int32))
+    leaf = Ordered(_made("int4-g32"), order)
+    np.testing.assert_array_equal(leaf.with_rows(np.array([3])).dense(), leaf.dense()[3:4])
+    with pytest.raises(ConfigError, match="exact mode takes rows alone"):
+        leaf.with_columns(0, 128)
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16-packed", "int4-g32", "int8-bitmap", "nf4"])
+def test_shares_of_runs_are_the_whole_again(name: str) -> None:
+    whole = as_leaf(MADE[name]())
+    rows = np.arange(SHAPE[0]).reshape(3, 2, 2)  # three runs, each of two shares
+    shares = [whole.with_rows(rows[:, i].reshape(-1)) for i in range(2)]
+    joint = Shares.of(shares, 0, 3, SHAPE[0])
+    assert joint.shape == SHAPE
+    np.testing.assert_array_equal(joint.dense(), whole.dense())
+    np.testing.assert_array_equal(as_leaf(joint.share(1)).dense(), as_leaf(shares[1]).dense())
