@@ -59,6 +59,16 @@ def full(
     router_loss: RouterLoss = 0.0,
     by_layer: ByLayer = False,
     capacity: Capacity = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            help="With --mesh stage=N: the order of microbatches, gpipe, or 1f1b, which keeps no"
+            " more of them than there are stages."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="With --pipeline: of a device's rows of a batch.")
+    ] = 4,
 ) -> None:
     """Train all weights of a model, or some, on texts. The result is a model of its own.
 
@@ -68,15 +78,19 @@ def full(
     with waiting("starting"):
         from jaxllm.train import jobs
         from jaxllm.train.routing import balanced
+        from jaxllm.train.scheduled import Scheduled
         from jaxllm.train.trained import ALL
 
         check(target, options, meshes=True)
     lm = load_model(model, "float32", mesh=options.mesh, fsdp=options.fsdp)
     rules = tuple((regex, True) for regex in only) if only else ALL
+    scheduled = None if pipeline is None else Scheduled(pipeline, microbatches)
+    if scheduled is not None:
+        scheduled.of(lm.model)
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
         kept = jobs.zeros_of(lm, rules) if keep_zeros else None
-        job = jobs.full(lm, options.dtype, rules=rules, constraint=kept)
+        job = jobs.full(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
         return balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
 
     trained(lm, made, target, options, 1e-4, f"full fine-tuning of {model}")

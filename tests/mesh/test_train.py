@@ -81,6 +81,7 @@ def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
 
 
 FULL = pytest.mark.full
+LINE = ("--mesh", CUBE, "--pipeline", "1f1b", "--microbatches", 2)
 EXPERTS = {"mixtral": {"num_local_experts": 4}}
 
 
@@ -269,9 +270,9 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
     monkeypatch.setattr(located, "DEMOS", shallow_demos)
     text = tmp_path / "story.txt"
     text.write_text("".join(f"{n}. Once there was a red ball.\n" for n in range(9)), "utf-8")
-    given = ("--data", text, "--length", 32, "--batch", 2, "--steps", 2, "--held-out", 0)
+    given = ("--data", text, "--length", 32, "--batch", 4, "--steps", 2, "--held-out", 0)
     found = []
-    for name, more in (("one", ()), ("many", ("--mesh", CUBE, "--fsdp"))):
+    for name, more in (("one", ()), ("many", (*LINE, "--fsdp"))):
         out = tmp_path / name
         status, _, err = run("train", "full", "demo:llama", out, *given, *more)
         assert status == 0, err
@@ -279,6 +280,10 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
     assert_alike(found[1], found[0])
     status, _, err = run("train", "qat", "demo:llama", tmp_path / "q", *given, "--mesh", "data=2")
     assert (status, "--mesh is of train full" in err) == (1, True), err
+    status, _, err = run(
+        "train", "full", "demo:llama", tmp_path / "p", *given, "--pipeline", "1f1b"
+    )
+    assert (status, "is of a mesh with stage=2" in err) == (1, True), err
     status, _, err = run("train", "full", "demo:llama", tmp_path / "f", *given, "--fsdp")
     assert (status, "give --mesh data=N" in err) == (1, True), err
 

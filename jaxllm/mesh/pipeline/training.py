@@ -25,7 +25,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import mesh_of
 from jaxllm.mesh.fsdp import scattered
 from jaxllm.mesh.meshed import Meshed, module_of
-from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Name, Schedule, needed
+from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
 from jaxllm.mesh.pipeline.stages import AXIS, rows_of
 from jaxllm.mesh.rules import HEADS, split_of
 from jaxllm.models.layers import Scope, Trace, run_blocks
@@ -50,7 +50,7 @@ class Passes:
     loss: Loss
 
 
-def passes(model: Meshed, loss: Loss, schedule: Name, microbatches: int) -> Passes:
+def passes(model: Meshed, loss: Loss, schedule: str, microbatches: int) -> Passes:
     """Raises ConfigError for a model without stages, and what `schedule` refuses."""
     if model.axes.stage == 1:
         raise ConfigError(
