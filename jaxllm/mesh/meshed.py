@@ -192,6 +192,14 @@ class Meshed(nn.Module, Placed, InRounds):
                 "an adapter is trained on a mesh with stage=1: stages are of models whose weights"
                 " are trained"
             )
+        for path, leaf in flatten(params):
+            parts = self.axes.over(split_of(self.config, self.exact, path).over)
+            dora = isinstance(leaf, Adapted) and leaf.magnitude is not None
+            if dora and leaf.site == "rows" and parts > 1:
+                raise ConfigError(
+                    f"{path}: lengths of the columns of a table whose rows are divided are not"
+                    " trained: leave it out of DoRA's targets, or use a mesh with tensor=1"
+                )
         return map_leaves(self.reader().beside, params)
 
     @nn.nowrap
@@ -260,9 +268,7 @@ class Meshed(nn.Module, Placed, InRounds):
             leaf = jax.tree.map(lambda x: x[0], leaf)
             spec = jax.tree.map(lambda s: P(*s[1:]), spec, is_leaf=lambda s: isinstance(s, P))
         mine = scattered(leaf, spec, self.axes)
-        if isinstance(mine, Adapted):
-            columns = split.over if split.kind == "row" and parts > 1 else ()
-            mine = mine.replace(apart=(rows or (), columns))
+        mine = _apart(mine, (rows or (), split.over if split.kind == "row" and parts > 1 else ()))
         if parts == 1:
             return mine
         if split.kind == "row":
@@ -324,6 +330,13 @@ def module_of(model: Meshed) -> nn.Module:
     if model.axes.stage > 1:
         inner = inner.clone(course=model.course)
     return inner.clone(remat=True) if model.remat else inner
+
+
+def _apart(leaf: Any, apart: tuple[tuple[str, ...], tuple[str, ...]]) -> Any:
+    """An adapted weight that is told over which axes devices have rows and columns of their own."""
+    if not isinstance(leaf, Adapted):
+        return leaf
+    return leaf.replace(apart=apart, weight=_apart(leaf.weight, apart))
 
 
 def _summed(trace: Any) -> Any:

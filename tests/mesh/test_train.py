@@ -143,7 +143,8 @@ def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 @pytest.mark.parametrize(
     ("family", "layers", "meshes", "steps"),
     [
-        ("llama", 1, [("data=2,tensor=2", True), ("data=4", False)], 2),
+        ("llama", 1, [("data=2,tensor=2", True), None], 2),
+        pytest.param("llama", 1, [None, ("data=4", False), ("tensor=8", False)], 6, marks=FULL),
         pytest.param("gpt2", 2, [("data=2,tensor=4", True), (CUBE, False), None], 10, marks=FULL),
         pytest.param("llama", 2, [("data=8", True), (CUBE, False)], 10, marks=FULL),
         pytest.param(
@@ -207,7 +208,8 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
 ) -> None:
     depth = {} if family == "gpt2" else {"num_hidden_layers": 1}
     model, params = one(family, Precision(quantize=quantize), **depth)
-    lora = LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.4, use_dora=dora)
+    modules = "all-linear" if family == "gpt2" or dora else ("q_proj", "down_proj")
+    lora = LoraConfig(r=3, target_modules=modules, lora_dropout=0.4, use_dora=dora)
     optimizer = Optimizer(steps=2, rate=0.01)
     rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
     found = []
@@ -260,8 +262,23 @@ def test_of_a_layer_at_a_time_there_is_more_than_a_part(fsdp: bool) -> None:
     assert said["all-gather"].bytes == used_twice
     assert said["reduce-scatter"].calls == layers * matrices + 2
     assert said["reduce-scatter"].bytes == sum(sizes.values()) // 8
-    # Besides a part of gradients: the activations, and of whole weights what a product takes.
-    assert compiled.memory_analysis().temp_size_in_bytes < sum(sizes.values())
+
+
+@FULL
+def test_of_whole_weights_there_is_what_a_product_takes() -> None:
+    model, params = one("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=512)
+    rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
+    peaks = []
+    for fsdp in (False, True):
+        many = over(model, "data=8", fsdp)
+        trained, rest = split(many.shared(params), ALL, None, many.names)
+        setup = Setup(many, NextToken(), Optimizer(steps=3))
+        state, key = start(trained, setup), jax.random.key(0)
+        lowered = train_step.lower(state, rest, None, rows, key, setup=setup)
+        peaks.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    matrices = sum(x.nbytes for x in jax.tree.leaves(params) if x.ndim > 1)
+    assert peaks[0] > 2 * matrices  # gradients and what becomes of them
+    assert peaks[1] < matrices * 3 / 4
 
 
 def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
