@@ -96,20 +96,11 @@ def _check_order(positions_BT: np.ndarray, cache: KVCache | None) -> None:
 
 
 def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "model") -> None:
-    """Raise CapacityError where a text goes on across the border of LongRoPE's two lists, and warn
-    where dynamic scaling turns what is new otherwise than what is cached.
+    """Raise CapacityError where a text goes on across the border of LongRoPE's two lists.
 
     begin_B, end_B: of each row, how many tokens it has when it first enters the cache, and how many
     have been run at the end. What is cached was turned by one list and would meet the other.
     """
-    trained = _stretches_beyond(config)
-    if trained is not None and ((end_B > begin_B) & (np.asarray(end_B) > trained)).any():
-        warnings.warn(
-            f"the {whose}'s rotary angles stretch with every token past {trained} (dynamic), and"
-            " what is cached keeps those it was turned by, as in transformers: read at once, a text"
-            " has other logits. Run the text again, or keep it within a policy's window",
-            stacklevel=2,
-        )
     if (border := config.border) is None:
         return
     rows = np.broadcast_arrays(np.atleast_1d(begin_B), np.atleast_1d(end_B))
@@ -124,17 +115,36 @@ def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "mo
             )
 
 
-def _stretches_beyond(config: ModelConfig) -> int | None:
-    """The longest text of dynamic scaling whose angles are the trained ones; None: no such type."""
-    dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
-    return config.max_position_embeddings if dynamic else None
+def stretches(begin_B: Any, end_B: Any, config: ModelConfig) -> bool:
+    """Whether dynamic scaling turns what is new otherwise than what is cached.
+
+    begin_B, end_B: as for `check_border`.
+    """
+    if all(rope.rope_type != "dynamic" for rope in config.ropes):
+        return False
+    beyond_B = (np.asarray(end_B) > begin_B) & (np.asarray(end_B) > config.max_position_embeddings)
+    return bool(beyond_B.any())
+
+
+def warn_of_stretch(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "model") -> None:
+    """Warn of what `stretches` says. For who runs a text, not for who only checks it before."""
+    if stretches(begin_B, end_B, config):
+        warnings.warn(
+            f"the {whose}'s rotary angles stretch with every token past"
+            f" {config.max_position_embeddings} (dynamic), and what is cached keeps those it was"
+            " turned by, as in transformers: read at once, a text has other logits. Run the text"
+            " again, or keep it within a policy's window",
+            stacklevel=2,
+        )
 
 
 def _check_going_on(config: ModelConfig, cache: KVCache, positions_BT: Any) -> None:
-    """`check_border` of tokens that go on from what a cache holds."""
+    """`check_border` and `warn_of_stretch` of tokens that go on from what a cache holds."""
     held_B = np.asarray(cache.next_position_B)
     end_B = np.maximum(held_B, np.asarray(positions_BT).max(axis=1) + 1)
-    check_border(np.where(held_B > 0, held_B, end_B), end_B, config)
+    begin_B = np.where(held_B > 0, held_B, end_B)
+    check_border(begin_B, end_B, config)
+    warn_of_stretch(begin_B, end_B, config)
 
 
 def positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:

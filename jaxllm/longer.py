@@ -26,10 +26,11 @@ class LongAttention:
     """Attention of another kind than the dense one; a None field is one its `kind` does not use.
 
     dilated (LongNet, Ding et al. 2023): segment_lengths, dilated_ratios: the pairs (w, r): a head
-    sees every r-th token of segments of w. by: "pairs" (None): all heads of all layers have all
-    pairs, as in the paper; "heads": head j has pair `j % count` alone; "layers": each layer has one
-    pair, the lists are as long as the model is deep. dedupe: a token that several pairs show counts
-    once. frozen_mixture: no gradient through the weights that pairs are mixed by.
+    sees every r-th token of segments of w, which need not be a multiple of r. by: "pairs" (None):
+    all heads of all layers have all pairs, as in the paper; "heads": head j has pair `j % count`
+    alone; "layers": each layer has one pair, the lists are as long as the model is deep. dedupe: a
+    token that several pairs show counts once. frozen_mixture: no gradient through the weights that
+    pairs are mixed by.
     infini (Infini-attention, Munkhdalai et al. 2024): segment_length: tokens that are attended to
     as they are. update: how memory is written, "linear" (None), "delta", or "delta_once", by which
     what is written twice counts once.
@@ -67,12 +68,19 @@ class LongAttention:
         if len(w) != len(r):
             return [f"segment_lengths has {len(w)} numbers and dilated_ratios {len(r)}: pair them"]
         found = [
-            f"segments of {length} are no multiple of their dilation {ratio}"
+            f"a dilation of {ratio} is longer than its segments of {length}: some heads would see"
+            " nothing"
             for length, ratio in self.pairs
-            if length % ratio
+            if ratio > length
         ]
         if self.by == "layers":
             return found
+        found += [
+            f"segments of {a} do not divide those of {b}: they would lie across a border. Take a"
+            f" multiple of {a}"
+            for a, b in itertools.pairwise(w)
+            if a < b and b % a
+        ]
         for name, numbers in (("segment_lengths", w), ("dilated_ratios", r)):
             if any(a >= b for a, b in itertools.pairwise(numbers)):
                 found.append(f"{name} must grow from one to the next, got {list(numbers)}")

@@ -8,11 +8,11 @@ from typing import Any
 from jaxllm.cache.kv import KVCache, cache_nbytes
 from jaxllm.config import ModelConfig
 from jaxllm.decode.loops.overflow import Overflow
-from jaxllm.decode.loops.text import check_border
 from jaxllm.decode.sampling.options import PROCESSORS, SHAPING, make_sampler
 from jaxllm.decode.sampling.sampler import GREEDY, Sampler
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.files import check_memory
+from jaxllm.inputs import check_border
 from jaxllm.options import OPTIONS, PLAIN, Ends, Kind, check_values, check_ways, way_of
 from jaxllm.shapes import bucket
 

@@ -275,8 +275,10 @@ def run_and_commit(
     trace, delta, mass = run(
         model, params, segments, token_BT, position_BT, memory=tail.memory, **asked
     )
+    # The last layer, which nothing after it waits for, reads its slots before they are written.
+    after = (trace.layers[-1].attention.heads, *(() if mass is None else (mass,)))
     mass = None if mass is None else settle(mass, tail, token_BT.shape[1])
-    return trace.logits, where_placed(unchecked_commit(tail, delta), model), mass
+    return trace.logits, where_placed(unchecked_commit(tail, delta, after), model), mass
 
 
 @partial(jax.jit, static_argnums=(0, 6, 7))

@@ -70,7 +70,10 @@ def random_lm(config: Any) -> Any:
 
     model, rng = models.build(config), np.random.default_rng(0)
     shapes = models.param_shapes(model)
-    draw = lambda _, x: jnp.asarray(0.1 * rng.standard_normal(x.shape, np.float32))  # noqa: E731
+
+    def draw(_: str, x: Any) -> Any:
+        return jnp.asarray(0.1 * rng.standard_normal(x.shape, np.float32))
+
     return model, map_leaves(draw, shapes)
 
 
@@ -136,7 +139,9 @@ def time_gradient(kind: str, length: int, repeats: int) -> Timed:
 
     @jax.jit
     def run(params: Any, rows: Any) -> Any:
-        loss = lambda p: NextToken()(model, p, None, rows, jax.random.key(0)).total  # noqa: E731
+        def loss(params: Any) -> Any:
+            return NextToken()(model, params, None, rows, jax.random.key(0)).total
+
         return jax.grad(loss)(params)
 
     return timed(lambda: run(params, rows), repeats)
@@ -247,6 +252,15 @@ def slope(points: dict[int, float]) -> float:
 Found = dict[tuple[str, str], dict[int, Timed]]
 
 
+def kept(path: Path | None) -> Found:
+    """The rows of a file of results, if there is one."""
+    found: Found = {}
+    lines = path.read_text("utf-8").splitlines() if path is not None and path.exists() else []
+    for row in map(json.loads, lines):
+        found.setdefault((row.pop("measure"), row.pop("kind")), {})[row.pop("tokens")] = row
+    return found
+
+
 def plot(found: Found, path: Path) -> None:
     """Seconds and memory against length, both logarithmic, with slopes: one row for a measure."""
     from matplotlib.figure import Figure
@@ -279,20 +293,24 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each process.")] = 2,
     limit: Annotated[float, typer.Option(help="Seconds that a process may take.")] = 240,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/long_context.png"),
-    results: Annotated[Path | None, typer.Option(help="A JSON Lines file of all numbers.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="JSON Lines: what is there is not measured again.")
+    ] = None,
 ) -> None:
     """Time prefill, training and decoding against length; lengths double."""
     for name, known in ((kinds, KINDS), (measures, TIMERS)):
         if unknown := set(name.split(",")) - set(known):
             raise ConfigError(f"{', '.join(sorted(unknown))} is not one of {', '.join(known)}")
     lengths = [least << i for i in range(int(math.log2(most / least)) + 1)]
+    before = kept(results)
     found: Found = {}
     write("| measure | kind | tokens | seconds | tokens/s | memory, MB | first run, s |\n")
     write("|---|---|---|---|---|---|---|\n")
     for measure in measures.split(","):
         for kind in kinds.split(","):
             for length in lengths:
-                one = measured(measure, kind, length, repeats, limit)
+                known = before.get((measure, kind), {}).get(length)
+                one = known or measured(measure, kind, length, repeats, limit)
                 if one is None:
                     break
                 found.setdefault((measure, kind), {})[length] = one
@@ -302,7 +320,7 @@ def main(
                     f" | {tokens / one['seconds']:.0f} | {one['memory'] / 1e6:.0f}"
                     f" | {one['first']:.1f} |\n"
                 )
-                if results is not None:
+                if results is not None and not known:
                     row = {"measure": measure, "kind": kind, "tokens": length, **one}
                     with results.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")

@@ -52,8 +52,9 @@ def run(command: Sequence[str], environment: dict[str, str]) -> tuple[float, flo
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     assert process.stdout and process.stderr
-    process.stdout.read()
-    errors = process.stderr.read()
+    with process.stdout as said, process.stderr as wrong:
+        said.read()
+        errors = wrong.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,22 @@ def save_random(
             norm = ("norm" in path or ".ln_" in path) and not family.startswith("gemma")
             parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
     model.save_pretrained(directory)
+
+
+def saved_once(
+    folders: pytest.TempPathFactory, changes: Callable[[str], dict[str, Any]]
+) -> Callable[[str], Path]:
+    """Directories of `save_random` by family, each made when it is first asked for; changes: what
+    of a family it takes.
+    """
+
+    @cache
+    def find(family: str) -> Path:
+        directory = folders.mktemp(family)
+        save_random(directory, family, **changes(family))
+        return directory
+
+    return find
 
 
 def in_both(fixture: str, **values: Sequence[Any]) -> pytest.MarkDecorator:

@@ -309,11 +309,11 @@ def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
     return step(grown, delta).replace(frozen=frozen)
 
 
-def unchecked_commit(cache: KVCache, delta: Delta) -> KVCache:
-    """`commit` without its checks, for use inside compiled programs."""
+def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] = ()) -> KVCache:
+    """`commit` without its checks, for use inside compiled programs; after: see `at_cursor`."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    written = at_cursor(cache.cursor, cache.tail, cast_like(delta, cache.tail))
+    written = at_cursor(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
     return cache.replace(
         tail=written,
         cursor=cache.cursor + columns,

@@ -80,7 +80,7 @@ def _poolable(cache: KVCache) -> tuple[Rope | None, ...]:
             " and the keys' means would be of several positions at once. Use slide, which runs the"
             " recent tokens again, or heavy hitters within its context"
         )
-    return movable_ropes(config)
+    return movable_ropes(config, 0)
 
 
 def _groups(

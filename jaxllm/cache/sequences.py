@@ -25,7 +25,7 @@ from jaxllm.cache.kv import (
     check_usable,
     init_cache,
 )
-from jaxllm.cache.surgery import check_move, gather_slots, movable_ropes, turn_keys
+from jaxllm.cache.surgery import gather_slots, movable_ropes, turn_keys
 from jaxllm.cache.write import NOWHERE, at_slots
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
@@ -235,8 +235,7 @@ def _renumbered(
     stop: int | None,
     move: Callable[[np.ndarray], np.ndarray],
 ) -> KVCache:
-    ropes, limit = movable_ropes(state.config), state.config.position_limit
-    now = positions_of(state)
+    now, limit = positions_of(state), state.config.position_limit
     _check(state, row)
     lent = np.flatnonzero(_inside(now.shared_BN[row], start, stop) & (now.holders_N > 1))
     state = _taken_back(state, now, row, lent)
@@ -249,8 +248,10 @@ def _renumbered(
             raise TokenError(
                 f"a token would move to {wrong[0]}; positions run from 0 to {limit - 1}"
             )
-        check_move(state.config, there - x[row, inside])
         x[row, inside] = there
+
+    by = Positions(*(there - here for there, here in zip(now, before, strict=True)))
+    ropes = movable_ropes(state.config, np.concatenate([x[row] for x in by]))
 
     def turned(segment: Segment, by_BS: np.ndarray) -> Segment:
         if not by_BS.any():
@@ -259,10 +260,8 @@ def _renumbered(
         return segment.replace(k=k)
 
     state = state.replace(
-        tail=turned(state.tail, now.own_BS - before.own_BS),
-        frozen=tuple(
-            turned(pool, (now.shared_BN - before.shared_BN)[row : row + 1]) for pool in state.frozen
-        ),
+        tail=turned(state.tail, by.own_BS),
+        frozen=tuple(turned(pool, by.shared_BN[row : row + 1]) for pool in state.frozen),
     )
     return with_positions(state, now)
 

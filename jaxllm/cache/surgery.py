@@ -251,8 +251,8 @@ def _moved(
             most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
             by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
         if not _concrete(by_BS) or bool((by_BS != 0).any()):
-            check_move(cache.config, by_BS)
-            k = turn_keys(segment.k, by_BS, movable_ropes(cache.config), cache.config.head_dim)
+            ropes = movable_ropes(cache.config, by_BS)
+            k = turn_keys(segment.k, by_BS, ropes, cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
     moved = _with_segments(cache, segments, next_position_B=next_B)
@@ -278,12 +278,20 @@ def turn_keys(
     return tuple(map(one, keys, ropes))
 
 
-def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
-    """What each layer's keys are turned by. Raises ConfigError where they cannot be moved."""
-    if config.segment_length is not None:
+def movable_ropes(config: ModelConfig, by: Any) -> tuple[Rope | None, ...]:
+    """What each layer's keys are turned by where tokens move by so many positions.
+
+    Raises ConfigError where keys cannot be turned, or a layer's attention would cut what has moved
+    into other segments.
+    """
+    for kind in set(map(config.long_attention, range(config.num_hidden_layers))):
+        period = None if kind is None else kind.period
+        if kind is None or (period and _concrete(by) and not (np.asarray(by) % period).any()):
+            continue
+        said = f"by multiples of {period} positions alone" if period else "nowhere"
         raise ConfigError(
-            "this model's layers keep a memory by segments of positions: tokens cannot be moved."
-            " Run them again where they are to stand"
+            f"attention of kind {kind.kind!r} cuts the text into segments by position: a cache's"
+            f" tokens move {said}. Run the tokens again where they are to stand"
         )
     if not config.ropes:
         raise ConfigError(
@@ -296,21 +304,6 @@ def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
             " movable"
         )
     return tuple(config.rotary(i) for i in range(config.num_hidden_layers))
-
-
-def check_move(config: ModelConfig, by: Any) -> None:
-    """Raise ConfigError where tokens that move by so many positions would be cut into other
-    segments by a layer's attention.
-    """
-    for kind in {config.long_attention(i) for i in range(config.num_hidden_layers)} - {None}:
-        period = kind.period if kind is not None else None
-        if kind is None or (period and _concrete(by) and not (np.asarray(by) % period).any()):
-            continue
-        said = f"by multiples of {period} positions alone" if period else "nowhere"
-        raise ConfigError(
-            f"attention of kind {kind.kind!r} cuts the text into segments by position: a cache's"
-            f" tokens move {said}. Run the tokens again where they are to stand"
-        )
 
 
 def _check_moved(before: KVCache, after: KVCache) -> None:

@@ -36,21 +36,23 @@ def at_slots(old: T, new: T, slot_RT: Any, row_R: Any = None) -> T:
 
 
 @jax.custom_jvp
-def at_cursor(cursor: jax.Array, tail: T, new: T) -> T:
+def at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
     """The tail with new entries from slot `cursor` on; on a CPU in place where it was donated.
 
-    What would run past the end is dropped. XLA:CPU rewrites a whole bfloat16 array to change one
-    slot of it. Where there are several devices the kernel is not asked: a cache may be spread over
-    them, and what the compiler cannot look into it is given whole.
+    What would run past the end is dropped. after: what was made by reading the tail as it was; the
+    write waits for it. XLA:CPU rewrites a whole bfloat16 array to change one slot of it. Where
+    there are several devices the kernel is not asked: a cache may be spread over them, and what the
+    compiler cannot look into it is given whole.
     """
     if not native.enabled() or jax.device_count() > 1:
-        return _each_at_cursor(cursor, tail, new)
+        return _each_at_cursor(cursor, tail, new, after)
 
     @jax.custom_batching.custom_vmap
-    def kernel(cursor: jax.Array, tail: T, new: T) -> T:
+    def kernel(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
         new = jax.tree.map(lambda old, x: x.astype(old.dtype), tail, new)
         leaves, structure = jax.tree.flatten(tail)
-        grown: T = jax.tree.unflatten(structure, native.write(cursor, leaves, jax.tree.leaves(new)))
+        written = native.write(cursor, leaves, jax.tree.leaves(new), after)
+        grown: T = jax.tree.unflatten(structure, written)
         return grown
 
     @kernel.def_vmap
@@ -59,7 +61,9 @@ def at_cursor(cursor: jax.Array, tail: T, new: T) -> T:
         out = jax.vmap(_each_at_cursor, in_axes=axes)(*args)
         return out, jax.tree.map(lambda _: True, out)
 
-    written: T = jax.lax.platform_dependent(cursor, tail, new, cpu=kernel, default=_each_at_cursor)
+    written: T = jax.lax.platform_dependent(
+        cursor, tail, new, after, cpu=kernel, default=_each_at_cursor
+    )
     return written
 
 
@@ -68,7 +72,7 @@ def _(primals: Any, tangents: Any) -> Any:
     return at_cursor(*primals), jax.jvp(_each_at_cursor, primals, tangents)[1]
 
 
-def _each_at_cursor(cursor: jax.Array, tail: T, new: T) -> T:
+def _each_at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
     written: T = jax.tree.map(lambda old, x: window_at_cursor(old, x, cursor), tail, new)
     return written
 

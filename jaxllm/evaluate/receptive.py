@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.models.layers import Trace
 from jaxllm.weights.paths import Params
 
 
@@ -38,7 +39,8 @@ def receptive_field(
             jnp.full((1,), T, jnp.int32),
             embeddings_BTD=embeddings_BTD,
         )
-        return jnp.stack([layer.x[0] for layer in trace.layers]).astype(jnp.float32)  # type: ignore[union-attr]
+        assert isinstance(trace, Trace)
+        return jnp.stack([layer.x[0] for layer in trace.layers]).astype(jnp.float32)
 
     @jax.jit
     def moved(params: Params) -> jax.Array:

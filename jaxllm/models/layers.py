@@ -13,7 +13,7 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import ConfigError
 from jaxllm.longer import LongAttention
-from jaxllm.models.long import KINDS, infini
+from jaxllm.models.long import KINDS
 from jaxllm.models.long.infini import Beside
 from jaxllm.ops.extended import attend_extended
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
@@ -156,14 +156,11 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
-    if kind is not None and beside is not None:
-        out, memory = infini.attend(kind, scope, q, parts, beside, scale=scale, cap=cap)
-        x = project_out(out.reshape(*out.shape[:2], -1))
-        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, None, memory)
     if kind is not None:
-        out, mass = KINDS[kind.kind](kind, scope, q, parts, scale=scale, cap=cap)
+        attend_long = KINDS[kind.kind]
+        out, mass, memory = attend_long(kind, scope, q, parts, beside, scale=scale, cap=cap)
         x = project_out(out.reshape(*out.shape[:2], -1))
-        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
+        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass, memory)
     if extended is not None and (mask_BTS is not None or scope.document_BT is not None):
         raise ConfigError(
             "Self-Extend (group_size, neighbor_window) runs by positions alone: no mask, no packed"

@@ -75,7 +75,7 @@ def test_experts_over_devices_are_those_of_one(family: str, mesh: str, format: s
     model, params = one(family, **EIGHT[family])
     params = params if format is None else quantize(params, format)
     over, shared = spread(model, params, mesh)
-    for rows in (8, 3):  # rows of their own, or the same on all
+    for rows in (4, 3):  # rows of their own, or the same on all
         ours = steps.forward(over, shared, None, tokens(rows, 6)).logits
         theirs = steps.forward(model, params, None, tokens(rows, 6)).logits
         assert largest_difference(ours, theirs) < 3e-5

@@ -1,7 +1,9 @@
 """LongRoPE has two lists of angles, and a cached text stays with the one that it began with."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,3 +174,27 @@ def test_dynamic_scaling_warns_where_it_mixes_angles() -> None:
     _, cache = jaxllm.prefill(model, params, cache, tokens(1, 30))  # at once, all alike
     with pytest.warns(UserWarning, match=told):
         jaxllm.forward(model, params, cache, [[5]])
+
+
+def test_it_is_told_once_for_each_text() -> None:
+    """Whoever checks a text says nothing, who runs it does; a cache and a prompt are one text."""
+    scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
+    changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
+    lm = random_model("llama", **changes)
+    front = jaxllm.LM(lm[0].config, *lm, None, {}, Path("random"))
+    ids = tokens(1, 12)[0].tolist()
+    _, held = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 1, 32), [ids])
+    ways: dict[str, Callable[[], object]] = {
+        "generate": lambda: front.generate(ids, max_new_tokens=9),
+        "stream": lambda: list(front.stream(ids, max_new_tokens=9)),
+        "serve": lambda: list(front.serve([{"prompt": ids, "max_new_tokens": 9}], capacity=32)),
+        "beams": lambda: front.generate(ids, max_new_tokens=9, num_beams=2),
+        "on from a cache": lambda: jaxllm.generate(*lm, [ids[:2]], cache=held, max_new_tokens=9),
+        "prompt beyond": lambda: jaxllm.generate(*lm, [ids], cache=held, max_new_tokens=2),
+    }
+    for way, run in ways.items():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run()
+        told = [w for w in found if "(dynamic)" in str(w.message)]
+        assert len(told) == 1, way

@@ -13,8 +13,8 @@ import pytest
 from jaxllm.ops import Part, cast
 from jaxllm.ops.dilated import blocks
 from jaxllm.ops.dilated.attention import attend
-from jaxllm.ops.dilated.dilation import Dilation, dense_attend, dense_weights, multiplicity
-from jaxllm.ops.dilated.sight import Sight
+from jaxllm.ops.dilated.dense import dense_attend, dense_weights, multiplicity
+from jaxllm.ops.dilated.sight import Dilation, Sight
 
 N, K, H = 6, 2, 5
 SCALE = 0.6
@@ -24,7 +24,7 @@ def pairs(*given: tuple[int, int], heads: int = N) -> tuple[Dilation, ...]:
     return tuple(Dilation(w, r, tuple(j % r for j in range(heads))) for w, r in given)
 
 
-PAIRS = pairs((4, 1), (6, 2), (12, 4))
+PAIRS = pairs((4, 1), (8, 3), (16, 6))  # no segment is a multiple of its dilation, as in the paper
 
 
 def draw(rows: int, length: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -57,12 +57,15 @@ def looped(q: Any, k: Any, v: Any, position: Any, dilations: Any, dedupe: bool =
     return out
 
 
-def ran(q: Any, k: Any, v: Any, position: Any, dilations: Any = PAIRS, **more: Any) -> Any:
-    part = Part(jnp.asarray(k), jnp.asarray(v), jnp.asarray(position, jnp.int32))
+def ran(
+    q: Any, k: Any, v: Any, position: Any, dilations: Any = PAIRS, dedupe: bool = False, **more: Any
+) -> Any:
     position = jnp.asarray(position, jnp.int32)
-    return jax.jit(lambda q, part: attend(q, position, [part], dilations, scale=SCALE, **more))(
-        jnp.asarray(q), part
+    part, sight = (
+        Part(jnp.asarray(k), jnp.asarray(v), position),
+        Sight(dilations, SCALE, None, dedupe),
     )
+    return jax.jit(lambda q, part: attend(q, position, [part], sight, **more))(jnp.asarray(q), part)
 
 
 LENGTH = 29
@@ -101,13 +104,13 @@ def gradients(function: Any, *args: Any) -> Any:
 def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> None:
     q, k, v = map(jnp.asarray, draw(4, LENGTH))
     at = jnp.asarray(UNEQUAL, jnp.int32)
-    pair: Any = pairs((4, 1), (12, 3))
+    sight = Sight(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, at, [Part(k, v, at)], pair, scale=SCALE, cap=2.0)
+        return attend(q, at, [Part(k, v, at)], sight)
 
     def oracle(q: Any, k: Any, v: Any) -> Any:
-        return dense_attend(q, at, [Part(k, v, at)], pair, scale=SCALE, cap=2.0)
+        return dense_attend(q, at, [Part(k, v, at)], sight)
 
     values, found = gradients(ours, q, k, v)
     expected, wanted = gradients(oracle, q, k, v)
@@ -121,14 +124,15 @@ def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(blocks, "SCORES", 24 * 6)
     q, k, v = map(jnp.asarray, draw(1, LENGTH))
     at = jnp.asarray(UNEQUAL[:1], jnp.int32)
-    for pair in (pairs((3, 1)), pairs((12, 1))):  # two segments at a time; two queries
+    # Two segments at a time; two queries; and both where the last stride of a segment is shorter.
+    for pair in (pairs((3, 1)), pairs((12, 1)), pairs((14, 4))):
+        sight = Sight(pair, SCALE)
 
         def ours(q: Any, k: Any, v: Any) -> Any:
-            sight = Sight(pair, SCALE, None, False, False)  # noqa: B023
-            return blocks.in_blocks(sight, q, at, (Part(k, v, at),))
+            return blocks.in_blocks(sight, q, at, (Part(k, v, at),))  # noqa: B023
 
         def oracle(q: Any, k: Any, v: Any) -> Any:
-            return dense_attend(q, at, [Part(k, v, at)], pair, scale=SCALE)  # noqa: B023
+            return dense_attend(q, at, [Part(k, v, at)], sight)  # noqa: B023
 
         values, found = gradients(ours, q, k, v)
         expected, wanted = gradients(oracle, q, k, v)
@@ -142,12 +146,14 @@ def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
     as before, whichever branch is taken.
     """
 
+    sight = Sight(pairs((64, 1), (256, 4)), SCALE)
+
     def most(length: int) -> int:
         at = jnp.arange(length, dtype=jnp.int32)[None]
         given = [jax.ShapeDtypeStruct((1, length, heads, H), jnp.float32) for heads in (N, K, K)]
 
         def loss(q: Any, k: Any, v: Any) -> jax.Array:
-            return attend(q, at, [Part(k, v, at)], pairs((64, 1), (256, 4)), scale=SCALE).sum()
+            return attend(q, at, [Part(k, v, at)], sight).sum()
 
         closed = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*given)
         return max(sizes(closed.jaxpr))
@@ -179,10 +185,11 @@ def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
     parts[1] = Part(*(cast(jnp.nan_to_num(x), jnp.int8) for x in parts[1][:2]), parts[1][2])
     q, now = jnp.asarray(q[:, 26:]), jnp.asarray(at[:, 26:], jnp.int32)
     clean = [Part(*(jax.tree.map(jnp.nan_to_num, x) for x in p[:2]), p[2]) for p in parts]
-    expected = dense_attend(q, now, clean, PAIRS, scale=SCALE)
-    ours = jax.jit(lambda q, parts: attend(q, now, parts, PAIRS, scale=SCALE))(q, parts)
+    sight = Sight(PAIRS, SCALE)
+    expected = dense_attend(q, now, clean, sight)
+    ours = jax.jit(lambda q, parts: attend(q, now, parts, sight))(q, parts)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
-    weights = dense_weights(q, now, clean, PAIRS, scale=SCALE)
+    weights = dense_weights(q, now, clean, sight)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-6)
 
 
@@ -256,7 +263,7 @@ def test_no_gradient_goes_through_a_frozen_mixture() -> None:
         return sum(s * o for s, o in zip(totals, outs, strict=True)) / sum(totals)
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, at, [Part(k, v, at)], pair, scale=SCALE, frozen_mixture=True)
+        return attend(q, at, [Part(k, v, at)], Sight(pair, SCALE, frozen_mixture=True))
 
     _, found = gradients(lambda *x: ours(*x), q, k, v)
     _, expected = gradients(lambda *x: by_hand(True, *x), q, k, v)

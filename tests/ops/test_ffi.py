@@ -241,5 +241,6 @@ def test_writing_keeps_inside_its_slots() -> None:
         expected = np.asarray(old).copy()
         for slot in range(max(cursor, 0), min(cursor + 2, 4)):
             expected[:, slot] = -1
-        (written,) = native.write(jnp.int32(cursor), [old], [new])
-        np.testing.assert_array_equal(written, expected)
+        for after in ([], [new, jnp.int32(3)]):
+            (written,) = native.write(jnp.int32(cursor), [old], [new], after)
+            np.testing.assert_array_equal(written, expected)

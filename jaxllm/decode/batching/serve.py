@@ -26,9 +26,10 @@ from jaxllm.decode.batching.places import (
     microbatches,
 )
 from jaxllm.decode.batching.requests import Event, Refusal, Request, Step
-from jaxllm.decode.loops.text import NO_TOKEN, Finish, check_border, padded_eos
+from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.inputs import check_border, warn_of_stretch
 from jaxllm.shapes import pad_rows
 from jaxllm.weights.leaves.adapted import NONE
 from jaxllm.weights.paths import Params
@@ -320,6 +321,7 @@ def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
     check_ids(prompt_T, model.config.vocab_size, "the prompt: ")
     needed = prompt_T.size + new - 1  # the last token is never run
     check_border(prompt_T.size, needed, model.config)
+    warn_of_stretch(prompt_T.size, needed, model.config)
     limit = min(capacity, model.config.position_limit)
     if needed > limit:
         raise CapacityError(

@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxllm.cache.kv import commit, init_cache
 from jaxllm.cache.rows import fork
-from jaxllm.decode.loops.text import check_border, check_positions, padded_eos
+from jaxllm.decode.loops.text import check_positions, padded_eos
 from jaxllm.errors import NonFiniteError, SamplingError
+from jaxllm.inputs import check_border
 from jaxllm.steps import Output, forward
 from jaxllm.weights.paths import Params
 from jaxllm.whole import is_number, whole

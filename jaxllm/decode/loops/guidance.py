@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import init_cache
-from jaxllm.decode.loops.text import NO_TOKEN, check_border, check_positions, padded_eos
+from jaxllm.decode.loops.text import NO_TOKEN, check_positions, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.errors import NonFiniteError, SamplingError
+from jaxllm.inputs import check_border
 from jaxllm.shapes import pad_rows
 from jaxllm.steps import decode_step, prefill
 from jaxllm.weights.paths import Params

@@ -7,9 +7,10 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.decode.loops.overflow import Overflow, Segments, check_policy
-from jaxllm.decode.loops.text import NO_TOKEN, check_border, check_positions
+from jaxllm.decode.loops.text import NO_TOKEN, check_positions
 from jaxllm.errors import CapacityError
 from jaxllm.files import check_memory
+from jaxllm.inputs import check_border, stretches, warn_of_stretch
 from jaxllm.shapes import bucket, pad_rows
 
 
@@ -29,12 +30,15 @@ def texts(
 def check_going_on(
     model: nn.Module, cache: KVCache | None, lengths_B: np.ndarray, new_B: Any
 ) -> None:
-    """`check_border` of prompts, after what a cache has, and so many new tokens, one not run."""
+    """What `inputs` has to say of prompts, after what a cache has, and new tokens, one not run."""
     if not model.config.angles_follow_length:
         return
     held_B = np.zeros_like(lengths_B) if cache is None else np.asarray(cache.next_position_B)
     begin_B = np.where(held_B > 0, held_B, lengths_B)
-    check_border(begin_B, held_B + lengths_B + new_B - 1, model.config)
+    prompt_B = held_B + lengths_B
+    check_border(begin_B, prompt_B + new_B - 1, model.config)
+    if not stretches(begin_B, prompt_B, model.config):  # which `prefill` tells of
+        warn_of_stretch(begin_B, prompt_B + new_B - 1, model.config)
 
 
 def check_room(model: nn.Module, cache: KVCache, needed: int) -> None:

@@ -29,7 +29,6 @@ from jaxllm.decode.loops.lookup import PromptLookup, Text, look_up
 from jaxllm.decode.loops.text import (
     NO_TOKEN,
     Finish,
-    check_border,
     check_positions,
     finished,
     is_in,
@@ -38,7 +37,7 @@ from jaxllm.decode.loops.text import (
 )
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, process
 from jaxllm.errors import ConfigError, SamplingError
-from jaxllm.inputs import checked_prompts
+from jaxllm.inputs import check_border, checked_prompts
 from jaxllm.shapes import bucket
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params

@@ -11,7 +11,6 @@ import numpy as np
 from jaxllm.cache.kv import MOST_SLOTS
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CapacityError, SamplingError
-from jaxllm.inputs import check_border as check_border
 from jaxllm.whole import whole, whole_array
 
 _EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape

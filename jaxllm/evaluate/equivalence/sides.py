@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.config import ModelConfig
-from jaxllm.decode.loops.text import check_border
 from jaxllm.errors import TokenError
 from jaxllm.evaluate.equivalence.stages import check_tokens, stages
+from jaxllm.inputs import check_border
 from jaxllm.ops.entries import dense
 from jaxllm.shapes import pad_texts
 from jaxllm.steps import decode_step, prefill

@@ -72,12 +72,15 @@ def tick(
             position_G1[:, 0] + 1,
             tuple(past),
         )
-        busy = number >= stage
+        # A group that has not entered yet, and rows that have ended, have no token on its way: they
+        # write nothing. Their slot may not be there.
+        busy_G = position_G1[:, 0] >= 0
 
         def written(old: Any, new: Any) -> Any:
             def put(old: jax.Array, new: jax.Array) -> jax.Array:
                 at = (group * each, slot) + (0,) * (old.ndim - 2)
                 there = jax.lax.dynamic_slice(old, at, new.shape)
+                busy = busy_G.reshape(-1, *[1] * (new.ndim - 1))
                 return jax.lax.dynamic_update_slice(old, jnp.where(busy, new, there), at)
 
             return jax.tree.map(put, old, cast(new, old.dtype))

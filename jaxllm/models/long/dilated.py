@@ -1,5 +1,6 @@
 """What LongNet's dilated attention (Ding et al. 2023) is told of a layer."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.longer import LongAttention
 from jaxllm.ops.attention import Part
 from jaxllm.ops.dilated import attention
-from jaxllm.ops.dilated.dilation import Dilation, dense_weights
+from jaxllm.ops.dilated.dense import dense_weights
+from jaxllm.ops.dilated.sight import Dilation, Sight
 
 
 @cache
@@ -33,34 +35,24 @@ def attend(
     kind: LongAttention,
     scope: Any,
     q_BTNH: jax.Array,
-    parts: list[Part],
+    parts: Sequence[Part],
+    beside: None,
     *,
     scale: float,
     cap: float | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Attention of new tokens over all parts, `[B, T, N, H]`, and the mass where it is asked for.
+) -> tuple[jax.Array, jax.Array | None, None]:
+    """See `KINDS`. The mass costs dense attention's weights, and is not there with documents.
 
-    kind: of this layer, `ModelConfig.long_attention`. The rest: see `layers.attend`. The mass costs
-    dense attention's weights. Raises ConfigError for a mask, which says nothing of positions.
+    Raises ConfigError for a mask, which says nothing of positions.
     """
-    at_BT, once = scope.position_BT, bool(kind.dedupe)
     if scope.mask_BTS is not None:
         raise ConfigError(
             "attention of kind 'dilated' goes by positions and takes no mask: leave mask_BTS out"
         )
-    shown = dilations(kind, q_BTNH.shape[2])
-    out = attention.attend(
-        q_BTNH,
-        at_BT,
-        parts,
-        shown,
-        scale=scale,
-        cap=cap,
-        dedupe=once,
-        frozen_mixture=bool(kind.frozen_mixture),
-        document_BT=scope.document_BT,
-    )
+    shown, at_BT = dilations(kind, q_BTNH.shape[2]), scope.position_BT
+    sight = Sight(shown, scale, cap, bool(kind.dedupe), bool(kind.frozen_mixture))
+    out = attention.attend(q_BTNH, at_BT, parts, sight, document_BT=scope.document_BT)
     if not scope.mass or scope.document_BT is not None:
-        return out, None
-    weight_BNTS = dense_weights(q_BTNH, at_BT, parts, shown, scale=scale, cap=cap, dedupe=once)
-    return out, weight_BNTS if scope.mass == "heads" else weight_BNTS.sum(axis=(1, 2))
+        return out, None, None
+    weight_BNTS = dense_weights(q_BTNH, at_BT, parts, sight)
+    return out, weight_BNTS if scope.mass == "heads" else weight_BNTS.sum(axis=(1, 2)), None

@@ -45,11 +45,11 @@ def attend(
     *,
     scale: float,
     cap: float | None,
-) -> tuple[jax.Array, Memory]:
-    """The heads `[B, T, N, H]` in q's dtype, and the memory after these tokens.
+) -> tuple[jax.Array, None, Memory]:
+    """See `KINDS`. The new tokens follow one another in each row.
 
-    parts: of the cache, and then the new tokens, which follow one another in each row. Raises
-    ConfigError for what has no meaning here: masks, documents that share a row, attention mass.
+    Raises ConfigError for what has no meaning here: masks, documents that share a row, attention
+    mass.
     """
     asked = {
         "an attention mask": scope.mask_BTS is not None,
@@ -73,7 +73,7 @@ def attend(
     found, there_BTN, memory = compress(memory, beside.q, beside.k, beside.v, buckets, update)
     share_N1 = jax.nn.sigmoid(beside.gate_N.astype(jnp.float32))[None, None, :, None]
     mixed = share_N1 * found + (1 - share_N1) * local
-    return jnp.where(there_BTN[..., None], mixed, local).astype(q_BTNH.dtype), memory
+    return jnp.where(there_BTN[..., None], mixed, local).astype(q_BTNH.dtype), None, memory
 
 
 def _local(

@@ -1,7 +1,7 @@
 """Dilated attention (LongNet, Ding et al. 2023, sections 2.2 to 2.4) by gathering what it shows.
 
-Of a dilation (w, r) a head has the positions `o + r u`, and the u of one segment are w / r in a
-row: each dilation is causal attention within blocks of them. What it gives is mixed with the others
+Of a dilation (w, r) a head has every r-th position of a segment of w, from its offset on: each
+dilation is causal attention within blocks of them. What it gives is mixed with the others
 by softmax denominators, through the logarithms of these. Nothing is as large as tokens times
 tokens, forwards or backwards, and time grows with the tokens times the sum of w / r^2. Where a
 position lies is looked up, so that slots may hold the tokens in any order, or not at all.
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jaxllm.ops.attention import Part
 from jaxllm.ops.dilated.blocks import in_blocks
-from jaxllm.ops.dilated.dilation import Dilation
 from jaxllm.ops.dilated.gathered import by_documents, each_gathers, one_by_one
 from jaxllm.ops.dilated.sight import Sight, first
 
@@ -23,27 +22,21 @@ def attend(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: Sequence[Part],
-    dilations: Sequence[Dilation],
+    sight: Sight,
     *,
-    scale: float,
-    cap: float | None = None,
-    dedupe: bool = False,
-    frozen_mixture: bool = False,
     document_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Dilated attention of new tokens over all parts, of which the last are themselves.
 
     `[B, T, N, H]` in q's dtype; scores, softmax and sums are float32. A token with nothing to see
-    gives zeros. No two tokens of a row are at one position, or of a document. dedupe: a key that
-    several dilations show counts once. frozen_mixture: no gradient goes through the mixture.
-    document_BT: int32, which document each new token is of: it sees of the last part its own alone,
-    whose tokens stand side by side and in order.
+    gives zeros. No two tokens of a row are at one position, or of a document. document_BT: int32,
+    which document each new token is of: it sees of the last part its own alone, whose tokens stand
+    side by side and in order.
 
     New tokens that stand apart, and rows of several documents, go one by one: the same numbers, for
     the time of a gather for each.
     """
     T = q_BTNH.shape[1]
-    sight = Sight(tuple(dilations), scale, cap, dedupe, frozen_mixture)
     if T == 1:
         return each_gathers(sight, q_BTNH, position_BT, tuple(parts))
     real_BT = position_BT >= 0

@@ -7,18 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated.sight import (
-    SCORES,
-    Find,
-    Sight,
-    finder,
-    first,
-    mixed,
-    read,
-    seen_by,
-    softmax,
-    streams,
-)
+from jaxllm.ops.dilated.sight import SCORES, Find, Sight, finder, first, read, streams, taken
 
 
 def in_blocks(
@@ -34,7 +23,7 @@ def in_blocks(
         _dilation(sight, i, q_BTNH, position_BT, begin_B, columns, parts, finders)
         for i in range(len(sight.dilations))
     ]
-    return mixed(sight, found, q_BTNH.dtype)
+    return sight.mixed(found, q_BTNH.dtype)
 
 
 def _dilation(
@@ -58,21 +47,21 @@ def _dilation(
     each = B * E * G * M  # scores of a row of queries
     turn = max(1, min(Q, SCORES // each))  # rows of queries at a time
     turns = -(-Q // turn)
-    most = (own + M - 2) // M + 1  # segments that so many rows can be of
+    most = (T + d.length - 2) // d.length + 1  # segments that T positions can be of
     step = max(1, min(most, SCORES // (each * turn * turns)))  # segments at a time
     steps = -(-most // step)
 
     X = steps * step
     segment_XB = begin_B[None] // d.length + jnp.arange(X, dtype=jnp.int32)[:, None]
-    start_XB = jnp.maximum(segment_XB * M, begin_B[None] // r)
+    begin_XB = segment_XB * d.length
+    start_XB = jnp.maximum(begin_B[None] - begin_XB, 0) // r  # a segment's first row of queries
     offset_11E1 = np.asarray(d.offsets, np.int32)[head_E].reshape(1, 1, E, 1)
     row_111Q = np.arange(turns * turn, dtype=np.int32).reshape(1, 1, 1, -1)
-    u_XB1Q = start_XB[..., None, None] + row_111Q
-    q_at = r * u_XB1Q + offset_11E1
-    own_XB1Q = (u_XB1Q < (segment_XB[..., None, None] + 1) * M) & (row_111Q < Q)
-    column = jnp.where(own_XB1Q, columns(q_at), -1)
+    place = r * (start_XB[..., None, None] + row_111Q) + offset_11E1
+    q_at = begin_XB[..., None, None] + place
+    column = jnp.where((place < d.length) & (row_111Q < Q), columns(q_at), -1)
     row_111M = np.arange(M, dtype=np.int32).reshape(1, 1, 1, -1)
-    k_at = r * (segment_XB[..., None, None] * M + row_111M) + offset_11E1
+    k_at = begin_XB[..., None, None] + r * row_111M + offset_11E1  # past the end: after all queries
     k, v, there = read(parts, finders, k_at, kv_E.reshape(1, 1, E, 1))
     row = np.arange(B).reshape(1, B, 1, 1)
     q_BTEGH = q_BTNH.reshape(B, T, N // G, G, H)
@@ -82,9 +71,9 @@ def _dilation(
         given: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, there: jax.Array, k_at: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         q, column, q_at = given
-        seen = seen_by(sight, number, head_E.reshape(1, 1, E, 1, 1), q_at, k_at)
+        seen = sight.seen_by(number, head_E.reshape(1, 1, E, 1, 1), q_at, k_at)
         seen &= (column >= 0)[..., None] & there[..., None, :]
-        return softmax(sight, q, k, v, seen)
+        return sight.softmax(q, k, v, seen)
 
     def segments(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, column, q_at, *keys = given
@@ -96,9 +85,11 @@ def _dilation(
             for x in (q, column, q_at)
         ]
         out, total = jax.lax.map(lambda given: one(given, *keys), tuple(split))
-        return tuple(  # type: ignore[return-value]
-            jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]) for x in (out, total)
-        )
+
+        def joined(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])
+
+        return joined(out), joined(total)
 
     def nothing(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         shape = given[0].shape
@@ -117,7 +108,7 @@ def _dilation(
     # Each token takes what the block that it is in has for it.
     which_BT = position_BT // d.length - (begin_B // d.length)[:, None]
     which_BT = jnp.clip(which_BT, 0, X - 1)
-    row_BT = position_BT // r - jnp.take_along_axis(start_XB.T, which_BT, axis=1)
+    row_BT = position_BT % d.length // r - jnp.take_along_axis(start_XB.T, which_BT, axis=1)
     stream_N = np.full(N, 0)
     for e, head in enumerate(head_E):
         stream_N[head : head + G] = e
@@ -128,10 +119,4 @@ def _dilation(
         jnp.clip(row_BT, 0, Q - 1)[..., None],
         np.arange(N).reshape(1, 1, N) % G,
     )
-    shown = (position_BT >= 0)[..., None] & (
-        (position_BT % r)[..., None] == jnp.asarray(d.offsets, jnp.int32)[None, None]
-    )
-    return (
-        jnp.where(shown[..., None], out[index], 0.0),
-        jnp.where(shown, total[index], -jnp.inf),
-    )
+    return taken((out, total), index, d.shown(position_BT))

@@ -7,18 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated.dilation import Dilation
 from jaxllm.ops.dilated.sight import (
     SCORES,
+    Dilation,
     Find,
     Sight,
     finder,
     first,
-    mixed,
     read,
     same_dtype,
-    seen_by,
-    softmax,
+    taken,
 )
 from jaxllm.ops.entries import dense
 
@@ -43,7 +41,7 @@ def each_gathers(
     found = []
     for number, d in enumerate(sight.dilations):
         heads, rank_N, share = _heads_of(d, K, share=not (sight.dedupe and number))
-        residue_BT = position_BT % d.ratio
+        residue_BT = d.residue(position_BT)
         head_BTE = jnp.asarray(heads)[residue_BT]
         row_11M = np.arange(d.rows, dtype=np.int32).reshape(1, 1, -1) * d.ratio
         k_at = (position_BT // d.length * d.length + residue_BT)[..., None] + row_11M  # [B, T, M]
@@ -69,11 +67,10 @@ def each_gathers(
         picked = jnp.maximum(head_BTE, 0) // G
         q = jnp.take_along_axis(q_BTEGH, picked[..., None, None], axis=2)[:, :, :, None]
         q_at = position_BT[:, :, None, None]
-        seen = seen_by(
-            sight, number, jnp.maximum(head_BTE, 0)[..., None, None], q_at, k_at[:, :, None]
-        )
+        head = jnp.maximum(head_BTE, 0)[..., None, None]
+        seen = sight.seen_by(number, head, q_at, k_at[:, :, None])
         real = (q_at >= 0) & (head_BTE >= 0)[..., None]
-        out, total = softmax(sight, q, k, v, seen & there[..., None, :] & real[..., None])
+        out, total = sight.softmax(q, k, v, seen & there[..., None, :] & real[..., None])
         index = (
             np.arange(B).reshape(B, 1, 1),
             np.arange(T).reshape(1, T, 1),
@@ -81,15 +78,8 @@ def each_gathers(
             0,
             np.arange(N).reshape(1, 1, N) % G,
         )
-        shown = residue_BT[..., None] == jnp.asarray(d.offsets, jnp.int32)[None, None]
-        shown &= (position_BT >= 0)[..., None]
-        found.append(
-            (
-                jnp.where(shown[..., None], out[index], 0.0),
-                jnp.where(shown, total[index], -jnp.inf),
-            )
-        )
-    return mixed(sight, found, q_BTNH.dtype)
+        found.append(taken((out, total), index, d.shown(position_BT)))
+    return sight.mixed(found, q_BTNH.dtype)
 
 
 def _heads_of(d: Dilation, kv_heads: int, share: bool) -> tuple[np.ndarray, np.ndarray, bool]:

@@ -1,4 +1,4 @@
-"""What queries share: where positions lie, what is read there, how dilations are mixed."""
+"""What queries share: what a dilation shows, how dilations are mixed, and where positions lie."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.attention import Part, capped
-from jaxllm.ops.dilated.dilation import Dilation
 from jaxllm.ops.entries import dense
 
 SCORES = 1 << 22  # that are made at a time: what is larger goes in turns
@@ -17,19 +16,94 @@ SCORES = 1 << 22  # that are made at a time: what is larger goes in turns
 Find = Callable[[jax.Array], jax.Array]
 
 
+class Dilation(NamedTuple):
+    """A pair of a segment length and a dilation, and what each head sees of it.
+
+    The text is cut at the multiples of `length`, by positions. Of a segment, head j has every
+    `ratio`-th position from number `offsets[j]` on (equation 8); -1: nothing. Where `ratio` does
+    not divide `length`, the last stride is shorter, and some heads have a position less.
+    """
+
+    length: int
+    ratio: int
+    offsets: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many positions of a segment a head has, at most."""
+        return -(-self.length // self.ratio)
+
+    def residue(self, position: jax.Array) -> jax.Array:
+        """The offset by which a position is seen."""
+        return position % self.length % self.ratio
+
+    def shown(self, position_BT: jax.Array) -> jax.Array:
+        """The heads that have each position, bool `[B, T, N]`; none has padding."""
+        own = (
+            self.residue(position_BT)[..., None] == jnp.asarray(self.offsets, jnp.int32)[None, None]
+        )
+        return own & (position_BT >= 0)[..., None]
+
+
 class Sight(NamedTuple):
-    """What is the same for all queries; dedupe, frozen_mixture: see `attend`."""
+    """What is the same for all queries of a layer.
+
+    dedupe: a key that several dilations show counts once. frozen_mixture: no gradient goes through
+    the mixture.
+    """
 
     dilations: tuple[Dilation, ...]
     scale: float
-    cap: float | None
-    dedupe: bool
-    frozen_mixture: bool
+    cap: float | None = None
+    dedupe: bool = False
+    frozen_mixture: bool = False
 
     @property
     def reach(self) -> int:
         """How far back the longest segment goes, the query's own position included."""
         return max(d.length for d in self.dilations)
+
+    def seen_by(
+        self, number: int, head: Any, q_position: jax.Array, k_position: jax.Array
+    ) -> jax.Array:
+        """Which keys of its segment dilation `number` shows: none after the query and, with dedupe,
+        none that a dilation before it has shown. head: `[..., 1, 1]`.
+        """
+        q, k = q_position[..., :, None], k_position[..., None, :]
+        seen = k <= q
+        for d in self.dilations[:number] if self.dedupe else ():
+            offset = jnp.asarray(d.offsets, jnp.int32)[head]
+            together = q // d.length == k // d.length
+            seen &= ~(together & (d.residue(q) == offset) & (d.residue(k) == offset))
+        return seen
+
+    def softmax(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention of `[..., Q, G, H]` over `[..., M, H]` where `[..., Q, M]` says so, float32,
+        and the logarithm of its denominators `[..., Q, G]`, -inf where nothing is seen.
+        """
+        score = capped(self.scale * _product("...qgh,...kh->...qgk", q, k), self.cap)
+        score = jnp.where(seen[..., None, :], score, -jnp.inf)
+        top = jax.lax.stop_gradient(score.max(axis=-1))
+        top = jnp.where(jnp.isneginf(top), 0.0, top)
+        weight = jnp.exp(score - top[..., None])
+        total = weight.sum(axis=-1)
+        some = jnp.where(total == 0, 1.0, total)
+        out = _product("...qgk,...kh->...qgh", weight.astype(q.dtype), v) / some[..., None]
+        return out, jnp.where(total == 0, -jnp.inf, jnp.log(some) + top)
+
+    def mixed(self, found: Sequence[tuple[jax.Array, jax.Array]], dtype: Any) -> jax.Array:
+        """What the dilations gave, weighed by their denominators (equation 10)."""
+        total = jnp.stack([log_total for _, log_total in found])
+        if self.frozen_mixture:
+            total = jax.lax.stop_gradient(total)
+        top = jax.lax.stop_gradient(total.max(axis=0))
+        share = jnp.exp(total - jnp.where(jnp.isneginf(top), 0.0, top)[None])
+        whole = share.sum(axis=0)
+        share = share / jnp.where(whole == 0, 1.0, whole)[None]
+        out = sum(share[i][..., None] * out for i, (out, _) in enumerate(found))
+        return jnp.asarray(out).astype(dtype)
 
 
 class Streams(NamedTuple):
@@ -123,48 +197,12 @@ def read(
     return k, v, there
 
 
-def softmax(
-    sight: Sight, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+def taken(
+    found: tuple[jax.Array, jax.Array], index: Any, shown_BTN: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of `[..., Q, G, H]` over `[..., M, H]` where `[..., Q, M]` says so, float32, and
-    the logarithm of its denominators `[..., Q, G]`, -inf where nothing is seen.
-    """
-    score = capped(sight.scale * _product("...qgh,...kh->...qgk", q, k), sight.cap)
-    score = jnp.where(seen[..., None, :], score, -jnp.inf)
-    top = jax.lax.stop_gradient(score.max(axis=-1))
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp(score - top[..., None])
-    total = weight.sum(axis=-1)
-    some = jnp.where(total == 0, 1.0, total)
-    out = _product("...qgk,...kh->...qgh", weight.astype(q.dtype), v) / some[..., None]
-    return out, jnp.where(total == 0, -jnp.inf, jnp.log(some) + top)
-
-
-def seen_by(
-    sight: Sight, number: int, head: Any, q_position: jax.Array, k_position: jax.Array
-) -> jax.Array:
-    """Which keys of its segment dilation `number` shows: none after the query and, with dedupe,
-    none that a dilation before it has shown. head: `[..., 1, 1]`.
-    """
-    q, k = q_position[..., :, None], k_position[..., None, :]
-    seen = k <= q
-    for length, ratio, offsets in sight.dilations[:number] if sight.dedupe else ():
-        offset = jnp.asarray(offsets, jnp.int32)[head]
-        seen &= (q // length != k // length) | (q % ratio != offset) | (k % ratio != offset)
-    return seen
-
-
-def mixed(sight: Sight, found: Sequence[tuple[jax.Array, jax.Array]], dtype: Any) -> jax.Array:
-    """What the dilations gave, weighed by their denominators (equation 10)."""
-    total = jnp.stack([log_total for _, log_total in found])
-    if sight.frozen_mixture:
-        total = jax.lax.stop_gradient(total)
-    top = jax.lax.stop_gradient(total.max(axis=0))
-    share = jnp.exp(total - jnp.where(jnp.isneginf(top), 0.0, top)[None])
-    whole = share.sum(axis=0)
-    share = share / jnp.where(whole == 0, 1.0, whole)[None]
-    out = sum(share[i][..., None] * out for i, (out, _) in enumerate(found))
-    return jnp.asarray(out).astype(dtype)
+    """What each head of each token has of what a dilation gave, `[B, T, N, H]` and `[B, T, N]`."""
+    out, total = (x[index] for x in found)
+    return jnp.where(shown_BTN[..., None], out, 0.0), jnp.where(shown_BTN, total, -jnp.inf)
 
 
 def same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

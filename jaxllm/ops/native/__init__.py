@@ -284,18 +284,27 @@ def attend(
     return y
 
 
-def write(cursor: jax.Array, old: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
+def write(
+    cursor: jax.Array,
+    old: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+    after: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
     """Each of `old`, `[B, S, ...]`, with `new`, `[B, T, ...]`, at slots `cursor ...`, in place.
 
-    What would run past the end is dropped. XLA copies an array first if somebody still needs it as
-    it was.
+    What would run past the end is dropped. XLA copies an array first if somebody may still need it
+    as it was: nobody does whose result is among `after`, which is made before anything is written.
     """
+    count, marks = len(old), [x[(0,) * x.ndim].reshape(1, 1) for x in after]
+    # A number of each is written too, where nobody reads: XLA drops its own barriers before it
+    # decides what to copy.
+    old, new = [*old, *map(jnp.zeros_like, marks)], [*new, *marks]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
     aliases = {1 + i: i for i in range(len(old))}
     call = jax.ffi.ffi_call(
         "jaxllm_write", out, input_output_aliases=aliases, vmap_method="sequential"
     )
-    return list(call(cursor, *old, *new))
+    return list(call(cursor, *old, *new))[:count]
 
 
 def read(x: jax.Array) -> jax.Array:

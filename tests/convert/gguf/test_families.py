@@ -22,7 +22,7 @@ from jaxllm.loading import open_checkpoint
 from jaxllm.weights.formats import dense, format_of
 from jaxllm.weights.paths import flatten
 from tests.convert.gguf.made import ARCHS, raw_of, write
-from tests.twins import assert_close, save_random, tokens
+from tests.twins import assert_close, saved_once, tokens
 
 # Heads of other sizes than the stream's share where a family may have them; rows of whole blocks.
 SIZES: dict[str, Any] = {
@@ -66,21 +66,17 @@ EVERY_DAY = [
 ]
 
 
+def sizes_of(family: str) -> dict[str, Any]:
+    sizes = {**SIZES, **FAMILIES[family], "spread": 0.1}
+    if family == "gpt_neox":
+        sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
+    return sizes
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The Hugging Face directory of a tiny model, by its family."""
-    made: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            sizes = {**SIZES, **FAMILIES[family]}
-            if family == "gpt_neox":
-                sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
-            save_random(made[family], family, spread=0.1, **sizes)
-        return made[family]
-
-    return find
+    return saved_once(tmp_path_factory, sizes_of)
 
 
 def logits(directory: Path) -> np.ndarray:

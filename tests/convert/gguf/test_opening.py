@@ -19,7 +19,7 @@ from jaxllm.weights.formats import dense, format_of
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 from tests.convert.gguf.made import ARCHS, CONV1D, dequantized, raw_of, write
-from tests.twins import assert_close, save_random, tokens
+from tests.twins import assert_close, save_random, saved_once, tokens
 
 TYPES = [gguf.GGMLQuantizationType[name] for name in BY_NAME]
 SMALL: dict[str, Any] = {
@@ -42,15 +42,7 @@ IDS = tokens(2, 9)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The Hugging Face directory of a tiny model, by its family."""
-    made: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            save_random(made[family], family, spread=0.05, **SIZES[family])
-        return made[family]
-
-    return find
+    return saved_once(tmp_path_factory, lambda family: {"spread": 0.05, **SIZES[family]})
 
 
 def in_torch(directory: Path, file: Path) -> Any:

@@ -23,7 +23,7 @@ from tests.conftest import Run
 from tests.convert.gguf.made import raw_of, write
 from tests.convert.gguf.test_opening import SMALL
 from tests.convert.gguf.test_vocabulary import LINES, PUBLISHED, ours, trained
-from tests.twins import random_model, save_random, tokens
+from tests.twins import random_model, save_random, saved_once, tokens
 
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0")]
 GPT2 = {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4}
@@ -31,15 +31,8 @@ GPT2 = {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            save_random(made[family], family, **(GPT2 if family == "gpt2" else SMALL))
-        return made[family]
-
-    return find
+    """The Hugging Face directory of a tiny model, by its family."""
+    return saved_once(tmp_path_factory, lambda family: GPT2 if family == "gpt2" else SMALL)
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:

@@ -18,7 +18,7 @@ from jaxllm.evaluate.receptive import receptive_field
 from jaxllm.fixed.step import Form, check_form
 from jaxllm.longer import LongAttention
 from jaxllm.models.long import dilated as told
-from jaxllm.ops.dilated.dilation import dense_attend, multiplicity
+from jaxllm.ops.dilated.dense import dense_attend, multiplicity
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
@@ -37,10 +37,9 @@ def lm_of(cache: str = "float32", layers: int = 1, **fields: Any) -> Any:
     return random_model("llama", precision=precision, attention=kind, num_hidden_layers=layers)
 
 
-def densely(q: Any, position: Any, parts: Any, shown: Any, **settings: Any) -> Any:
-    assert settings.pop("document_BT") is None
-    settings.pop("frozen_mixture")
-    return dense_attend(q, position, parts, shown, **settings)
+def densely(q: Any, position: Any, parts: Any, sight: Any, *, document_BT: Any) -> Any:
+    assert document_BT is None
+    return dense_attend(q, position, parts, sight)
 
 
 def oracle(lm: Any, patch: pytest.MonkeyPatch) -> Any:

@@ -63,7 +63,8 @@ def test_other_forms_refuse_it_by_name(tmp_path: Path) -> None:
         ({"segment_lengths": (4, 4)}, "segment_lengths must grow"),
         ({"segment_lengths": (6, 12), "dilated_ratios": (1, 1)}, "dilated_ratios must grow"),
         ({"dilated_ratios": (2, 3)}, r"dilated_ratios \[2, 3\] have no 1: .* pair \(w, 1\)"),
-        ({"dilated_ratios": (1, 5)}, "segments of 12 are no multiple of their dilation 5"),
+        ({"dilated_ratios": (1, 13)}, "a dilation of 13 is longer than its segments of 12"),
+        ({"segment_lengths": (4, 10)}, "segments of 4 do not divide those of 10: .* multiple of 4"),
         ({"dilated_ratios": (1,)}, "segment_lengths has 2 numbers and dilated_ratios 1"),
         ({"segment_lengths": None}, "segment_lengths is missing"),
         ({"segment_lengths": ()}, "segment_lengths must be"),
@@ -86,6 +87,14 @@ def test_bad_settings_are_refused_by_name(change: dict[str, Any], match: str) ->
         LongAttention(**{**DILATED, **change})
 
 
+def test_the_papers_own_setting_is_one() -> None:
+    """Section 4.1: 6 does not divide 16,384, nor 12 32,768."""
+    w, r = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
+    kind = LongAttention(kind="dilated", segment_lengths=w, dilated_ratios=r)
+    assert kind.pairs[3:] == ((16384, 6), (32768, 12))
+    assert kind.period == 32768
+
+
 @pytest.mark.parametrize("kind", LONG_FIELDS)
 def test_a_kind_has_its_own_fields_and_no_others(kind: str) -> None:
     required, _ = LONG_FIELDS[kind]
@@ -100,7 +109,7 @@ def test_a_model_says_what_does_not_fit_it() -> None:
     kind = LongAttention(**DILATED)
     with pytest.raises(ConfigError, match="'dilated' has segments and no sliding_window"):
         config(attention=kind, sliding_window=5)
-    three = {"segment_lengths": (4, 8, 12), "dilated_ratios": (1, 2, 4)}
+    three = {"segment_lengths": (4, 8, 16), "dilated_ratios": (1, 2, 4)}
     with pytest.raises(ConfigError, match="by layers has 3 pairs for 2 layers"):
         config(attention=dataclasses.replace(kind, by="layers", **three))
     with pytest.raises(ConfigError, match="by heads has 3 pairs for 8 heads"):
