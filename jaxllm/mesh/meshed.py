@@ -1,7 +1,7 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -170,7 +170,7 @@ class Meshed(nn.Module, Placed, InRounds):
             blocks = not isinstance(x, Shares) or isinstance(x.parts, Leaf)
             return x if blocks else x.dense()
 
-        def of(number: int | None, leaf: Any) -> Any:
+        def of(number: int | None, _: str, leaf: Any) -> Any:
             mine = leaf if number is None else jax.tree.map(lambda x: x[number], leaf)
             mine = jax.tree.map(join, mine, is_leaf=lambda x: isinstance(x, Shares))
             return jax.tree.map(np.asarray, mine)
@@ -180,9 +180,7 @@ class Meshed(nn.Module, Placed, InRounds):
             names = self.names(name)
             for i, each in enumerate(names):
                 number = i if len(names) > 1 else None
-                node = {"": value} if not isinstance(value, Mapping) else value
-                part = map_leaves(lambda _, leaf, number=number: of(number, leaf), node)
-                found[each] = part if isinstance(value, Mapping) else part[""]
+                found[each] = map_leaves(partial(of, number), {"": value})[""]
         return found
 
     @nn.nowrap

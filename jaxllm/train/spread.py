@@ -55,9 +55,11 @@ class Form:
     def spread(self, whole: Any, like: Any) -> Any:
         """A tree of arrays of one device's form in this one, where the arrays of `like` are."""
         nodes, structure = jax.tree.flatten(like, is_leaf=self._is_trained)
+        names = self.whole_names
+        given = jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, dict) and x.keys() == names)
         found = [
             self._spread(x, node) if self._is_trained(node) else _placed(x, node)
-            for x, node in zip(structure.flatten_up_to(whole), nodes, strict=True)
+            for x, node in zip(given, nodes, strict=True)
         ]
         return jax.tree.unflatten(structure, found)
 
