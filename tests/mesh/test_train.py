@@ -29,7 +29,7 @@ from jaxllm.train.trained import ALL, Rules, join, split
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
-from tests.mesh.made import one
+from tests.mesh.made import WIDE, one
 from tests.twins import KINDS, tokens
 
 ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -81,6 +81,7 @@ def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
 
 
 FULL = pytest.mark.full
+EPS = 1e-3  # Adam's: with less, a gradient that is rounding alone (of keys' biases) moves as others
 LINE = ("--mesh", CUBE, "--pipeline", "1f1b", "--microbatches", 2)
 EXPERTS = {"mixtral": {"num_local_experts": 4}}
 
@@ -120,7 +121,7 @@ class Stopped(Exception):
 
 
 def steps_of(model: Any, params: Params, steps: int, **options: Any) -> Run:
-    optimizer = Optimizer(steps=steps, rate=0.01, clip=0.5, decay=0.1)
+    optimizer = Optimizer(steps=steps, rate=0.01, clip=0.5, decay=0.1, eps=EPS)
     setup = Setup(model, NextToken(), optimizer)
     plan = Plan(steps=steps, accumulate=2)
     return train(params, Texts(), setup, plan, show_progress=False, **options)
@@ -131,13 +132,15 @@ def learned(model: Any, found: Run) -> dict[str, np.ndarray]:
     return {path: np.asarray(x) for path, x in flatten(whole)}
 
 
-def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_alike(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], off: float = 1e-4
+) -> None:
+    """off: at most, of the largest number of a parameter, or of 1."""
     assert found.keys() == expected.keys()
     for path, x in found.items():
-        # Adam divides by the size of a gradient: where that is rounding, so is the quotient.
-        off = np.abs(x - expected[path]) > 1e-3 * max(1.0, np.abs(expected[path]).max())
         assert x.shape == expected[path].shape, path
-        assert off.mean() < 2e-3, (path, off.mean())
+        error = np.abs(x - expected[path]).max()
+        assert error <= off * max(1.0, np.abs(expected[path]).max()), (path, error)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def assert_alike(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
         ("llama", 1, [("data=2,tensor=2", True), None], 2),
         pytest.param("llama", 1, [None, ("data=4", False), ("tensor=8", False)], 6, marks=FULL),
         pytest.param("gpt2", 2, [("data=2,tensor=4", True), (CUBE, False), None], 10, marks=FULL),
-        pytest.param("llama", 2, [("data=8", True), (CUBE, False)], 10, marks=FULL),
+        pytest.param("llama", 2, [("data=4", True), (CUBE, False)], 10, marks=FULL),
         pytest.param(
             "mixtral", 2, [("data=2,expert=2,tensor=2", True), ("tensor=2", False)], 10, marks=FULL
         ),
@@ -206,11 +209,12 @@ def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
 def test_adapters_and_what_they_drop_are_those_of_one_device(
     family: str, quantize: str | None, dora: bool, mesh: str
 ) -> None:
-    depth = {} if family == "gpt2" else {"num_hidden_layers": 1}
-    model, params = one(family, Precision(quantize=quantize), **depth)
+    changes = {} if family == "gpt2" else {"num_hidden_layers": 1}
+    changes |= WIDE[family] if quantize == "nf4" else {}  # whose blocks are of whole rows
+    model, params = one(family, Precision(quantize=quantize), **changes)
     modules = "all-linear" if family == "gpt2" or dora else ("q_proj", "down_proj")
     lora = LoraConfig(r=3, target_modules=modules, lora_dropout=0.4, use_dora=dora)
-    optimizer = Optimizer(steps=2, rate=0.01)
+    optimizer = Optimizer(steps=2, rate=0.01, eps=EPS)
     rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
     found = []
     for mine in (model, over(model, mesh, True)):
@@ -294,7 +298,7 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
         status, _, err = run("train", "full", "demo:llama", out, *given, *more)
         assert status == 0, err
         found.append({p: np.asarray(x) for p, x in flatten(jaxllm.load(out).params)})
-    assert_alike(found[1], found[0])
+    assert_alike(found[1], found[0], off=3e-4)  # two steps at 1e-4, wherever Adam goes
     status, _, err = run("train", "qat", "demo:llama", tmp_path / "q", *given, "--mesh", "data=2")
     assert (status, "--mesh is of train full" in err) == (1, True), err
     status, _, err = run(
