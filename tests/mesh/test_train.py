@@ -151,7 +151,7 @@ def assert_alike(
         pytest.param("gpt2", 2, [("data=2,tensor=4", True), (CUBE, False), None], 10, marks=FULL),
         pytest.param("llama", 2, [("data=4", True), (CUBE, False)], 10, marks=FULL),
         pytest.param(
-            "mixtral", 2, [("data=2,expert=2,tensor=2", True), ("tensor=2", False)], 10, marks=FULL
+            "mixtral", 2, [("data=2,expert=2,tensor=2", True), ("tensor=2", False)], 4, marks=FULL
         ),
     ],
 )
