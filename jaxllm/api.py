@@ -222,7 +222,8 @@ class LM:
         default the request's number, or the next that no earlier request has taken. Requests with
         equal ids are answered apart, each under its id. `cancelled`: a function that says whether
         nobody waits for the answer any more (`threading.Event().is_set`, say); it then ends with
-        what it has, its finish_reason "cancelled".
+        what it has, its finish_reason "cancelled". `heard`: told the text piece by piece as it
+        becomes certain; together the pieces are the completion's text.
 
         rows: how many run at once, in a cache of `capacity` tokens a row (by default the model's
         context).

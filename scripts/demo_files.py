@@ -1,4 +1,4 @@
-"""Writing a trained demo model: a Hugging Face directory in half precision, and its README.
+"""Writing a trained demo model in half precision, with its README: as Hugging Face has it, or not.
 
 One decision: everything is written beside the destination and takes its place when it is complete.
 """
@@ -6,13 +6,15 @@ One decision: everything is written beside the destination and takes its place w
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import numpy as np
 from demo_data import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID
 from tokenizers import Tokenizer
 
-from jaxllm.checkpoint import Checkpoint
+from jaxllm.checkpoint import Checkpoint, in_memory
+from jaxllm.checkpoint import save as write_whole
 from jaxllm.config import ModelConfig
 from jaxllm.convert.engine import write_hf
 from jaxllm.weights.lazy import LazyTensor
@@ -50,6 +52,25 @@ def save(
     (partial / "README.md").write_text(readme, encoding="utf-8")
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
+
+
+def save_native(
+    directory: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer, readme: str
+) -> None:
+    """The same in jaxllm's own form, for models that Hugging Face's has no words for.
+
+    Raises CheckpointError where there is a checkpoint.
+    """
+    generation = {**GENERATION, "max_length": config.max_position_embeddings}
+    precision = Precision.uniform("float16")
+    opened = Checkpoint(directory, config, {}, generation, precision)
+    with TemporaryDirectory() as made:
+        beside = Path(made)
+        tokenizer.save(str(beside / "tokenizer.json"))
+        write_tokenizer_config(beside, config.max_position_embeddings)
+        (beside / "README.md").write_text(readme, encoding="utf-8")
+        files = sorted(beside.iterdir())
+        write_whole(directory, in_memory(opened, params, precision), files=files)
 
 
 def write_tokenizer_config(directory: Path, length: int) -> None:

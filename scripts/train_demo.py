@@ -72,9 +72,14 @@ CONFIGS: dict[str, jaxllm.ModelConfig] = {
         tie_word_embeddings=True,
     ),
 }
-MUON_RATE, ADAM_RATE = 2e-2, 3e-3
-# Which optimizer trains what, by path: matrices inside the blocks, and everything else.
-OPTIMIZERS = ((r"(layers|h)\.\d+\..*(proj|attn|fc)\.weight", "muon"), (r".*", "adamw"))
+MUON_RATE, ADAM_RATE, GATE_RATE = 2e-2, 3e-3, 3e-2
+# Which optimizer trains what, by path: matrices inside the blocks, gates of a memory (which these
+# models have none of, those of scripts/train_long.py do), and everything else.
+OPTIMIZERS = (
+    (r"(layers|h)\.\d+\..*(proj|attn|fc)\.weight", "muon"),
+    (r".*\.memory_gate", "adam"),
+    (r".*", "adamw"),
+)
 HELD_OUT, TOKENIZED = 256, 4000  # stories to measure on, stories the tokenizer is trained on
 MEASURED = 256  # openings that a finished model continues
 HELD_OUT_SEED = 1_000_000_007
@@ -118,7 +123,8 @@ class Weighted:
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for tables, norms and biases.
+    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for tables, norms and biases, Adam
+    at a high rate for gates, which at that of the rest would not leave where they begin.
 
     Gradients are clipped; rates warm up in `warm` steps and go down along a cosine to `floor`
     times their peaks.
@@ -139,6 +145,7 @@ class Mixed:
 
         methods = {
             "muon": optax.contrib.muon(rate(MUON_RATE), weight_decay=0.1, consistent_rms=None),
+            "adam": optax.adam(rate(GATE_RATE), b1=0.9, b2=0.98),
             "adamw": optax.adamw(rate(ADAM_RATE), b1=0.9, b2=0.98),
         }
         return optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(methods, labels))

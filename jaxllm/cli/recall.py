@@ -44,7 +44,7 @@ def recall(
             help="How texts are kept: full (a slot for every token), slide (begin again from the"
             " recent half), window, sinks (the first tokens and a window), heavy (the most attended"
             " to), pooled, pooled-by-use (older tokens by four in a slot), self-extend (full, with"
-            " positions in groups)."
+            " positions in groups), segments (Infini-attention's own: finished segments leave)."
         ),
     ] = "full",
     slots: Annotated[
@@ -56,7 +56,8 @@ def recall(
         str,
         typer.Option(
             help="passkey: a number in a text that says nothing; story: a name in a story of the"
-            " demo models' grammar; auto: story for these, else passkey."
+            " demo models' grammar; meetings: one name of several, for models of"
+            " scripts/train_long.py; auto: story for the demo models, else passkey."
         ),
     ] = "auto",
     seed: Annotated[int, typer.Option(help="The same seed, the same texts.")] = 0,
@@ -129,7 +130,8 @@ def recall(
             file.write(told + "\n")
         note(f"{out} written")
     if picture is not None:
-        report.plot(cells, picture, f"{model}: {texts} recalled, {slots} slots but for full")
+        maps = report.by_policy(cells)
+        report.plot(maps, picture, f"{model}: {texts} recalled, {slots} slots but for full")
         note(f"{picture} written")
     if as_json:
         write(told + "\n")

@@ -26,9 +26,11 @@ several devices no program is kept on disk (`programs`).
 """
 
 import flax.linen as nn
+import jax
 
 from jaxllm import models
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes as Axes
 from jaxllm.mesh.axes import parse
@@ -52,6 +54,11 @@ def placed(
     Raises ConfigError for a mesh that cannot be, and for what excludes another.
     """
     if mesh is None:
+        if several():
+            raise ConfigError(
+                f"several processes run a model on a mesh of all {jax.device_count()} devices: give"
+                " --mesh (mesh=)"
+            )
         for name, asked in (("exact", exact), ("fsdp", fsdp)):
             if asked:
                 raise ConfigError(f"{name} is of a mesh: give mesh=, or leave it out")

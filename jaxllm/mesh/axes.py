@@ -17,7 +17,8 @@ from jaxllm.errors import ConfigError
 AXES = {
     "data": "rows of a batch",
     "stage": "layers",
-    "expert": "experts",
+    "sequence": "tokens of a text",
+    "expert": "experts of a mixture",
     "tensor": "heads, hidden numbers of MLPs, tokens of the vocabulary",
 }
 MOST = 1 << 20  # devices of an axis: a typo, not a policy
@@ -33,6 +34,7 @@ class Axes:
 
     data: int = 1
     stage: int = 1
+    sequence: int = 1
     expert: int = 1
     tensor: int = 1
     copies: int = 1
@@ -55,7 +57,8 @@ class Axes:
         return math.prod(getattr(self, name) for name in names)
 
     def __str__(self) -> str:
-        asked = {name: getattr(self, name) for name in AXES} | {"tensor": self.tensor * self.copies}
+        asked = {name: getattr(self, name) for name in AXES}
+        asked["tensor"] *= self.copies
         return ",".join(f"{name}={size}" for name, size in asked.items() if size > 1) or "tensor=1"
 
 
@@ -86,8 +89,15 @@ def parse(text: str) -> Axes:
 
 
 def check_devices(axes: Axes) -> None:
-    """Raises ConfigError for a mesh of more devices than there are."""
-    there, platform = jax.device_count(), jax.default_backend()
+    """Raises ConfigError for a mesh of more devices than there are; of several processes, of fewer
+    too, or one would have nothing of the model.
+    """
+    there, platform, processes = jax.device_count(), jax.default_backend(), jax.process_count()
+    if processes > 1 and axes.devices != there:
+        raise ConfigError(
+            f"mesh {axes} is of {axes.devices} devices, and the {processes} processes have {there}:"
+            " a mesh of several processes is over all of them"
+        )
     if axes.devices <= there:
         return
     more = (

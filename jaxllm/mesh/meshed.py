@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
@@ -73,13 +74,14 @@ class Meshed(nn.Module, Placed, InRounds):
         params, inner = variables["params"], module_of(self)
         batch = token_BT.shape[0]
         rows = self.rows_over(batch)
-        by_row = {
+        named = {
             "token_BT": token_BT,
             "position_BT": position_BT,
             "length_B": length_B,
             "column_B": column_B,
             **given,
         }
+        by_row = jax.tree.map(self._by_all, named)
 
         placed = self.parameter_specs(params, rows)
         where = dict(flatten(placed))
@@ -112,6 +114,9 @@ class Meshed(nn.Module, Placed, InRounds):
             check_vma=False,
         )
         trace: Trace = spread(params, by_row, segments, memory)
+        seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
+        layers = tuple(layer._replace(x=self._by_all(layer.x)) for layer in trace.layers)
+        trace = trace.replace(layers=layers, **seen)
         return trace if self.axes.stage == 1 else unfolded(trace, self.table, attention_mass)
 
     @property
@@ -245,6 +250,13 @@ class Meshed(nn.Module, Placed, InRounds):
         return next((over for over in ROWS if batch % self.axes.over(over) == 0), None)
 
     @nn.nowrap
+    def _by_all(self, x: jax.Array) -> jax.Array:
+        """What is read on the host, by each of several processes: all rows for each of them."""
+        if self.axes.data == 1 or not several():
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(self.axes), P()))
+
+    @nn.nowrap
     def _staged(self, path: str) -> bool:
         """Whether the parameter at `path` is one of each stage's."""
         layers = models.family(self.config.model_type).layers
@@ -294,6 +306,8 @@ def meshed(
     """
     axes = fitted(axes, config)
     mesh_of(axes)
+    if several() and axes.stage * axes.expert > 1:
+        raise ConfigError(f"mesh {axes}: over several processes data and tensor alone are divided")
     if not exact:
         check_rounding(config, precision, axes)
     course = Stages(axes.stage, chunks, microbatches)

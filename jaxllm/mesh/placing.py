@@ -9,6 +9,7 @@ beside it.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import each, several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.pipeline.stacked import AXIS, devices_of, side_by_side, stacked, stage_of
@@ -26,7 +28,7 @@ from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.lazy import LazyTensor, joined
 from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Shares, alike
+from jaxllm.weights.leaves.parted import Shares, alike, lengths
 from jaxllm.weights.paths import Params
 from jaxllm.weights.reading import Whole
 
@@ -144,14 +146,14 @@ class Shared(Whole):
 
     def _stack(self, path: str, count: int, some: Callable[[int, int, Mesh], Weight]) -> Weight:
         """Whole experts of a stack to the devices that have them, and then what all have."""
-        each, mesh = count // self._axes.expert, self._mesh(path)
+        own, mesh = count // self._axes.expert, self._mesh(path)
         parts = [
-            some(i * each, (i + 1) * each, devices_of(mesh, EXPERTS, i))
+            some(i * own, (i + 1) * own, devices_of(mesh, EXPERTS, i))
             for i in range(self._axes.expert)
         ]
         at = 1 if isinstance(parts[0], Shares) else 0
         joined: Weight = jax.tree.map(
-            lambda *arrays: side_by_side(arrays, mesh, EXPERTS, at), *alike(parts)
+            lambda *arrays: side_by_side(arrays, mesh, EXPERTS, at), *alike(parts, lengths(parts))
         )
         return joined
 
@@ -169,7 +171,7 @@ class Shared(Whole):
     def _split(self, path: str, weight: Weight, split: Split, mesh: Mesh | None = None) -> Weight:
         mesh = mesh or self._mesh(path)
         if split is WHOLE:
-            placed: Weight = jax.device_put(weight, NamedSharding(mesh, P()))
+            placed: Weight = jax.tree.map(partial(_everywhere, mesh), weight)
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
         leaf = as_leaf(weight)
@@ -198,8 +200,10 @@ class Shared(Whole):
                 made[number] = share(number)
             return made[number]
 
-        first = once(0)
-        if not isinstance(first, Leaf) and cut.even:
+        sharding = NamedSharding(mesh, P(split.over))
+        here = sharding.addressable_devices_indices_map((cut.parts,)).values()
+        numbers = sorted({index[0].start or 0 for index in here if index})
+        if not isinstance(once(numbers[0]), Leaf) and cut.even:
             at = len(shape) - (1 if split.axis or len(shape) == 1 else 2)
             spec = spec_of(split, len(shape))
 
@@ -207,13 +211,13 @@ class Shared(Whole):
                 return once((index[at].start or 0) // cut.each)
 
             return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), block)
-        shares = alike([once(i) for i in range(cut.parts)])
+        made_here = [once(i) for i in numbers]
+        shares = alike(made_here, [max(of) for of in zip(*each(lengths(made_here)), strict=True)])
         pieces = [jax.tree.leaves(x) for x in shares]
-        sharding = NamedSharding(mesh, P(split.over))
 
         def joint(*mine: jax.Array) -> jax.Array:
             def one(index: Any) -> Any:
-                return np.asarray(mine[index[0].start or 0])[None]
+                return np.asarray(mine[numbers.index(index[0].start or 0)])[None]
 
             shape = (cut.parts, *mine[0].shape)
             return jax.make_array_from_callback(shape, sharding, one)
@@ -253,6 +257,14 @@ def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
         return np.stack(each)
 
     return LazyTensor(stack.dtype, shape, read, stack.release, parts)
+
+
+def _everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """All of an array on each device."""
+    sharding = NamedSharding(mesh, P())
+    if not several():
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda _: np.asarray(x))
 
 
 def spec_of(split: Split, ndim: int) -> P:

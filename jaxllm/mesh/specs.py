@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import adapted_splits, spec_of
@@ -25,6 +26,8 @@ Rows = tuple[str, ...] | None
 # What each stage of a pipeline has for layers of its own stands side by side on the axis of heads:
 # rows and slots are where they are in a cache without stages.
 KEPT = (*STAGES, *GROUPS)
+KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
+BY_MODEL = rf"{KEYS_VALUES}|memory\."  # what only the model reads
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
@@ -59,10 +62,12 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
 
 
 def of_cache(path: str, ndim: int, rows: Rows) -> P:
-    """Of an array of a cache: keys, values and memories by key/value head."""
-    if ndim == 0:
+    """Of an array of a cache: keys, values and memories by key/value head. What says where tokens
+    are is read on the host too, so each of several processes has all of it.
+    """
+    if ndim == 0 or (several() and not re.match(BY_MODEL, path)):
         return P()
-    if re.match(r"(tail|frozen\.\d+)\.[kv]\.", path):
+    if re.match(KEYS_VALUES, path):
         return P(rows, None, KEPT)
     return P(rows, GROUPS) if path.startswith("memory.") and ndim > 1 else P(rows)
 

@@ -64,7 +64,7 @@ def check_caches(over: Any, ours: Any, theirs: Any) -> None:
 
 
 CASES = [
-    ("llama", "stage=2", 2, {}),
+    pytest.param("llama", "stage=2", 2, {}, marks=pytest.mark.full),
     ("gpt2", "data=2,stage=2,tensor=2", 4, {"microbatches": 2}),
 ]
 
@@ -156,6 +156,7 @@ def test_more_microbatches_write_the_cache_of_one() -> None:
         check_caches(over, cache, theirs)
 
 
+@pytest.mark.full
 def test_rows_go_round_in_groups_where_they_divide() -> None:
     model, params = of_layers("llama", 2)
     over, shared = spread(model, params, "data=2,stage=2")

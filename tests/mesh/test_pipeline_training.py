@@ -77,6 +77,7 @@ def test_gradients_are_those_of_one_device(
             assert largest_difference(a, b) < 1e-4
 
 
+@pytest.mark.full
 def test_one_f_one_b_needs_less_memory_than_gpipe() -> None:
     """Inputs of 16 microbatches, or of 2: the difference is what the compiled programs hold."""
     model, params = of_layers("llama", 2)

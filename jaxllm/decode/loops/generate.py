@@ -25,6 +25,7 @@ from jaxllm.decode.loops.text import (
     put,
 )
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sample_next
+from jaxllm.distributed import fetched
 from jaxllm.errors import SamplingError
 from jaxllm.inputs import checked_prompts
 from jaxllm.programs import Program
@@ -242,7 +243,7 @@ def _generated(
     index_BT = np.where(there_BT, index_BT, 0)
 
     def cut(array: jax.Array, blank: Any) -> jax.Array:  # JAX's own slice would be compiled
-        x: np.ndarray = np.asarray(array)
+        x: np.ndarray = fetched(array)
         there = there_BT.reshape(there_BT.shape + (1,) * (x.ndim - 2))
         found: np.ndarray = np.take_along_axis(x, index_BT.reshape(there.shape), axis=1)
         return jax.device_put(np.where(there, found, x.dtype.type(blank)))

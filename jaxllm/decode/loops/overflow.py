@@ -18,6 +18,7 @@ from jaxllm.cache.eviction import heavy_hitters, segment_in_hand, sinks_and_wind
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.cache.pooling import pool, pooled_mass
 from jaxllm.cache.surgery import close_gaps, compact, keep, slot_order
+from jaxllm.config import ModelConfig
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.shapes import pad_rows
@@ -234,21 +235,21 @@ OVERFLOWS: dict[str, Overflow | None] = {
 }
 
 
-def check_policy(cache: KVCache, overflow: Overflow) -> None:
-    """Raise, before anything runs, where a policy is not for this model or this cache.
+def check_policy(config: ModelConfig, capacity: int, overflow: Overflow) -> None:
+    """Raise, before anything runs, where a policy is not for this model or so many slots.
 
     ConfigError for a model that keeps a memory and a policy that moves tokens, or the reverse;
     CapacityError for a cache that is full within a segment.
     """
-    length = cache.config.segment_length
+    length = config.segment_length
     if isinstance(overflow, Segments):
         if length is None:
             raise ConfigError(
-                f"overflow 'segments': this {cache.config.model_type} has no segments; use 'slide'"
+                f"overflow 'segments': this {config.model_type} has no segments; use 'slide'"
             )
-        if cache.capacity <= length:
+        if capacity <= length:
             raise CapacityError(
-                f"overflow 'segments': a cache of {cache.capacity} slots is full within a segment"
+                f"overflow 'segments': a cache of {capacity} slots is full within a segment"
                 f" of {length} tokens: make one of {2 * length}"
             )
     elif length is not None and not isinstance(overflow, Slide):

@@ -57,7 +57,7 @@ def recent_part(
     """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
     T = tokens_BT.shape[1]
     room = cache.capacity - int(cache.cursor)
-    check_policy(cache, overflow)
+    check_policy(cache.config, cache.capacity, overflow)
     recent = overflow.room_for(cache.capacity)
     if room >= T:
         return tokens_BT, lengths_B

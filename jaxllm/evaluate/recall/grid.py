@@ -7,10 +7,17 @@ import flax.linen as nn
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.decode.loops.overflow import HeavyHitters, Overflow, Pooled, PooledByUse, SinksAndWindow
+from jaxllm.decode.loops.overflow import (
+    HeavyHitters,
+    Overflow,
+    Pooled,
+    PooledByUse,
+    Segments,
+    SinksAndWindow,
+)
 from jaxllm.decode.loops.overflow import Slide as Begin
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.evaluate.recall.reading import answer, read
+from jaxllm.evaluate.recall.reading import answer, read, taken
 from jaxllm.evaluate.recall.texts import Encode, Probe, probe
 from jaxllm.progress import steps_bar
 from jaxllm.weights.paths import Params
@@ -25,6 +32,7 @@ POLICIES: dict[str, Overflow | None] = {
     "heavy": HeavyHitters(),
     "pooled": Pooled(),
     "pooled-by-use": PooledByUse(),
+    "segments": Segments(),
     "self-extend": None,
 }
 ROOM = 16  # tokens that answers may have
@@ -114,7 +122,7 @@ def recall(
     for name, policy in chosen.items():
         _check_movable(model, name, policy)
         if policy is not None:
-            policy.room_for(slots)
+            taken(model, policy, slots)
     numbers = range(seed * tries, (seed + 1) * tries)
     texts = {
         (n, d): [probe(encode, style, length=n, depth=d, seed=s) for s in numbers]
@@ -161,13 +169,13 @@ def _cell(
 
 
 def _check_movable(model: nn.Module, name: str, policy: Overflow | None) -> None:
-    if policy is None or isinstance(policy, Begin):
+    if policy is None or isinstance(policy, (Begin, Segments)):
         return
     config = model.config
     if any(config.long_attention(layer) for layer in range(config.num_hidden_layers)):
         raise ConfigError(
             f"policy {name}: attention of another kind finds tokens by their positions, which this"
-            " policy changes; such models have full and slide"
+            " policy changes; such models have full, slide and, where they keep a memory, segments"
         )
     if not config.ropes or config.angles_follow_length:
         what = "learned positions" if not config.ropes else "angles that follow the text's length"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache, init_cache
-from jaxllm.decode.loops.overflow import Full, Overflow
+from jaxllm.decode.loops.overflow import Full, Overflow, Segments, check_policy
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CapacityError, NonFiniteError
 from jaxllm.shapes import bucket, pad_rows
@@ -60,7 +60,7 @@ def read(
         assert slots is not None
         _check_positions(model, slots + room)
         _check_angles(model, slots + room)
-        piece = _power_below(min(PIECE, slots - policy.room_for(slots)))
+        piece = _power_below(min(PIECE, slots - taken(model, policy, slots)))
     # Padding stands on the left, so that all pieces are of one size and all rows end together.
     width = -(-longest // piece) * piece
     token_BT = pad_rows(rows, width=width, left=True)
@@ -91,6 +91,18 @@ def read(
     if not np.isfinite(np.asarray(logits_BV)).all():
         raise NonFiniteError("the model returned NaN or infinite logits")
     return Read(logits_BV, cache, length_B)
+
+
+def taken(model: nn.Module, policy: Overflow, slots: int) -> int:
+    """How many slots a policy leaves taken at most.
+
+    Raises CapacityError where these are all, ConfigError for segments of a model without.
+    """
+    check_policy(model.config, slots, policy)
+    length = model.config.segment_length
+    if isinstance(policy, Segments) and length is not None:
+        return int(length)
+    return policy.room_for(slots)
 
 
 class Answered(NamedTuple):

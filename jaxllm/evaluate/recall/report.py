@@ -1,7 +1,7 @@
 """Recall as a table and as heat maps."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ def table(cells: Sequence[Cell]) -> Iterator[str]:
     """Lines: for each policy a row a depth and a column a length, in percent of texts: those whose
     right answer was the likeliest, and after a slash those that greedy decoding answers.
     """
-    for policy, found in _by_policy(cells).items():
+    for policy, found in by_policy(cells).items():
         lengths = list(dict.fromkeys(cell.length for cell in found))
         yield f"{policy:14}" + "".join(f"{length:>11,}" for length in lengths)
         for depth in dict.fromkeys(cell.depth for cell in found):
@@ -37,43 +37,50 @@ def numbers(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     ]
 
 
-def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Write a PNG file: a heat map for each policy, lengths across and depths down.
+def plot(
+    maps: Mapping[str, Sequence[Cell]], path: Path, title: str, *, across: int = 3, dpi: int = 150
+) -> None:
+    """Write a PNG file: heat maps, each under its name, lengths across and depths down.
+
+    maps: cells of one policy each, as `by_policy` has them, or of several models; a cell that a map
+    has none of stays empty. across: maps in a row, at most.
 
     Raises CheckpointError where the file cannot be written.
     """
     from matplotlib.figure import Figure
 
-    groups = _by_policy(cells)
-    across = min(3, len(groups))
-    down = math.ceil(len(groups) / across)
+    cells = [cell for found in maps.values() for cell in found]
+    lengths = sorted({cell.length for cell in cells})
+    depths = sorted({cell.depth for cell in cells})
+    across = min(across, len(maps))
+    down = math.ceil(len(maps) / across)
     figure = Figure(figsize=(1 + 3.6 * across, 0.8 + 2.6 * down), layout="constrained")
     all_axes = figure.subplots(down, across, squeeze=False)
     image = None
-    for axes, (policy, found) in zip(all_axes.flat, groups.items(), strict=False):
-        lengths = list(dict.fromkeys(cell.length for cell in found))
-        depths = list(dict.fromkeys(cell.depth for cell in found))
+    for axes, (name, found) in zip(all_axes.flat, maps.items(), strict=False):
         share = {(c.depth, c.length): c.share for c in found}
-        map_DL = np.array([[share[d, n] for n in lengths] for d in depths])
+        map_DL = np.array([[share.get((d, n), np.nan) for n in lengths] for d in depths])
         image = axes.imshow(map_DL, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (row, column), value in np.ndenumerate(map_DL):
-            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=7)
+            told = "" if np.isnan(value) else f"{value:.0%}"
+            axes.text(column, row, told, ha="center", va="center", fontsize=7)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
-        axes.set_title(policy, fontsize=9)
-    for axes in all_axes.flat[len(groups) :]:
+        axes.set_title(name, fontsize=9)
+    for axes in all_axes.flat[len(maps) :]:
         axes.axis("off")
     figure.supxlabel("tokens of the text", fontsize=8)
     figure.supylabel("depth of the fact", fontsize=8)
-    chance = 1 / cells[0].choices
+    chance = max(1 / cell.choices for cell in cells)
     figure.suptitle(f"{title}; guessing: {chance:.0%}", fontsize=10)
     if image is not None:
         figure.colorbar(image, ax=all_axes, label="right answers", shrink=0.8)
     with writing(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+        figure.savefig(file, format="png", dpi=dpi)
 
 
-def _by_policy(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+def by_policy(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells of each policy, in order."""
     names = dict.fromkeys(cell.policy for cell in cells)
     return {name: [cell for cell in cells if cell.policy == name] for name in names}
 

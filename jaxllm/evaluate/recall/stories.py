@@ -2,8 +2,10 @@
 
 They learned to copy names, so that the fact is a friend's name: introduced once, asked for at the
 end. The hero is a girl, the friend a boy, as the grammar always has two who differ; no sentence
-between names anybody.
+between names anybody, but where a text is to have several facts (`MET`).
 """
+
+from random import Random
 
 FRIENDS = (
     "Ben", "Tom", "Max", "Leo", "Sam", "Finn", "Otto", "Jack", "Theo", "Milo", "Hugo", "Oscar",
@@ -48,3 +50,14 @@ FILLERS = (
     "The sky was clear and blue.",
 )
 QUESTION = '\n\n"Thank you,'
+
+# Texts of several facts: each kind is met once, with a name of its own, and asked for by its kind.
+MET = "By the road stood the {kind} {name}."
+ASKED = " Who came back? It was the {kind}"
+
+
+def filler(rng: Random) -> str:
+    """A sentence that names nobody."""
+    return rng.choice(FILLERS).format(
+        habit=rng.choice(HABITS), mood=rng.choice(MOODS), place=rng.choice(PLACES)
+    )

@@ -6,12 +6,14 @@ fillers fit.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.evaluate.recall import stories
 
 Encode = Callable[[str], list[int]]
+OTHERS = 0.25  # how often somebody else is met, where many are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +71,44 @@ def _story(rng: Random) -> Told:
         "pal_trait": rng.choice(stories.PAL_TRAITS),
     }
 
-    def filler() -> str:
-        return rng.choice(stories.FILLERS).format(
-            habit=rng.choice(stories.HABITS),
-            mood=rng.choice(stories.MOODS),
-            place=rng.choice(stories.PLACES),
-        )
-
     return Told(
         stories.OPENING.format_map(bound),
         stories.FACT.format_map(bound),
         stories.QUESTION,
         tuple(f" {friend}" for friend in friends),
+        partial(stories.filler, rng),
+    )
+
+
+def _meetings(rng: Random) -> Told:
+    """Many are met: which name had the one of that kind? For models of scripts/train_long.py.
+
+    The others are told among the fillers, each of another kind and name, every fourth sentence or
+    so until there is no other kind.
+    """
+    kinds = rng.sample(stories.KINDS, len(stories.KINDS))
+    names = rng.sample(stories.FRIENDS, len(stories.FRIENDS))
+    fact, *others = (
+        stories.MET.format(kind=kind, name=name) for kind, name in zip(kinds, names, strict=False)
+    )
+
+    def filler() -> str:
+        return others.pop() if others and rng.random() < OTHERS else stories.filler(rng)
+
+    return Told(
+        stories.filler(rng),
+        fact,
+        stories.ASKED.format(kind=kinds[0]),
+        tuple(f" {name}" for name in names),
         filler,
     )
 
 
-STYLES: dict[str, Callable[[Random], Told]] = {"passkey": _passkey, "story": _story}
+STYLES: dict[str, Callable[[Random], Told]] = {
+    "passkey": _passkey,
+    "story": _story,
+    "meetings": _meetings,
+}
 
 
 def probe(encode: Encode, style: str, *, length: int, depth: float, seed: int) -> Probe:

@@ -22,6 +22,7 @@ from flax import struct
 from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear, or_nan
+from jaxllm.weights.leaves.packed import Packed
 from jaxllm.weights.leaves.wrapped import Wrapped
 
 Over = tuple[str, ...]
@@ -132,7 +133,7 @@ class Shares(Leaf, struct.PyTreeNode):
     @classmethod
     def of(cls, shares: Sequence[Any], axis: int, runs: int, size: int) -> "Shares":
         """Of shares in their order."""
-        even = alike(shares)
+        even = alike(shares, lengths(shares))
         return cls(jax.tree.map(lambda *x: jnp.stack(x), *even), axis, runs, size)
 
     @property
@@ -170,19 +171,24 @@ class Shares(Leaf, struct.PyTreeNode):
         return {"": self.dense()}
 
 
-def alike(shares: Sequence[Any]) -> list[Any]:
-    """Shares whose pieces have one shape: where they say how long lists are, the longest's."""
-    structures = {jax.tree.structure(x) for x in shares}
-    if len(structures) > 1:  # of packed weights
-        widest = max(x.widest for x in shares)
-        shares = [x.replace(widest=widest) for x in shares]
+def lengths(shares: Sequence[Any]) -> list[int]:
+    """The most that any of the shares has: of a packed weight in a row, then of each piece."""
+    widest = max(x.widest if isinstance(x, Packed) else 0 for x in shares)
+    pieces = zip(*map(jax.tree.leaves, shares), strict=True)
+    return [widest, *(max(len(x) if x.ndim else 0 for x in some) for some in pieces)]
 
-    def same(*pieces: jax.Array) -> list[jax.Array]:
-        longest = max(piece.shape for piece in pieces)
-        if all(piece.shape == longest for piece in pieces):
-            return [*pieces]
-        return [jnp.pad(x, [(0, longest[0] - x.shape[0])]) for x in pieces]  # lists
 
-    columns = [same(*pieces) for pieces in zip(*map(jax.tree.leaves, shares), strict=True)]
+def alike(shares: Sequence[Any], longest: Sequence[int]) -> list[Any]:
+    """Shares whose pieces have one shape: lists as long as the `lengths` of all shares say."""
+    widest, *rows = longest
+    shares = [x.replace(widest=widest) if isinstance(x, Packed) else x for x in shares]
+
+    def same(length: int, pieces: Sequence[jax.Array]) -> list[jax.Array]:
+        missing = [length - len(x) if x.ndim else 0 for x in pieces]
+        padded = zip(pieces, missing, strict=True)
+        return [jnp.pad(x, [(0, more)]) if more else x for x, more in padded]  # lists
+
+    each = zip(*map(jax.tree.leaves, shares), strict=True)
+    columns = [same(*of) for of in zip(rows, each, strict=True)]
     structure = jax.tree.structure(shares[0])
     return [jax.tree.unflatten(structure, mine) for mine in zip(*columns, strict=True)]

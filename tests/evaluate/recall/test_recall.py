@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.evaluate.recall import reading
 from jaxllm.evaluate.recall.grid import POLICIES, default_extension, recall
 from jaxllm.evaluate.recall.reading import answer, read
-from jaxllm.evaluate.recall.stories import FRIENDS
+from jaxllm.evaluate.recall.stories import FRIENDS, KINDS
 from jaxllm.evaluate.recall.texts import STYLES, probe
 from jaxllm.models import build
 from tests.conftest import Run
@@ -51,12 +52,27 @@ def test_a_text_is_its_seeds_and_only_the_facts_place_differs(style: str) -> Non
     for p in made:
         text = plain(p.tokens)
         assert 850 < len(text) <= 1000 and p.answers == made[0].answers
-        assert all(a.strip() not in text for a in answers if a != right)
+        others = [a.strip() for a in answers if a != right]
+        assert all(other not in text for other in others) or style == "meetings"
         where.append(text.index(right))
         assert sorted(text) == sorted(plain(made[0].tokens))
     assert where[0] < where[1] < where[2]
     assert abs(where[1] / 1000 - 0.5) < 0.15
     assert len(set(answers)) == len(answers) == (10 if style == "passkey" else len(FRIENDS))
+
+
+def test_each_kind_is_met_once_and_has_a_name_of_its_own() -> None:
+    """What was met is read out of the text, and says what the right answer is."""
+    for seed in range(6):
+        made = probe(words, "meetings", length=2000, depth=0.3, seed=seed)
+        text = plain(made.tokens)
+        met = re.findall(r"By the road stood the (\w+) (\w+)\.", text)
+        assert len(met) == len(KINDS) == len({kind for kind, _ in met})
+        assert len({name for _, name in met}) == len(met)
+        (asked,) = re.findall(r"Who came back\? It was the (\w+)$", text)
+        answers = [plain(ids) for ids in made.answers]
+        assert answers[made.right] == f" {dict(met)[asked]}"
+        assert sorted(answers) == sorted(f" {name}" for name in FRIENDS)
 
 
 def test_the_right_answer_is_anywhere_among_them() -> None:
@@ -69,7 +85,7 @@ def test_texts_that_cannot_be_are_refused() -> None:
         probe(words, "story", length=20, depth=0, seed=0)
     with pytest.raises(ConfigError, match="a depth must be from 0"):
         probe(words, "story", length=500, depth=1.5, seed=0)
-    with pytest.raises(ConfigError, match="texts must be one of passkey, story"):
+    with pytest.raises(ConfigError, match="texts must be one of passkey, story, meetings"):
         probe(words, "poem", length=500, depth=1, seed=0)
 
 
@@ -165,6 +181,23 @@ def test_what_a_model_cannot_is_refused_by_name() -> None:
     with pytest.raises(CapacityError, match=r"gpt2 has positions for 97: .* \(slide\)"):
         recall(model, params, words, **asked)
     assert isinstance(POLICIES["heavy"], HeavyHitters) and isinstance(POLICIES["pooled"], Pooled)
+
+
+def test_a_memory_answers_the_same_from_a_cache_of_two_segments() -> None:
+    """Of texts of unequal length; where there are no segments or no room for one, it is refused."""
+    kind = {"kind": "infini", "segment_length": 16}
+    model, params = random_model("llama", num_hidden_layers=2, vocab_size=256, attention=kind)
+    asked: dict[str, Any] = {"style": "meetings", "depths": (0, 1), "tries": 3}
+    full = recall(model, params, words, lengths=(250,), **asked)
+    kept = recall(model, params, words, lengths=(250,), policies=("segments",), slots=32, **asked)
+    for a, b in zip(full, kept, strict=True):
+        assert (a.right, a.greedy) == (b.right, b.greedy)
+        assert a.logprob == pytest.approx(b.logprob, rel=1e-4)
+    named: dict[str, Any] = {**asked, "lengths": (250,), "policies": ("segments",)}
+    with pytest.raises(CapacityError, match="a cache of 16 slots is full within a segment"):
+        recall(model, params, words, slots=16, **named)
+    with pytest.raises(ConfigError, match="this llama has no segments"):
+        recall(*random_model("llama"), words, slots=32, **named)
 
 
 def test_self_extend_is_another_model_and_has_its_reach() -> None:
