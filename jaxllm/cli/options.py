@@ -172,8 +172,8 @@ def load_model(
 
     adapters: directories beside it, each after its name and "=" where it is given one.
     self_extend: "G,W", as `group_and_window` reads it. mesh, exact, fsdp: as `load` takes
-    them. reuse_compiled: look first for programs that an earlier process compiled. show_progress: by
-    default where stderr is a terminal.
+    them. reuse_compiled: look first for programs that an earlier process compiled. show_progress:
+    by default where stderr is a terminal.
     """
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
