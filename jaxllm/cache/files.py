@@ -156,7 +156,9 @@ def load_cache(
     )
     if prefix is not None:
         _check_prefix(cache, list(prefix), str(path))
-    return put(cache, model.place if isinstance(model, Placed) else None)
+    if isinstance(model, Placed):
+        return put(cache.replace(writer=model.writer), model.place)
+    return cache
 
 
 def _identity(model: nn.Module, params: Params) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class KVCache(struct.PyTreeNode):
     copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread,
     but for what `unread` can: else `rewind` is refused, as `patch` is, and what `keep` does to
     tokens leaves it as it is.
+
+    writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`).
     """
 
     config: ModelConfig = struct.field(pytree_node=False)
@@ -77,6 +79,7 @@ class KVCache(struct.PyTreeNode):
     cursor: jax.Array
     next_position_B: jax.Array
     memory: tuple[Any, ...] = ()
+    writer: Any = struct.field(pytree_node=False, default=None)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -237,6 +240,7 @@ def _empty_cache(
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
+        writer=None if spread is None else spread.writer,
     )
     return where_placed(cache, spread)
 
@@ -313,7 +317,8 @@ def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] 
     """`commit` without its checks, for use inside compiled programs; after: see `at_cursor`."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    written = at_cursor(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
+    write = cache.writer or at_cursor
+    written = write(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
     return cache.replace(
         tail=written,
         cursor=cache.cursor + columns,

@@ -7,7 +7,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,16 +18,19 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.fsdp import Divided, over_data, scattered
+from jaxllm.mesh.joined import joined
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
-from jaxllm.mesh.rules import EXPERTS, HEADS, Split, fitted, share_of, split_of
-from jaxllm.models.layers import Trace
+from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, Split, fitted, share_of, split_of
+from jaxllm.mesh.sequence import megatron
+from jaxllm.mesh.sequence.ways import check, way_of
+from jaxllm.mesh.sequence.writing import SplitSlots
+from jaxllm.models.layers import Across, Attend, Trace
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.owned import Owned
-from jaxllm.weights.leaves.parted import Gathered, Partial, Shares, Spread, Vocabulary
+from jaxllm.weights.leaves.parted import Everywhere, Gathered, Partial, Spread, Vocabulary
 from jaxllm.weights.linear import ROUNDED
 from jaxllm.weights.paths import InRounds, Params, Placed, flatten, map_leaves
 from jaxllm.weights.precision import Precision
@@ -72,8 +74,10 @@ class Meshed(nn.Module, Placed, InRounds):
     ) -> Trace:
         """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
         params, inner = variables["params"], module_of(self)
-        batch = token_BT.shape[0]
-        rows = self.rows_over(batch)
+        batch, columns = token_BT.shape
+        rows, way = self.rows_over(batch), way_of(self.axes, columns)
+        way.check(attention_mass)
+        stream = megatron.takes(self.axes, HEADS, way.here)
         named = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -81,18 +85,30 @@ class Meshed(nn.Module, Placed, InRounds):
             "column_B": column_B,
             **given,
         }
-        by_row = jax.tree.map(self._by_all, named)
+        by_row = way.laid_out(jax.tree.map(self._by_all, named))
+        whole = [specs.slot_axis(self.axes, s.position_BS.shape[1]) is None for s in segments]
+        past = jnp.any(jnp.array([(s.position_BS >= 0).any() for s in segments]))
 
         placed = self.parameter_specs(params, rows)
         where = dict(flatten(placed))
 
-        def run(params: Params, by_row: Any, segments: Any, memory: Any) -> Any:
+        def run(params: Params, by_row: Any, segments: Any, memory: Any, past: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            own = map_leaves(lambda path, x: self.local(rows, where[path], path, x), params)
-            mine = {"params": own}
-            trace: Any = inner.apply(
-                mine, segments=segments, attention_mass=attention_mass, **by_row, **more
+
+            def mine(path: str, leaf: Any) -> Any:
+                return self.local(rows, where[path], path, leaf, stream=stream)
+
+            own = {"params": map_leaves(mine, params)}
+            bare = partial(
+                inner.apply, own, segments=segments, attention_mass=attention_mass, **more
             )
+
+            def apply(attend: Attend | None = None, **by_row: Any) -> Any:
+                if stream:
+                    return megatron.run(bare, HEADS, attend, by_row)
+                return bare(across=Across(attend), **by_row)
+
+            trace = way.run(apply, by_row, whole, past)
             return _summed(trace) if attention_mass is True else trace
 
         spread = jax.shard_map(
@@ -100,12 +116,19 @@ class Meshed(nn.Module, Placed, InRounds):
             mesh=mesh_of(self.axes),
             in_specs=(
                 placed,
-                P(rows),
-                tuple(specs.of_segment(segment, batch, rows) for segment in segments),
+                {name: P(rows, *specs.columns(name, way.axis)) for name in by_row},
+                tuple(specs.of_segment(segment, batch, rows, self.axes) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
+                P(),
             ),
             out_specs=specs.of_trace(
-                self.config, rows, self.kept()[0], by_head=attention_mass == "heads"
+                self.config,
+                rows,
+                self.axes,
+                way.axis,
+                layers=self.kept()[0],
+                picked=column_B is not None,
+                by_head=attention_mass == "heads",
             ),
             # The model's loops begin with constants, which would have to be said to vary. Without
             # that, derivatives are those of the sum over devices of what each gives, of which each
@@ -113,7 +136,7 @@ class Meshed(nn.Module, Placed, InRounds):
             # sum of their parts, an output that they share a part each. No leaf has its own.
             check_vma=False,
         )
-        trace: Trace = spread(params, by_row, segments, memory)
+        trace: Trace = way.cut(spread(params, by_row, segments, memory, past), column_B is not None)
         seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
         layers = tuple(layer._replace(x=self._by_all(layer.x)) for layer in trace.layers)
         trace = trace.replace(layers=layers, **seen)
@@ -171,22 +194,7 @@ class Meshed(nn.Module, Placed, InRounds):
     def whole(self, params: Params) -> Params:
         """Parameters as a model of one device has them, on the host, but for quantized `Shares`."""
 
-        def join(x: Any) -> Any:
-            blocks = not isinstance(x, Shares) or isinstance(x.parts, Leaf)
-            return x if blocks else x.dense()
-
-        def of(number: int | None, _: str, leaf: Any) -> Any:
-            mine = leaf if number is None else jax.tree.map(lambda x: x[number], leaf)
-            mine = jax.tree.map(join, mine, is_leaf=lambda x: isinstance(x, Shares))
-            return jax.tree.map(np.asarray, mine)
-
-        found: Params = {}
-        for name, value in params.items():
-            names = self.names(name)
-            for i, each in enumerate(names):
-                number = i if len(names) > 1 else None
-                found[each] = map_leaves(partial(of, number), {"": value})[""]
-        return found
+        return joined(params, self.names)
 
     @nn.nowrap
     def beside(self, params: Params) -> Params:
@@ -196,6 +204,11 @@ class Meshed(nn.Module, Placed, InRounds):
                 " are trained"
             )
         for path, leaf in flatten(params):
+            if isinstance(leaf, Adapted) and leaf.dropout and self.axes.sequence > 1:
+                raise ConfigError(
+                    "dropout is drawn for rows of whole texts, and sequence divides them: leave it"
+                    " out, or use a mesh with sequence=1"
+                )
             parts = self.axes.over(split_of(self.config, self.exact, path).over)
             dora = isinstance(leaf, Adapted) and leaf.magnitude is not None
             if dora and leaf.site == "rows" and parts > 1:
@@ -242,7 +255,13 @@ class Meshed(nn.Module, Placed, InRounds):
     @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:
         rows = self.rows_over(array.shape[0]) if array.ndim else None
-        return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array.ndim, rows))
+        return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array, rows, self.axes))
+
+    @property
+    def writer(self) -> SplitSlots | None:  # type: ignore[override]
+        if self.axes.sequence == 1 or self.axes.exchange:
+            return None
+        return SplitSlots(self.axes, ("data",), GROUPS)
 
     @nn.nowrap
     def rows_over(self, batch: int) -> specs.Rows:
@@ -263,30 +282,37 @@ class Meshed(nn.Module, Placed, InRounds):
         return self.axes.stage > 1 and path.startswith(f"{layers}.")
 
     @nn.nowrap
-    def local(self, rows: specs.Rows, spec: Any, path: str, leaf: Any) -> Any:
-        """What the module inside takes for the parameter at `path`."""
+    def local(self, rows: specs.Rows, spec: Any, path: str, leaf: Any, stream: bool = False) -> Any:
+        """What the module inside takes for the parameter at `path`. spec: where its arrays are.
+        stream: whether that of tokens is split.
+        """
         split = split_of(self.config, self.exact, path)
-        mine = self._share(rows, split, spec, path, leaf)
+        mine = self._share(rows, split, spec, path, leaf, stream)
         if not split.stack or self.axes.expert == 1:
             return mine
         return Owned(mine, EXPERTS, apart=rows is not None and EXPERTS in rows)
 
     @nn.nowrap
-    def _share(self, rows: specs.Rows, split: Split, spec: Any, path: str, leaf: Any) -> Any:
+    def _share(
+        self, rows: specs.Rows, split: Split, spec: Any, path: str, leaf: Any, stream: bool
+    ) -> Any:
         parts = self.axes.over(split.over)
         if self._staged(path):
             leaf = jax.tree.map(lambda x: x[0], leaf)
             spec = jax.tree.map(lambda s: P(*s[1:]), spec, is_leaf=lambda s: isinstance(s, P))
         mine = scattered(leaf, spec, self.axes)
         mine = _apart(mine, (rows or (), split.over if split.kind == "row" and parts > 1 else ()))
+        positions = models.family(self.config.model_type).positions
+        if stream and path == f"{positions}.weight":
+            return Everywhere(mine, HEADS)
         if parts == 1:
             return mine
         if split.kind == "row":
-            return Partial(mine, split.over)
+            return Partial(mine, split.over, stream)
         if split.kind == "gathered":
             return Gathered(mine, split.over, parts)
         if split.kind == "vocabulary":
-            return Vocabulary(mine, split.over, self.config.vocab_size)
+            return Vocabulary(mine, split.over, self.config.vocab_size, stream)
         return Spread(mine, split.over, self.exact) if split.kind == "norm" else mine
 
 
@@ -305,9 +331,16 @@ def meshed(
     Raises ConfigError where it does not divide, or devices are missing.
     """
     axes = fitted(axes, config)
+    check(share_of(config, axes), axes, exact)
+    megatron.check(config, axes, exact)
     mesh_of(axes)
-    if several() and axes.stage * axes.expert > 1:
+    if several() and axes.stage * axes.expert * axes.sequence > 1:
         raise ConfigError(f"mesh {axes}: over several processes data and tensor alone are divided")
+    if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
+        raise ConfigError(
+            f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"
+            " experts: leave out one of them"
+        )
     if not exact:
         check_rounding(config, precision, axes)
     course = Stages(axes.stage, chunks, microbatches)

@@ -25,7 +25,13 @@ Place = Callable[[str, jax.Array], Any]
 
 
 class Placed:
-    """A model that says where the arrays of its caches are to be."""
+    """A model that says where the arrays of its caches are to be.
+
+    writer: what writes new entries into a cache's tail, as `cache.write.at_cursor` does, where that
+    would not do; compared by value.
+    """
+
+    writer: Callable[..., Any] | None = None
 
     def place(self, path: str, array: Any) -> jax.sharding.Sharding:
         """Of the one at `path`, whose shape `array` has."""

@@ -98,6 +98,8 @@ EXPERTS = {"mixtral": {"num_local_experts": 4}}
         pytest.param("gemma2", "data=2,tensor=2", True, marks=FULL),
         pytest.param("phi3", "data=4,tensor=2", False, marks=FULL),
         pytest.param("qwen2", "stage=2,tensor=4", False, marks=FULL),
+        pytest.param("llama", "data=2,sequence=2,tensor=2", True, marks=FULL),
+        pytest.param("gpt2", "data=2,tensor=4:tokens", True, marks=FULL),
         pytest.param("gpt_neox", "data=2,tensor=2", True, marks=FULL),
         pytest.param("gpt2", CUBE, False, marks=FULL),
     ],

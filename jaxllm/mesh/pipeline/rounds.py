@@ -95,7 +95,7 @@ def tick(
 
     placed = model.parameter_specs(params, rows)
     where = dict(flatten(placed))
-    in_segments = tuple(specs.of_segment(segment, batch, rows) for segment in segments)
+    in_segments = tuple(specs.of_segment(segment, batch, rows, model.axes) for segment in segments)
     spread = jax.shard_map(
         run,
         mesh=mesh_of(model.axes),

@@ -17,7 +17,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Layer, Trace
 from jaxllm.ops.entries import Entries
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.leaves.parted import alike
+from jaxllm.weights.leaves.parted import alike, lengths
 from jaxllm.weights.paths import Params
 
 AXIS = "stage"
@@ -123,7 +123,7 @@ def _joined(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
         return side_by_side([x[None] for x in arrays], mesh, AXIS, 0)
 
     try:
-        same = alike(leaves)
+        same = alike(leaves, lengths(leaves))
         return jax.tree.map(join, *same)
     except (ValueError, AttributeError):
         forms = [getattr(x, "format", str(getattr(x, "dtype", "?"))) for x in leaves]

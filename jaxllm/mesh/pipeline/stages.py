@@ -130,7 +130,7 @@ def layers_of(config: ModelConfig, stages: int, chunks: int = 1) -> list[list[in
     within = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
     if count % parts:
         raise ConfigError(f"num_hidden_layers {count} does not divide into {within}")
-    if any(config.memory(i) is not None for i in range(count)):
+    if stages > 1 and any(config.memory(i) is not None for i in range(count)):
         raise ConfigError(
             "layers of this model keep a memory, which goes from segment to segment and not from"
             " stage to stage: use a mesh with stage=1"
