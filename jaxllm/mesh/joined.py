@@ -19,18 +19,25 @@ def joined(params: Params, names: Callable[[str], tuple[str, ...]]) -> Params:
     """
     found: Params = {}
     for name, value in params.items():
-        each = names(name)
+        each, here = names(name), map_leaves(_on_host, {"": value})
         for i, own in enumerate(each):
-            number = i if len(each) > 1 else None
-            found[own] = map_leaves(partial(_whole, number), {"": value})[""]
+            stage = i if len(each) > 1 else None
+            found[own] = map_leaves(partial(_whole, stage), here)[""]
     return found
+
+
+def _on_host(_: str, leaf: Any) -> Any:
+    return jax.tree.map(np.asarray, leaf)
 
 
 def _whole(stage: int | None, _: str, leaf: Any) -> Any:
     mine = leaf if stage is None else jax.tree.map(lambda x: x[stage], leaf)
-    mine = jax.tree.map(_of_shares, mine, is_leaf=lambda x: isinstance(x, Shares))
-    return jax.tree.map(np.asarray, mine)
+    return jax.tree.map(_of_shares, mine, is_leaf=lambda x: isinstance(x, Shares))
 
 
 def _of_shares(x: Any) -> Any:
-    return x.dense() if isinstance(x, Shares) and not isinstance(x.parts, Leaf) else x
+    """Joined by the host, bit for bit: what devices join they may add up, and -0 is then 0."""
+    if not isinstance(x, Shares) or isinstance(x.parts, Leaf):
+        return x
+    rows = x.parts.reshape(-1, *x.parts.shape[2:])
+    return rows[x.places(rows.ndim)]

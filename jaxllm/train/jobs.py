@@ -137,11 +137,9 @@ def run(
     """
     model = job.model.clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
-    # A state that is kept is of one form, whatever mesh it was made on.
-    plain = setup._replace(model=model.plain()) if isinstance(model, Placed) else setup
     data, held_out = job.data or data, job.held_out or held_out
     digests = [None if some is None else some.digest for some in (data, held_out)]
-    facts = (plain, plan, job.rules, job.prepare, digests)
+    facts = (plain(setup), plan, job.rules, job.prepare, digests)
     journal = Journal()
     if directory is not None:
         journal = journal_of(whole(model, job.params), job.given, facts, directory)
@@ -166,6 +164,12 @@ def run(
 def whole(model: nn.Module, params: Params) -> Params:
     """Parameters as a model of one device has them."""
     return model.whole(params) if isinstance(model, Placed) else params
+
+
+def plain(setup: Setup) -> Setup:
+    """A setup as it is on one device: a state that is kept goes on on any mesh."""
+    model = setup.model
+    return setup._replace(model=model.plain()) if isinstance(model, Placed) else setup
 
 
 def forget(directory: Path) -> None:

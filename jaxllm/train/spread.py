@@ -71,15 +71,15 @@ class Form:
             names, array, shares = self.names[path], np.asarray(x), self.shares.get(path)
             parts = np.split(array, len(names)) if len(names) > 1 else [array]
             for name, part in zip(names, parts, strict=True):
-                yield name, part if shares is None else part[_rows(shares, part.ndim)]
+                yield name, part if shares is None else part[shares.places(part.ndim)]
 
     def _spread(self, whole: dict[str, Any], like: Trained) -> Trained:
         def part(path: str, array: np.ndarray) -> np.ndarray:
             if (shares := self.shares.get(path)) is None:
                 return array
-            rows = math.prod(_sizes(shares, array.ndim))
+            rows = math.prod(shares.parts.shape[-1 - array.ndim :][:2])
             found = np.zeros((rows, *array.shape[1:]), array.dtype)  # nothing reads what is beyond
-            found[_rows(shares, array.ndim)] = array
+            found[shares.places(array.ndim)] = array
             return found
 
         def joined(path: str, x: jax.Array) -> jax.Array:
@@ -94,15 +94,3 @@ def _placed(array: Any, like: jax.Array) -> jax.Array:
     where = like.sharding if isinstance(like.sharding, NamedSharding) else None
     found: jax.Array = jax.device_put(np.asarray(array, like.dtype), where)
     return found
-
-
-def _rows(shares: Shares, ndim: int) -> np.ndarray:
-    """Of each row of a whole array of so many axes, its place among the rows of all shares."""
-    count, each = _sizes(shares, ndim)
-    number = np.arange(count * each).reshape(count, shares.runs, -1)
-    return number.swapaxes(0, 1).reshape(-1)[: shares.size_along]
-
-
-def _sizes(shares: Shares, ndim: int) -> tuple[int, int]:
-    """How many shares there are, and how many rows each has."""
-    return shares.parts.shape[-1 - ndim], shares.parts.shape[-ndim]

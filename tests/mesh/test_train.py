@@ -18,8 +18,9 @@ from jaxllm.mesh import Meshed, meshed
 from jaxllm.mesh.axes import parse
 from jaxllm.mesh.counts import counts
 from jaxllm.mesh.placing import per_device
-from jaxllm.train import loop
+from jaxllm.train import jobs, loop
 from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, Run, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
@@ -197,6 +198,16 @@ def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert mine.norm == pytest.approx(theirs.norm, rel=1e-4)
     assert_alike(learned(many, found), learned(model, expected))
+
+
+def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
+    found = set()
+    for mesh, fsdp in ((None, False), ("data=2,tensor=2", True), (CUBE, False)):
+        lm = jaxllm.load("demo:gpt2", dtype="float32", mesh=mesh, fsdp=fsdp)
+        job, setup = jobs.full(lm), Setup(lm.model, NextToken(), Optimizer(steps=1))
+        plain = jobs.plain(setup)
+        found.add(journal_of(jobs.whole(lm.model, job.params), None, (plain,), tmp_path).digest)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
