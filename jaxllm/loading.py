@@ -30,6 +30,7 @@ def load(
     place: Place | None = None,
     mesh: str | Axes | None = None,
     exact: bool = False,
+    fsdp: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
@@ -46,8 +47,9 @@ def load(
     own; the first is taken where none is named. place: told an array's path and the array, says its
     device or its sharding, None for the default. mesh: the devices that the model is spread over,
     as "data=2,tensor=4" (`jaxllm.mesh`), in place of `place`; each has its own share, and no more.
-    exact: there, the bits of one device, for twice as much that is sent. show_progress: by default
-    where stderr is a terminal.
+    exact: there, the bits of one device, for twice as much that is sent. fsdp: there, devices of
+    `data` have parts of each matrix, too, which are gathered in use: for training. show_progress:
+    by default where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
@@ -59,6 +61,7 @@ def load(
         place=place,
         mesh=mesh,
         exact=exact,
+        fsdp=fsdp,
         show_progress=show_progress,
     )
 
@@ -72,6 +75,7 @@ def load_opened(
     place: Place | None = None,
     mesh: str | Axes | None = None,
     exact: bool = False,
+    fsdp: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """`load` of a checkpoint that has been opened."""
@@ -84,7 +88,7 @@ def load_opened(
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
     distributed.agree(_identity(opened, precision, quantize, mesh, exact))
-    model, into = placed(opened.config, precision, place, mesh, exact)
+    model, into = placed(opened.config, precision, place, mesh, exact, fsdp)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
         reading = beside.submit(read_texts, opened)
         params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)

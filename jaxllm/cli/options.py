@@ -164,15 +164,16 @@ def load_model(
     self_extend: str | None = None,
     mesh: str | None = None,
     exact: bool = False,
+    fsdp: bool = False,
     reuse_compiled: bool = True,
     show_progress: bool | None = None,
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
     adapters: directories beside it, each after its name and "=" where it is given one.
-    self_extend: "G,W", as `group_and_window` reads it. mesh, exact: as `load` takes them.
-    reuse_compiled: look first for programs that an earlier process compiled. show_progress: by
-    default where stderr is a terminal.
+    self_extend: "G,W", as `group_and_window` reads it. mesh, exact, fsdp: as `load` takes
+    them. reuse_compiled: look first for programs that an earlier process compiled. show_progress:
+    by default where stderr is a terminal.
     """
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
@@ -201,6 +202,7 @@ def load_model(
         adapters=_adapters(adapters or []),
         mesh=mesh,
         exact=exact,
+        fsdp=fsdp,
         show_progress=show_progress,
     )
     if self_extend is None:

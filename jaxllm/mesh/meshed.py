@@ -18,6 +18,8 @@ from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.fsdp import Divided, over_data, scattered
+from jaxllm.mesh.joined import joined
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
@@ -27,10 +29,11 @@ from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import check, way_of
 from jaxllm.mesh.sequence.writing import SplitSlots
 from jaxllm.models.layers import Across, Attend, Trace
+from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.owned import Owned
-from jaxllm.weights.leaves.parted import Everywhere, Gathered, Partial, Shares, Spread, Vocabulary
+from jaxllm.weights.leaves.parted import Everywhere, Gathered, Partial, Spread, Vocabulary
 from jaxllm.weights.linear import ROUNDED
-from jaxllm.weights.paths import InRounds, Params, Placed, map_leaves
+from jaxllm.weights.paths import InRounds, Params, Placed, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 
 ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
@@ -44,7 +47,8 @@ class Meshed(nn.Module, Placed, InRounds):
     a batch are split over `data` and `expert` where they divide, or over `data` alone; otherwise
     each of its devices runs all of them.
     exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
-    Made by `meshed`, which checks.
+    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). Made by `meshed`, which
+    checks.
     """
 
     config: ModelConfig
@@ -52,6 +56,7 @@ class Meshed(nn.Module, Placed, InRounds):
     axes: Axes
     exact: bool = False
     course: Stages = Stages(1)
+    fsdp: bool = False
     remat: bool = False
 
     @nn.nowrap
@@ -85,12 +90,18 @@ class Meshed(nn.Module, Placed, InRounds):
         whole = [specs.slot_axis(self.axes, s.position_BS.shape[1]) is None for s in segments]
         past = jnp.any(jnp.array([(s.position_BS >= 0).any() for s in segments]))
 
+        placed = self.parameter_specs(params, rows)
+        where = dict(flatten(placed))
+
         def run(params: Params, by_row: Any, segments: Any, memory: Any, past: Any) -> Any:
             more = {"memory": memory} if memory else {}
-            local = partial(self.local, rows, stream=stream)
-            mine = {"params": map_leaves(local, params)}
+
+            def mine(path: str, leaf: Any) -> Any:
+                return self.local(rows, where[path], path, leaf, stream=stream)
+
+            own = {"params": map_leaves(mine, params)}
             bare = partial(
-                inner.apply, mine, segments=segments, attention_mass=attention_mass, **more
+                inner.apply, own, segments=segments, attention_mass=attention_mass, **more
             )
 
             def apply(attend: Attend | None = None, **by_row: Any) -> Any:
@@ -105,7 +116,7 @@ class Meshed(nn.Module, Placed, InRounds):
             run,
             mesh=mesh_of(self.axes),
             in_specs=(
-                self.parameter_specs(params, rows),
+                placed,
                 {name: P(rows, *specs.columns(name, way.axis)) for name in by_row},
                 tuple(specs.of_segment(segment, batch, rows, self.axes) for segment in segments),
                 specs.of_memory(self.config, rows) if memory else (),
@@ -120,7 +131,10 @@ class Meshed(nn.Module, Placed, InRounds):
                 picked=column_B is not None,
                 by_head=attention_mass == "heads",
             ),
-            # The model's loops begin with constants, which would have to be said to vary.
+            # The model's loops begin with constants, which would have to be said to vary. Without
+            # that, derivatives are those of the sum over devices of what each gives, of which each
+            # has its part: `psum` is its own transpose, an input that devices share is given the
+            # sum of their parts, an output that they share a part each. No leaf has its own.
             check_vma=False,
         )
         trace: Trace = way.cut(spread(params, by_row, segments, memory, past), column_B is not None)
@@ -169,9 +183,60 @@ class Meshed(nn.Module, Placed, InRounds):
         return reader.finished(map_leaves(reader.leaf, params))
 
     @nn.nowrap
+    def names(self, path: str) -> tuple[str, ...]:
+        """The paths of what stands side by side in the parameter at `path`, one for each stage."""
+        if not self._staged(path):
+            return (path,)
+        layers = models.family(self.config.model_type).layers
+        place, dot, rest = path.removeprefix(f"{layers}.").partition(".")
+        return tuple(f"{layers}.{row[int(place)]}{dot}{rest}" for row in self.table)
+
+    @nn.nowrap
+    def whole(self, params: Params) -> Params:
+        """Parameters as a model of one device has them, on the host, but for quantized `Shares`."""
+
+        return joined(params, self.names)
+
+    @nn.nowrap
+    def beside(self, params: Params) -> Params:
+        if self.axes.stage > 1:
+            raise ConfigError(
+                "an adapter is trained on a mesh with stage=1: stages are of models whose weights"
+                " are trained"
+            )
+        for path, leaf in flatten(params):
+            if isinstance(leaf, Adapted) and leaf.dropout and self.axes.sequence > 1:
+                raise ConfigError(
+                    "dropout is drawn for rows of whole texts, and sequence divides them: leave it"
+                    " out, or use a mesh with sequence=1"
+                )
+            parts = self.axes.over(split_of(self.config, self.exact, path).over)
+            dora = isinstance(leaf, Adapted) and leaf.magnitude is not None
+            if dora and leaf.site == "rows" and parts > 1:
+                raise ConfigError(
+                    f"{path}: lengths of the columns of a table whose rows are divided are not"
+                    " trained: leave it out of DoRA's targets, or use a mesh with tensor=1"
+                )
+        return map_leaves(self.reader().beside, params)
+
+    @nn.nowrap
+    def check_rows(self, rows: int) -> None:
+        fitted(self.axes, self.config)  # a training may have changed what experts take
+        if rows % self.axes.data:
+            raise ConfigError(
+                f"a batch of {rows} rows does not divide over data={self.axes.data}: train on"
+                " batches of a multiple of it, or with another mesh"
+            )
+
+    @nn.nowrap
+    def plain(self) -> nn.Module:
+        return models.build(self.config, self.precision).clone(remat=self.remat)
+
+    @nn.nowrap
     def reader(self) -> Shared:
         """Where parameters go as they are read."""
-        return Shared(self.config, self.axes, self.exact, self.table)
+        kind = Divided if self.fsdp else Shared
+        return kind(self.config, self.axes, self.exact, self.table)
 
     @nn.nowrap
     def parameter_specs(self, params: Params, rows: specs.Rows) -> Params:
@@ -181,7 +246,8 @@ class Meshed(nn.Module, Placed, InRounds):
             split = split_of(self.config, self.exact, path)
 
             def of(leaf: Any) -> Any:
-                return specs.of_parameter(path, leaf, split, self.axes, rows)
+                found = specs.of_parameter(path, leaf, split, self.axes, rows)
+                return over_data(path, leaf, found, self.axes) if self.fsdp else found
 
             return spec_of_stacked(leaf, of) if self._staged(path) else of(leaf)
 
@@ -217,25 +283,26 @@ class Meshed(nn.Module, Placed, InRounds):
         return self.axes.stage > 1 and path.startswith(f"{layers}.")
 
     @nn.nowrap
-    def local(self, rows: specs.Rows, path: str, leaf: Any, stream: bool = False) -> Any:
-        """What the module inside takes for the parameter at `path`. stream: whether that of tokens
-        is split.
+    def local(self, rows: specs.Rows, spec: Any, path: str, leaf: Any, stream: bool = False) -> Any:
+        """What the module inside takes for the parameter at `path`. spec: where its arrays are.
+        stream: whether that of tokens is split.
         """
         split = split_of(self.config, self.exact, path)
-        mine = self._share(split, path, leaf, stream)
+        mine = self._share(rows, split, spec, path, leaf, stream)
         if not split.stack or self.axes.expert == 1:
             return mine
         return Owned(mine, EXPERTS, apart=rows is not None and EXPERTS in rows)
 
     @nn.nowrap
-    def _share(self, split: Split, path: str, leaf: Any, stream: bool) -> Any:
+    def _share(
+        self, rows: specs.Rows, split: Split, spec: Any, path: str, leaf: Any, stream: bool
+    ) -> Any:
         parts = self.axes.over(split.over)
-        leaf = jax.tree.map(lambda x: x[0], leaf) if self._staged(path) else leaf
-        mine = jax.tree.map(
-            lambda x: x.share() if isinstance(x, Shares) else x,
-            leaf,
-            is_leaf=lambda x: isinstance(x, Shares),
-        )
+        if self._staged(path):
+            leaf = jax.tree.map(lambda x: x[0], leaf)
+            spec = jax.tree.map(lambda s: P(*s[1:]), spec, is_leaf=lambda s: isinstance(s, P))
+        mine = scattered(leaf, spec, self.axes)
+        mine = _apart(mine, (rows or (), split.over if split.kind == "row" and parts > 1 else ()))
         positions = models.family(self.config.model_type).positions
         if stream and path == f"{positions}.weight":
             return Everywhere(mine, HEADS)
@@ -258,8 +325,9 @@ def meshed(
     exact: bool = False,
     chunks: int = 1,
     microbatches: int | None = None,
+    fsdp: bool = False,
 ) -> Meshed:
-    """A model on a mesh. chunks, microbatches: see `pipeline.stages.Stages`.
+    """A model on a mesh. chunks, microbatches: see `pipeline.stages.Stages`. fsdp: see `mesh.fsdp`.
 
     Raises ConfigError where it does not divide, or devices are missing.
     """
@@ -278,7 +346,9 @@ def meshed(
         check_rounding(config, precision, axes)
     course = Stages(axes.stage, chunks, microbatches)
     check_stages(config, precision, course)
-    return Meshed(config=config, precision=precision, axes=axes, exact=exact, course=course)
+    return Meshed(
+        config=config, precision=precision, axes=axes, exact=exact, course=course, fsdp=fsdp
+    )
 
 
 def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> None:
@@ -306,6 +376,13 @@ def module_of(model: Meshed) -> nn.Module:
     if model.axes.stage > 1:
         inner = inner.clone(course=model.course)
     return inner.clone(remat=True) if model.remat else inner
+
+
+def _apart(leaf: Any, apart: tuple[tuple[str, ...], tuple[str, ...]]) -> Any:
+    """An adapted weight that is told over which axes devices have rows and columns of their own."""
+    if not isinstance(leaf, Adapted):
+        return leaf
+    return leaf.replace(apart=apart, weight=_apart(leaf.weight, apart))
 
 
 def _summed(trace: Any) -> Any:

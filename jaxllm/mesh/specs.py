@@ -21,6 +21,7 @@ from jaxllm.models.layers import Attended, Layer, Trace
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
+from jaxllm.weights.leaves.wrapped import Wrapped
 
 Rows = tuple[str, ...] | None
 KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
@@ -41,6 +42,9 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         key = None if leaf.key is None else P()
         inner = of_parameter(path, leaf.weight, split, axes, rows)
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
+    if isinstance(leaf, Wrapped) and leaf.nests:
+        nested: Any = leaf
+        return nested.replace(weight=of_parameter(path, nested.weight, split, axes, rows))
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
         stack = (EXPERTS,) if split.stack else ()

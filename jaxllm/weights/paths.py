@@ -37,6 +37,29 @@ class Placed:
         """Of the one at `path`, whose shape `array` has."""
         raise NotImplementedError
 
+    def names(self, path: str) -> tuple[str, ...]:
+        """The paths, in a model of one device, of what the parameter at `path` holds."""
+        raise NotImplementedError
+
+    def whole(self, params: Params) -> Params:
+        """Parameters as a model of one device has them, on the host; quantized ones as they are."""
+        raise NotImplementedError
+
+    def beside(self, params: Params) -> Params:
+        """Parameters beside which something new stands (an adapter), which goes where it is to be.
+
+        Raises ConfigError where it has no place.
+        """
+        raise NotImplementedError
+
+    def check_rows(self, rows: int) -> None:
+        """Raises ConfigError for a batch to be trained on whose rows do not divide."""
+        raise NotImplementedError
+
+    def plain(self) -> Any:
+        """The model of one device."""
+        raise NotImplementedError
+
     def kept(self) -> tuple[int, int]:
         """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
         raise NotImplementedError

@@ -23,16 +23,21 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import mesh_of
+from jaxllm.mesh.fsdp import scattered
 from jaxllm.mesh.meshed import Meshed, module_of
-from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Name, Schedule, needed
+from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
 from jaxllm.mesh.pipeline.stages import AXIS, rows_of
 from jaxllm.mesh.rules import HEADS, split_of
 from jaxllm.models.layers import Scope, Trace, run_blocks
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Shares, Vocabulary
-from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.leaves.parted import Vocabulary
+from jaxllm.weights.leaves.scattered import Scattered
+from jaxllm.weights.paths import Params, flatten, map_leaves
 
 Ints = Any  # int32, of numpy or JAX
+Local = Callable[
+    [str, Any], Any
+]  # of a parameter's path and a device's part, what it multiplies by
 Loss = Callable[[jax.Array, Any], jax.Array]  # of logits [B, T, V] and rows: a sum over them
 
 
@@ -45,7 +50,7 @@ class Passes:
     loss: Loss
 
 
-def passes(model: Meshed, loss: Loss, schedule: Name, microbatches: int) -> Passes:
+def passes(model: Meshed, loss: Loss, schedule: str, microbatches: int) -> Passes:
     """Raises ConfigError for a model without stages, and what `schedule` refuses."""
     if model.axes.stage == 1:
         raise ConfigError(
@@ -170,11 +175,12 @@ def _computed(
         )
     specs = model.parameter_specs(params, over)
     flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    local = partial(_local, model, over, dict(flatten(specs)))
     # Devices that compute the same loss each have a part of it, as transposed sums take it.
     alike = model.axes.devices // (model.axes.stage * (batch // share))
 
     def run(params: Params, rows: Any) -> tuple[jax.Array, list[jax.Array]]:
-        total, gradients = _on_stage(how, moving, 1 / alike, over, params, rows)
+        total, gradients = _on_stage(how, moving, 1 / alike, local, params, rows)
         summed = [
             jax.lax.psum(g, tuple(n for n in model.axes.names if n not in _names(flat[i])))
             for i, g in zip(moving, gradients, strict=True)
@@ -199,7 +205,7 @@ def _names(spec: P) -> set[str]:
 
 
 def _on_stage(
-    how: Passes, moving: tuple[int, ...], seed: float, over: Any, params: Params, rows: Any
+    how: Passes, moving: tuple[int, ...], seed: float, local: Local, params: Params, rows: Any
 ) -> tuple[jax.Array, list[jax.Array]]:
     """What one device computes: its part of the loss, and of the gradient. seed: the loss's own."""
     model, count = how.model, how.schedule.microbatches
@@ -209,7 +215,7 @@ def _on_stage(
     def prepared(*moved: jax.Array) -> Any:
         some = dict(zip(moving, moved, strict=True))
         params = jax.tree.unflatten(form, [some.get(i, x) for i, x in enumerate(arrays)])
-        return map_leaves(lambda path, leaf: _local(model, over, path, leaf), params)
+        return map_leaves(local, params)
 
     still, inner = jax.tree.flatten(prepared(*(arrays[i] for i in moving)))
 
@@ -319,12 +325,13 @@ class _Parts:
         return found
 
 
-def _local(model: Meshed, over: Any, path: str, leaf: Any) -> Any:
+def _local(model: Meshed, over: Any, where: Params, path: str, leaf: Any) -> Any:
     """What the module takes for a parameter, of tables what no other stage need be asked for."""
     split = split_of(model.config, model.exact, path)
     if split.kind != "vocabulary" or model.axes.over(split.over) == 1:
-        return model.local(over, path, leaf)
-    mine = leaf.share() if isinstance(leaf, Shares) else leaf
+        return model.local(over, where[path], path, leaf)
+    mine = scattered(leaf, where[path], model.axes)
+    mine = mine.gathered() if isinstance(mine, Scattered) else mine
     if isinstance(mine, Leaf):
         raise ConfigError(
             f"{path} is {mine.format}: a schedule of microbatches trains beside tables of floats"

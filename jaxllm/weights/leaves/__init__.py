@@ -4,7 +4,7 @@ weights with their columns in another order (`ordered.py`), with a number added 
 (`offset.py`), with inputs rounded on a grid found beforehand (`static.py`), with adapters beside
 them (`adapted.py`; `wrapped.py` is what these share), and two of low rank in place of one
 (`factored.py`). `parted.py`: shares of a weight on several devices, and what they add up to;
-`owned.py`: whole experts on several devices.
+`owned.py`: whole experts on several devices; `scattered.py`: parts that are gathered in use.
 
 `leaf.py` says what a leaf and a format of leaves are; `formats.py`, beside this folder, has a row
 for each. Another kind is a file here and its row there; with native kernels, `Matrix` for them.

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxllm.errors import ConfigError
@@ -204,6 +205,12 @@ class Shares(Leaf, struct.PyTreeNode):
         cut = [jnp.split(x, self.runs, axis=at) for x in each]
         whole = jnp.concatenate([x[run] for run in range(self.runs) for x in cut], axis=at)
         return jax.lax.slice_in_dim(whole, 0, self.size_along, axis=at % whole.ndim)
+
+    def places(self, ndim: int) -> np.ndarray:
+        """Of each row of a whole array of so many axes, its place among the rows of all shares."""
+        count, each = self.parts.shape[-1 - ndim], self.parts.shape[-ndim]
+        number = np.arange(count * each).reshape(count, self.runs, -1)
+        return number.swapaxes(0, 1).reshape(-1)[: self.size_along]
 
     def pieces(self) -> dict[str, jax.Array]:
         if isinstance(self.parts, Leaf):
