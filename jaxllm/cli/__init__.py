@@ -1,7 +1,7 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
 generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
-infini, export; info, bench; verify, vectors, perplexity, recall, sensitivity; train (a command for
+infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a command for
 each kind of training).
 Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
 training (flags of every training), console (what is said, and errors), compiled (programs kept for

@@ -172,6 +172,10 @@ class _Step:
             else:
                 yield self._layer(what, "all-reduce", number, out)
 
+        if not self.exact:  # of a norm over all heads, each token's sum of squares
+            norms = len(family(c.model_type).norms)
+            yield self._layer("norms", "all-reduce", count * norms, each * 4)
+
     def _layer(self, what: str, kind: Kind, number: int, size: int) -> Collective:
         times = self.ticks if self.axes.stage > 1 else 1
         return Collective(what, kind, "tensor", self.tensor, number, size, times)

@@ -29,14 +29,14 @@ CASES = [
     ("llama", "tensor=2", None, False),
     ("gpt2", "data=2,stage=2,tensor=2", None, False),
     ("mixtral", "expert=2,tensor=2", None, False),
-    pytest.param("llama", "tensor=2", "int8", True, marks=FULL),
     pytest.param("gpt2", "data=2,tensor=2", None, False, marks=FULL),
     pytest.param("llama", "data=2,tensor=2:tokens", None, False, marks=FULL),
     pytest.param("mixtral", "data=2,expert=2,tensor=2", None, False, marks=FULL),
-    *(pytest.param(f, m, None, e, marks=FULL) for f in FAMILIES
-      for m in ("tensor=2", "data=2,tensor=4", "tensor=8") for e in (False, True)),
-    *(pytest.param(f, "tensor=2", q, False, marks=FULL) for f in WIDE
-      for q in ("int8", "int4", "nf4", "bf16-packed")),
+    *(pytest.param(f, m, None, False, marks=FULL) for f in FAMILIES
+      for m in ("tensor=2", "data=2,tensor=4", "tensor=8")),
+    *(pytest.param(f, m, None, True, marks=FULL) for f in ("llama", "gpt2")
+      for m in ("tensor=2", "data=2,tensor=4")),
+    *(pytest.param("llama", "tensor=2", q, False, marks=FULL) for q in ("int8", "int4")),
 ]  # fmt: skip
 
 
@@ -79,10 +79,14 @@ def test_bytes_and_collectives_are_the_programs_own(
             assert ran.pop("all-reduce") >= wanted.pop("all-reduce")
             assert ran == wanted
             continue
-        # Whether rows have tokens, and routes are even, is a few bytes, which all must know.
-        (calls, size), (sums, summed) = ran.pop("all-reduce"), wanted.pop("all-reduce")
-        assert sums <= calls <= sums + 2 + over.config.num_hidden_layers
-        assert summed <= size <= summed + 8 * (calls - sums)
+        # Whether rows have tokens is a few bytes, which all must know. XLA makes one sum of two that
+        # are added (GPT-NeoX's), or that stand side by side (of OLMo 2's norms).
+        calls, size = ran.pop("all-reduce", (0, 0))
+        sums, summed = wanted.pop("all-reduce", (0, 0))
+        merged = over.config.num_hidden_layers * (family in ("gpt_neox", "olmo2"))
+        assert sums - merged <= calls <= sums + 2
+        assert size <= summed + 16
+        assert family == "gpt_neox" or size >= summed
         assert ran == wanted
 
 
