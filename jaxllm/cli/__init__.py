@@ -1,8 +1,8 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
 generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
-infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a command for
-each kind of training).
+infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a
+command for each kind of training).
 Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
 training (flags of every training), console (what is said, and errors), compiled (programs kept for
 the next process), group (several processes).

@@ -79,8 +79,8 @@ def test_bytes_and_collectives_are_the_programs_own(
             assert ran.pop("all-reduce") >= wanted.pop("all-reduce")
             assert ran == wanted
             continue
-        # Whether rows have tokens is a few bytes, which all must know. XLA makes one sum of two that
-        # are added (GPT-NeoX's), or that stand side by side (of OLMo 2's norms).
+        # Whether rows have tokens is a few bytes, which all must know. XLA makes one sum of two
+        # that are added (GPT-NeoX's), or that stand side by side (of OLMo 2's norms).
         calls, size = ran.pop("all-reduce", (0, 0))
         sums, summed = wanted.pop("all-reduce", (0, 0))
         merged = over.config.num_hidden_layers * (family in ("gpt_neox", "olmo2"))
