@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="example: python scripts/recall_maps.py --out docs/recall.png",
     )
     parser.add_argument("--out", type=Path, default=Path("docs/recall.png"))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 256, 384, 512, 768])
-    parser.add_argument("--depths", nargs="+", type=float, default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 384, 768])
+    parser.add_argument("--depths", nargs="+", type=float, default=[0.0, 0.5, 1.0])
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--tries", type=int, default=8)
     options = parser.parse_args(arguments)

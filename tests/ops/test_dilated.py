@@ -171,6 +171,22 @@ def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
 CACHED = np.concatenate([np.arange(17), [-1, -1], np.arange(17, 24)])  # a slot is empty
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_keeps_nothing_of_the_way_that_goes_token_by_token(packed: bool) -> None:
+    """Room is made for what either way keeps, whichever is taken: there, keys for each token."""
+    T, w = 96, 64
+    q, k, v = (jnp.asarray(x) for x in draw(1, T))
+    position = jnp.arange(T, dtype=jnp.int32)[None]
+    document = jnp.zeros_like(position) if packed else None
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        sight = Sight(pairs((w, 1)), SCALE)
+        return attend(q, position, [Part(k, v, position)], sight, document_BT=document)
+
+    kept = jax.tree.leaves(jax.eval_shape(lambda *given: jax.vjp(run, *given)[1], q, k, v))
+    assert kept and max(x.size for x in kept) < T * w * K
+
+
 @pytest.mark.parametrize("order", [pytest.param("in order", marks=pytest.mark.full), "with gaps"])
 def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
     """Two parts of a cache, the second of int8, and the token itself; empty slots hold NaN."""

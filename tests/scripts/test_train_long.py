@@ -92,6 +92,7 @@ def test_the_same_seed_gives_the_same_bits(tokenizer: Tokenizer) -> None:
     assert (np.abs(gates) > 1e-3).all()
 
 
+@pytest.mark.full
 def test_the_command_trains_saves_measures_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,4 +54,6 @@ def attend(
             return one_by_one(sight, q, position, parts)
         return by_documents(sight, q, position, parts, document_BT)
 
-    return jax.lax.cond(together, blocks, each, q_BTNH, position_BT, tuple(parts))
+    # A gradient makes room for what either branch keeps, taken or not: this one keeps its inputs.
+    apart = jax.checkpoint(each)
+    return jax.lax.cond(together, blocks, apart, q_BTNH, position_BT, tuple(parts))
