@@ -96,9 +96,9 @@ $(VENV)/.installed-test: $(VENV)/bin/python $(SOURCES)
 	$(INSTALL) '.[test]'
 	@touch $@ $(VENV)/.installed
 
-# With lm-evaluation-harness, whose many dependencies the tests of every day do without.
+# With lm-evaluation-harness and Ray, whose many dependencies the tests of every day do without.
 $(VENV)/.installed-full: $(VENV)/.installed-test
-	$(INSTALL) '.[test,eval]'
+	$(INSTALL) '.[test,eval,ray]'
 	@touch $@
 
 clean:

@@ -6,12 +6,13 @@ Names are imported from their homes when they are first used, so that `import ja
 The front door, from the top: loading (`load`), api (`LM`), serving (requests with text), complete
 (which decoder runs, its result as text), settings (options over a checkpoint's defaults), forms
 (the forms of checkpoints on disk), located (where they are), prompts (text or ids as ids). On it
-stand cli/, compress/, bench, batchfile, harness (lm-evaluation-harness), verifying
+stand cli/, compress/, fleet/, bench, harness (lm-evaluation-harness), verifying
 (`jaxllm.verify`). Under it steps (`forward`, `prefill`, `decode_step`), inputs (what they are
 given, checked), embed, repair (parts of a cache run again), checkpoint (our own form of files),
 programs (compiled ones that outlive the process), config (what a model is), longer (attention that
 is not dense). At the bottom errors, whole (numbers as arguments), shapes (few of them), progress
-(bars), process (streams and Ctrl-C of a command), moved (old names).
+(bars), process (streams and Ctrl-C of a command), distributed and guard (several processes that run
+one command), moved (old names).
 """
 
 from importlib import import_module

@@ -42,7 +42,7 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.paths import Params, Placed, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,8 @@ class LM:
         default the request's number, or the next that no earlier request has taken. Requests with
         equal ids are answered apart, each under its id. `cancelled`: a function that says whether
         nobody waits for the answer any more (`threading.Event().is_set`, say); it then ends with
-        what it has, its finish_reason "cancelled".
+        what it has, its finish_reason "cancelled". `heard`: told the text piece by piece as it
+        becomes certain; together the pieces are the completion's text.
 
         rows: how many run at once, in a cache of `capacity` tokens a row (by default the model's
         context).
@@ -297,14 +298,16 @@ class LM:
                 " (jaxllm merge, jaxllm.adapters.merged), or write it by itself"
                 " (jaxllm.adapters.write_adapter)"
             )
-        precision = self.model.precision
+        precision, params = self.model.precision, self.params
+        if isinstance(self.model, Placed):
+            params = self.model.whole(params)
         opened = checkpoint.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe
         )
         with texts_files(self.path) as files:
             checkpoint.save(
                 Path(directory),
-                checkpoint.in_memory(opened, self.params, precision),
+                checkpoint.in_memory(opened, params, precision),
                 files=files,
                 show_progress=show_progress,
             )

@@ -5,6 +5,7 @@ lies. Loading from lazy tensors, with every check, is shared with `convert`.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxllm import models
+from jaxllm import distributed, models
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.files import (
@@ -218,7 +219,7 @@ def load_params(
             return made
 
         params = map_leaves(read, shapes)
-    if complaints:
+    if complaints := list(dict.fromkeys(itertools.chain(*distributed.each(complaints)))):
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(complaints)}")
     return params
 

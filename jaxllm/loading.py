@@ -1,11 +1,15 @@
 """From a checkpoint's files to a language model: which, in what precision, and where to."""
 
 import dataclasses
+import hashlib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from jaxllm import checkpoint
+import numpy as np
+
+from jaxllm import checkpoint, distributed
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.api import LM
 from jaxllm.forms import open_path, read_texts
@@ -26,6 +30,7 @@ def load(
     place: Place | None = None,
     mesh: str | Axes | None = None,
     exact: bool = False,
+    fsdp: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
@@ -42,8 +47,9 @@ def load(
     own; the first is taken where none is named. place: told an array's path and the array, says its
     device or its sharding, None for the default. mesh: the devices that the model is spread over,
     as "data=2,tensor=4" (`jaxllm.mesh`), in place of `place`; each has its own share, and no more.
-    exact: there, the bits of one device, for twice as much that is sent. show_progress: by default
-    where stderr is a terminal.
+    exact: there, the bits of one device, for twice as much that is sent. fsdp: there, devices of
+    `data` have parts of each matrix, too, which are gathered in use: for training. show_progress:
+    by default where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
@@ -55,6 +61,7 @@ def load(
         place=place,
         mesh=mesh,
         exact=exact,
+        fsdp=fsdp,
         show_progress=show_progress,
     )
 
@@ -68,6 +75,7 @@ def load_opened(
     place: Place | None = None,
     mesh: str | Axes | None = None,
     exact: bool = False,
+    fsdp: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """`load` of a checkpoint that has been opened."""
@@ -79,7 +87,8 @@ def load_opened(
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
-    model, into = placed(opened.config, precision, place, mesh, exact)
+    distributed.agree(_identity(opened, precision, quantize, mesh, exact))
+    model, into = placed(opened.config, precision, place, mesh, exact, fsdp)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
         reading = beside.submit(read_texts, opened)
         params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)
@@ -87,6 +96,8 @@ def load_opened(
     params, names = with_directories(opened.config, params, adapters)
     if into is not None and names:
         params = map_leaves(into.beside, params)
+    if into is not None:
+        params = into.finished(params)
     return LM(
         config=opened.config,
         model=model,
@@ -99,6 +110,25 @@ def load_opened(
         adapters=names,
         adapter=next(iter(names), None),
     )
+
+
+def _identity(opened: checkpoint.Checkpoint, *asked: Any) -> dict[str, str]:
+    """What says of a checkpoint and of how it is to be read whether another process has the same.
+
+    Of each tensor's numbers it is the first row: no process reads what it has no share of.
+    """
+    if not distributed.several():
+        return {}
+    weights = hashlib.sha256()
+    for name, tensor in sorted(opened.tensors.items()):
+        weights.update(repr((name, tensor.shape, str(tensor.dtype))).encode())
+        weights.update(next(tensor.blocks(1), np.zeros(0)).tobytes())
+    kept = opened.generation, opened.precision, opened.formats, opened.form
+    return {
+        "model's configuration": repr(opened.config),
+        "model's precision and settings": repr((kept, asked)),
+        "weights (SHA-256 of each tensor's first row)": weights.hexdigest()[:16],
+    }
 
 
 def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:

@@ -29,6 +29,9 @@ _SAYING: list[Callable[[], str]] = []
 _DEFERRED: list["_Deferred"] = []
 _ENDING = threading.Lock()  # taken for good at the end: nothing new is begun any more
 _LINE = [False]  # whether stdout stands in the middle of a line
+_STREAMS = [1, 2]  # stdout's and stderr's descriptors; in a guard's child 1 and 2 are C++'s alone
+_LEADS = [True]  # whether this process says what all of a group would say
+GUARDED = "JAXLLM_GUARDED"  # in a guard's child: descriptors of stdout, stderr and the guard's life
 
 
 def begin() -> None:
@@ -38,6 +41,8 @@ def begin() -> None:
     where they are not ignored, end the process with one line and status 128 and the signal.
     """
     _open_streams()
+    if given := os.environ.pop(GUARDED, ""):
+        _under_guard(*map(int, given.split(",")))
     gc.set_threshold(SELDOM)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -47,6 +52,30 @@ def begin() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # the pipe has it; nothing is raised
     atexit.register(_complete)
+
+
+def leads() -> bool:
+    """Whether this process says what is to be said: of a group, the first."""
+    return _LEADS[0]
+
+
+def follow() -> None:
+    """From now on stdout goes nowhere, and no file is written: another process does it."""
+    _LEADS[0] = False
+    sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+
+
+def guarded() -> bool:
+    """Whether this process is a guard's child."""
+    return _STREAMS != [1, 2]
+
+
+def hand_on(send: Callable[[int], None]) -> None:
+    """From now on signals end nothing here; `send` is given them."""
+    signal.set_wakeup_fd(-1)
+    for number in _WORDS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: send(number))
 
 
 @contextlib.contextmanager
@@ -76,10 +105,14 @@ def saying(say: Callable[[], str]) -> Iterator[None]:
 @contextlib.contextmanager
 def deferred(hint: str) -> Iterator[Callable[[], bool]]:
     """Within, the first Ctrl-C only makes what is yielded true; the second one ends the process.
+    In a process of a group, which would stop alone, the first one does.
 
     hint: said where the block has not ended a moment after the first.
     """
     one = _Deferred(hint)
+    if guarded():  # a group cannot stop at one place: it ends
+        yield one.asked.is_set
+        return
     _DEFERRED.append(one)
     try:
         yield one.asked.is_set
@@ -96,7 +129,7 @@ def printed(text: str) -> None:
 def fresh_line() -> str:
     """What goes before a line on stderr: a newline where stdout is the same and in mid-line."""
     try:
-        inside = _LINE[0] and os.path.sameopenfile(1, 2)
+        inside = _LINE[0] and os.path.sameopenfile(*_STREAMS)
     except OSError:
         inside = False
     _LINE[0] = _LINE[0] and not inside
@@ -120,6 +153,19 @@ def _open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show ends nothing
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _under_guard(stdout: int, stderr: int, life: int) -> None:
+    """Python's streams become the guard's; when the guard is gone this process ends."""
+    _STREAMS[:] = stdout, stderr
+    sys.stdout = os.fdopen(stdout, "w", encoding="utf-8", errors="backslashreplace")
+    sys.stderr = os.fdopen(stderr, "w", 1, encoding="utf-8", errors="backslashreplace")
+
+    def wait() -> None:
+        os.read(life, 1)  # nothing is ever written
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class _Deferred:
@@ -166,9 +212,10 @@ def _end(number: int, terminal: Any) -> Never:
 def _say(line: str) -> None:
     """One line on stderr, without its lock and without waiting for who reads it."""
     with contextlib.suppress(OSError):
-        after_echo = "\x1b[?25h\n" if os.isatty(2) else ""  # of ^C; a spinner hid the cursor
-        if select.select([], [2], [], 0.1)[1]:
-            os.write(2, f"{after_echo or fresh_line()}{line}\n".encode(errors="replace"))
+        stderr = _STREAMS[1]
+        after_echo = "\x1b[?25h\n" if os.isatty(stderr) else ""  # of ^C; a spinner hid the cursor
+        if select.select([], [stderr], [], 0.1)[1]:
+            os.write(stderr, f"{after_echo or fresh_line()}{line}\n".encode(errors="replace"))
 
 
 def _remove(partial: str) -> bool:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jaxllm import process
+
 
 @contextmanager
 def bytes_bar(
@@ -55,7 +57,7 @@ def noted_bar(
 
 
 def _shown(show: bool | None) -> bool:
-    return sys.stderr.isatty() if show is None else show
+    return process.leads() and (sys.stderr.isatty() if show is None else show)
 
 
 @contextmanager

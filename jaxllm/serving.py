@@ -21,11 +21,12 @@ Read = Callable[[Any, Mapping[str, Any]], tuple[list[int], Settings]]
 
 @dataclasses.dataclass
 class _Open:
-    """A request that is being answered: what reads it, and what came so far."""
+    """A request that is being answered: what reads it, who hears its text, and what came so far."""
 
     reader: Ending
     prompt_tokens: int
     seed: int
+    heard: Callable[[str], Any] | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
 
@@ -38,6 +39,8 @@ class _Open:
             return None
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
+        if self.heard is not None and (rest := self.reader.flush()):
+            self.heard(rest)
         return Completion(
             self.reader.whole(self.tokens),
             self.tokens,
@@ -113,16 +116,20 @@ def _opened(lm: Parts, number: int, request: Any, read: Read) -> tuple[Request, 
             f"a request is a mapping with a prompt and options, got {request!r:.60}"
         )
     options = {key: value for key, value in request.items() if key not in _OWN}
-    cancelled = request.get("cancelled")
+    cancelled, heard = request.get("cancelled"), request.get("heard")
     if cancelled is not None and not callable(cancelled):
         raise SamplingError(
             f"cancelled must be a function without arguments, got {cancelled!r:.40}"
         )
+    if heard is not None and not callable(heard):
+        raise SamplingError(f"heard must be a function of a text, got {heard!r:.40}")
     ids, settings = read(request.get("prompt"), options)
     reader = reader_of(lm, ids, settings)
 
     def stops(token: int) -> bool:
-        reader.push(token)
+        piece = reader.push(token)
+        if piece and heard is not None:
+            heard(piece)
         return reader.stopped
 
     seed = settings.seed[0] if isinstance(settings.seed, list) else settings.seed
@@ -133,11 +140,11 @@ def _opened(lm: Parts, number: int, request: Any, read: Read) -> tuple[Request, 
         sampler=settings.sampler,
         seed=seed,
         eos_token_ids=settings.eos_token_ids,
-        until=stops if settings.asks_after_each_token else None,
+        until=stops if settings.asks_after_each_token or heard is not None else None,
         cancelled=cancelled,
         adapter=_adapter(lm, settings),
     )
-    return made, _Open(reader, len(ids), seed)
+    return made, _Open(reader, len(ids), seed, heard)
 
 
 def _adapter(lm: Parts, settings: Settings) -> int | None:
@@ -149,4 +156,4 @@ def _adapter(lm: Parts, settings: Settings) -> int | None:
     return number if lm.adapters else None
 
 
-_OWN = ("id", "prompt", "cancelled")
+_OWN = ("id", "prompt", "cancelled", "heard")

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxllm import distributed
 from jaxllm.cache.kv import KVCache, cache_nbytes
 from jaxllm.config import ModelConfig
 from jaxllm.decode.loops.overflow import Overflow
@@ -164,8 +165,13 @@ def _check_memory(
 def _seed(asked: Any) -> int | list[int]:
     """The seeds, with a number of 63 bits drawn for each "random"."""
     if isinstance(asked, list):
-        return [secrets.randbits(63) if seed == "random" else seed for seed in asked]
-    return secrets.randbits(63) if asked == "random" else int(asked)
+        return [_drawn() if seed == "random" else seed for seed in asked]
+    return _drawn() if asked == "random" else int(asked)
+
+
+def _drawn() -> int:
+    """The same in all processes of a group."""
+    return int(distributed.told(lambda: str(secrets.randbits(63))))
 
 
 def _sampler(

@@ -24,6 +24,7 @@ from jaxllm.cache.kv import (
     unchecked_commit,
     where_placed,
 )
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.inputs import Array, as_array, checked, is_concrete, numpy_for, positions, shape_of
 from jaxllm.models.layers import Trace
@@ -352,15 +353,17 @@ def _prefill(
         return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)
 
     logits_BV = jnp.zeros((B, model.config.vocab_size), jnp.float32)
-    start = (logits_BV, tail, _no_mass(tail, frozen, attention_mass))
+    start = (logits_BV, tail, _no_mass(model.config, tail, frozen, attention_mass))
     return jax.lax.scan(one, start, (chunks(token_BT), chunks(position_BT)))[0]
 
 
-def _no_mass(tail: KVCache, frozen: Segments, attention_mass: Mass) -> jax.Array | None:
+def _no_mass(
+    config: ModelConfig, tail: KVCache, frozen: Segments, attention_mass: Mass
+) -> jax.Array | None:
     """Zeros for the mass of all slots, to which steps add; None where it is not wanted."""
     if attention_mass is False:
         return None
-    layers = (len(tail.tail.k),) if attention_mass == "layers" else ()
+    layers = (config.num_hidden_layers,) if attention_mass == "layers" else ()
     slots = sum(s.position_BS.shape[1] for s in (*frozen, tail.tail))
     return jnp.zeros((*layers, tail.batch, slots), jnp.float32)
 

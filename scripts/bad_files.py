@@ -31,7 +31,7 @@ READS = (
     "generate -m BAD",
     "generate --draft BAD -p Once -n 2",
     "generate --precision BAD",
-    "generate --batch BAD",
+    "batch BAD",
     "generate --prompt-cache BAD -p Once -n 2",
     "chat -m BAD",
     "chat --precision BAD",
@@ -57,7 +57,7 @@ READS = (
     "embed demo:llama --file BAD",
 )
 WRITES = (
-    "generate --batch LINES -n 2 --out BAD",
+    "batch LINES -n 2 --workers 0 --out BAD",
     "generate -p Once -n 2 --prompt-cache BAD",
     "convert demo:llama BAD",
     "convert demo:llama BAD --to-hf",
@@ -75,7 +75,6 @@ FINE = {
     ("missing", "generate --prompt-cache BAD -p Once -n 2"),
     ("missing", "perplexity demo:llama --text STORY --journal BAD"),
     ("empty", "perplexity demo:llama --text STORY --journal BAD"),
-    ("empty", "generate --batch BAD"),
 }
 
 

@@ -147,7 +147,8 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
-    status, _, err = run("generate", "--batch", file, "--out", out, "-n", 12, "--rows", 2, *options)
+    batch = ("batch", file, "--out", out, "-n", 12, "--rows", 2, "--workers", 0, *options)
+    status, _, err = run(*batch)
     assert status == 1
     assert "8 answers" in err
     assert "5 of them errors" in err
@@ -162,20 +163,12 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     assert "vocabulary" in answers["outside"]["error"]
     assert "temperature must be" in answers[7]["error"]
     assert "takes no num_beams" in answers[8]["error"]
-    whole = out.read_bytes()
-    status, _, err = run("generate", "--batch", file, "--out", out)
+    status, _, err = run(*batch)
     assert status == 1
-    assert f"{out} exists: --resume goes on" in err
-    first, last = whole.splitlines(keepends=True)[:2]
-    out.write_bytes(first + last[:9])  # as an interrupt leaves it
-    status, _, err = run(
-        "generate", "--batch", file, "--out", out, "--resume", "-n", 12, "--rows", 2, *options
-    )  # fmt: skip
-    assert "1 answers are there; 7 lines to go" in err
-    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
-    answers = run("generate", "--batch", "-", *options, "-n", 12, stdin='"One day"')
-    assert answers[0] == 0
-    assert json.loads(answers[1])["finish_reason"] == "length"
+    assert f"{out} exists: name another file" in err
+    status, said, _ = run("batch", "-", *options, "-n", 12, "--workers", 0, stdin='"One day"')
+    assert status == 0
+    assert json.loads(said)["finish_reason"] == "length"
 
 
 def test_keys_and_values_can_be_int8(run: Run) -> None:
@@ -236,12 +229,16 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
     away = tmp_path / "away" / "x.npy"
     nowhere = f"{away}: {away.parent} is not a directory"
     for arguments, message in {
-        ("generate", "-m", "none", "--batch", prompts, "--out", away): nowhere,
-        ("generate", "-m", "none", "--batch", prompts, "--out", tmp_path): "is a directory",
-        ("generate", "-m", "none", "--batch", away): f"cannot read {away}",
+        ("batch", prompts, "-m", "none", "--out", away): nowhere,
+        ("batch", prompts, "-m", "none", "--out", tmp_path): "is a directory",
+        ("batch", away, "-m", "none"): f"cannot read {away}",
+        ("batch", prompts, "-m", "none", "--resume"): "goes on with --out FILE",
+        ("batch", prompts, "-m", "none", "--task", "scores"): "did you mean score",
+        ("batch", prompts, "-m", "none", "--task", "score", "-n", 5): "takes no --max-new-tokens",
+        ("batch", prompts, "-m", "none", "--task", "embed", "-o", "pool=cls"): "no option pool",
+        ("batch", prompts, "-m", "none", "--workers", 0, "--threads", 1): "as it is",
+        ("batch", prompts, "-m", "none", "--threads", 4096): "there are ",
         ("generate", "-m", "none", "--prompt-cache", away): nowhere,
-        ("generate", "-m", "none", "--out", away): "go with --batch",
-        ("generate", "-m", "none", "--batch", prompts, "--json"): "--batch takes no --json",
         ("generate", "-m", "none", "-o", "stop_strings=[1"): "--option stop_strings is not valid",
         ("generate", "-m", "none", "-o", f"seed={'9' * 5000}"): "5,000 digits",
         ("generate", "-m", "none", "--precision", story): "--precision: ",

@@ -19,7 +19,7 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "sh"
     for line in block.splitlines()
-    if re.match(r"(echo .*\| |[A-Z_]+=\S+ )?(jaxllm|python|sed) ", line)
+    if re.match(r"(echo .*\| |[A-Z_]+=\S+ |for .* do )?(jaxllm|python|sed) ", line)
 ]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
@@ -66,6 +66,8 @@ def test_the_commands_run_in_order(
     assert (tmp_path / "story-vectors" / "vectors.safetensors").exists()
     assert (tmp_path / "story-graph" / "weights.safetensors").exists()
     assert (tmp_path / "story.npy").exists()
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "vectors.parquet").exists()
 
 
 def test_make_and_pip_do_the_same() -> None:
@@ -101,7 +103,8 @@ def test_no_line_is_long(name: str) -> None:
 # From the ground up; what stands on one floor does not import its neighbours.
 STOREYS = """
     errors process progress shapes moved
-    whole files
+    distributed
+    whole files guard
     longer
     config
     ops
@@ -116,7 +119,7 @@ STOREYS = """
     serving
     api
     loading
-    bench harness batchfile verifying
+    bench harness fleet verifying plan
     compress
     train
     cli

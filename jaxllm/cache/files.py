@@ -130,7 +130,7 @@ def load_cache(
     capacity = header.capacity if capacity is None else capacity
     if header.cursor > capacity:
         raise CapacityError(f"{path}: {header.cursor} slots are used, more than {capacity}")
-    empty = init_cache(model.config, 1, 1, dtype=header.cache_dtype)
+    empty = init_cache(model, 1, 1, dtype=header.cache_dtype)
     next_B = tensors.pop("next_position_B", np.empty((0, 0)))
     rows = next_B.shape[0]
     if next_B.ndim != 1 or next_B.dtype != np.int32 or rows == 0:
@@ -156,7 +156,9 @@ def load_cache(
     )
     if prefix is not None:
         _check_prefix(cache, list(prefix), str(path))
-    return put(cache, model.place if isinstance(model, Placed) else None)
+    if isinstance(model, Placed):
+        return put(cache.replace(writer=model.writer), model.place)
+    return cache
 
 
 def _identity(model: nn.Module, params: Params) -> dict[str, Any]:

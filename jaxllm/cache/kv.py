@@ -69,6 +69,8 @@ class KVCache(struct.PyTreeNode):
     copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread,
     but for what `unread` can: else `rewind` is refused, as `patch` is, and what `keep` does to
     tokens leaves it as it is.
+
+    writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`).
     """
 
     config: ModelConfig = struct.field(pytree_node=False)
@@ -77,6 +79,7 @@ class KVCache(struct.PyTreeNode):
     cursor: jax.Array
     next_position_B: jax.Array
     memory: tuple[Any, ...] = ()
+    writer: Any = struct.field(pytree_node=False, default=None)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -214,8 +217,10 @@ def _empty_cache(
     config: ModelConfig, batch: int, capacity: int, dtype: str, spread: Placed | None
 ) -> KVCache:
     """spread: the model, where it says itself on which devices a cache is."""
-    shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-    layers = range(config.num_hidden_layers)
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    if spread is not None:
+        layers, heads = spread.kept()
+    shape = (batch, capacity, heads, config.head_dim)
 
     def zeros() -> Entries:
         if dtype == "int8":
@@ -226,8 +231,8 @@ def _empty_cache(
         config=config,
         frozen=(),
         tail=Segment(
-            k=tuple(zeros() for _ in layers),
-            v=tuple(zeros() for _ in layers),
+            k=tuple(zeros() for _ in range(layers)),
+            v=tuple(zeros() for _ in range(layers)),
             position_BS=jnp.full((batch, capacity), EMPTY, jnp.int32),
             token_BS=jnp.zeros((batch, capacity), jnp.int32),
             patched_BS=jnp.zeros((batch, capacity), bool),
@@ -235,6 +240,7 @@ def _empty_cache(
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
+        writer=None if spread is None else spread.writer,
     )
     return where_placed(cache, spread)
 
@@ -311,7 +317,8 @@ def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] 
     """`commit` without its checks, for use inside compiled programs; after: see `at_cursor`."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    written = at_cursor(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
+    write = cache.writer or at_cursor
+    written = write(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
     return cache.replace(
         tail=written,
         cursor=cache.cursor + columns,

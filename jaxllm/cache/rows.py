@@ -3,18 +3,33 @@
 What rows share is stored once and passed on by reference.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, cache_nbytes, check_usable
 from jaxllm.errors import CacheMismatchError, CapacityError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import side_by_side
 from jaxllm.whole import whole
+
+
+def _spread_like(x: jax.Array, shape: tuple[int, ...]) -> Any:
+    """Where an array of another shape goes beside one that is spread over devices, so that none of
+    them gets all of it; None: anywhere, as where the shape does not divide.
+    """
+    if isinstance(x, jax.core.Tracer) or not isinstance(x.sharding, NamedSharding):
+        return None
+    sizes = x.sharding.mesh.shape
+    over = [(axes,) if isinstance(axes, str) else axes or () for axes in x.sharding.spec]
+    parts = [math.prod(sizes[axis] for axis in axes) for axes in over]
+    fits = all(size % n == 0 for size, n in zip(shape, parts, strict=False))
+    return x.sharding if fits else None
 
 
 def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
@@ -44,9 +59,8 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
     )
 
     def empty(x: jax.Array) -> jax.Array:
-        several = not isinstance(x, jax.core.Tracer) and len(x.sharding.device_set) > 1
-        there = x.sharding if several else None  # of several devices none gets all of it
-        return jnp.zeros((n, capacity, *x.shape[2:]), x.dtype, device=there)
+        shape = (n, capacity, *x.shape[2:])
+        return jnp.zeros(shape, x.dtype, device=_spread_like(x, shape))
 
     tail: Segment = jax.tree.map(empty, cache.tail)
     return cache.replace(

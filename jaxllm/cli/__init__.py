@@ -1,11 +1,11 @@
 """The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
 
-generate, chat, batch (`generate --batch`), embed; convert, quantize, merge, compress, upcycle,
-infini, export; info, bench; verify, vectors, perplexity, recall, sensitivity; train (a command for
-each kind of training).
+generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
+infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a
+command for each kind of training).
 Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
 training (flags of every training), console (what is said, and errors), compiled (programs kept for
-the next process).
+the next process), group (several processes).
 """
 
 import sys
@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
-from jaxllm import __version__
+from jaxllm import __version__, distributed, guard, process
 from jaxllm.cli import (
+    batch,
     bench,
     chat,
     compress,
@@ -23,10 +24,12 @@ from jaxllm.cli import (
     embed,
     export,
     generate,
+    group,
     infini,
     info,
     merge,
     perplexity,
+    plan,
     quantize,
     recall,
     sensitivity,
@@ -35,12 +38,13 @@ from jaxllm.cli import (
     vectors,
     verify,
 )
-from jaxllm.cli.console import note, write
-from jaxllm.errors import JaxllmError
+from jaxllm.cli.console import complain, write
+from jaxllm.errors import ConfigError, JaxllmError
 
 # Name: the function that runs, and the example below its --help.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "generate": (generate.generate, generate.EXAMPLE),
+    "batch": (batch.batch, batch.EXAMPLE),
     "chat": (chat.chat, chat.EXAMPLE),
     "info": (info.info, info.EXAMPLE),
     "perplexity": (perplexity.perplexity, perplexity.EXAMPLES),
@@ -51,6 +55,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "embed": (embed.embed, embed.EXAMPLE),
     "export": (export.export, export.EXAMPLE),
     "bench": (bench.bench, bench.EXAMPLE),
+    "plan": (plan.plan, plan.EXAMPLE),
     "convert": (convert.convert, convert.EXAMPLES),
     "quantize": (quantize.quantize, quantize.EXAMPLE),
     "merge": (merge.merge, merge.EXAMPLE),
@@ -77,11 +82,22 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _everywhere(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, help="Print the version and exit.")
     ] = False,
+    address: group.Address = None,
+    processes: group.Processes = None,
+    process: group.Process = None,
 ) -> None:
     """Language-model inference as pure functions in JAX and Flax."""
+    if address is None:
+        if processes is not None or process is not None:
+            raise ConfigError("--processes and --process go with --distributed HOST:PORT")
+        return
+    asked = context.invoked_subcommand, context.obj or ()
+    if (status := group.enter(*asked, address, processes, process)) is not None:
+        raise typer.Exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,7 +117,7 @@ def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
 
 def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     try:
-        status = program(args=arguments, prog_name=name, standalone_mode=False)
+        status = program(args=arguments, prog_name=name, standalone_mode=False, obj=arguments)
         write("")  # what is left of a --help, say
     except JaxllmError as error:
         status = _failed(str(error))
@@ -110,6 +126,11 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
         status = _failed(f"{error.format_message()} (see {where} --help)", status=2)
     except OSError as error:
         status = _failed(_told(error))
+    except (ValueError, RuntimeError) as error:  # as JAX's are
+        if not (process.guarded() and distributed.is_lost(error)):
+            raise
+        guard.lost(error)
+    distributed.leave(status or 0)
     sys.exit(status)
 
 
@@ -124,5 +145,5 @@ def _told(error: OSError) -> str:
 
 
 def _failed(message: str, status: int = 1) -> int:
-    note(f"jaxllm: {message}")
+    complain(f"jaxllm: {message}")
     return status

@@ -1,123 +1,208 @@
-"""`jaxllm generate --batch`: the lines of a file, answered as they finish, and gone on with."""
+"""`jaxllm batch`: every row of a file through a model, over processes or Ray."""
 
-import contextlib
-import json
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm import process
 from jaxllm.cli.console import note, read_stdin, write
-from jaxllm.cli.options import check_writable
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.cli.options import (
+    Adapters,
+    CacheDtype,
+    Dtype,
+    Exact,
+    Mesh,
+    Model,
+    More,
+    NewTokens,
+    PrecisionFile,
+    Quantize,
+    Seed,
+    SelfExtend,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    check_writable,
+    load_model,
+    read_json_option,
+    read_more,
+    read_options,
+)
+from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
+    from jaxllm.fleet.rows import Row
+    from jaxllm.fleet.running import Workers
+
+EXAMPLE = """
+Examples:
+
+  jaxllm batch prompts.jsonl --out answers.jsonl -n 40 --temperature 0.8
+
+  jaxllm batch texts.parquet --field text --task embed --out vectors.parquet --workers 2 --resume
+"""
 
 
-def answer_file(
-    opened: Callable[[], "LM"],
-    file: str,
-    out: Path | None,
-    options: dict[str, Any],
-    *,
-    rows: int,
-    resume: bool,
+def batch(
+    file: Annotated[
+        str, typer.Argument(help="Rows: JSON lines, or .parquet; - reads lines from stdin.")
+    ],
+    model: Model = "demo:llama",
+    task: Annotated[str, typer.Option(help="generate, score or embed.")] = "generate",
+    field: Annotated[
+        str | None,
+        typer.Option(help="The field that is the prompt; then others are no options."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A new file, .parquet or JSON lines; by default lines to stdout."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --out where a run has ended early.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Processes; by default as many as there are cores for. 0: in this one.",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Cores of each worker; by default 1.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|ADDRESS",
+            help="Workers are actors of Ray: one started here, or the cluster there.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows run at once in a worker.")] = 8,
+    group: Annotated[
+        int, typer.Option(min=1, help="How many rows are given to a worker, and kept, as one.")
+    ] = 64,
+    max_new_tokens: NewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    stop: Stop = None,
+    more: More = None,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    cache_dtype: CacheDtype = None,
+    quantize: Quantize = None,
+    precision: PrecisionFile = None,
+    adapter: Adapters = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
+    self_extend: SelfExtend = None,
 ) -> None:
-    """Answer the lines of a file, with a progress bar on a terminal; failures are counted.
-
-    opened: loads the model, when everything else has been found in order. out: where the answers
-    go, by default stdout. resume: leave out the lines whose answers are in `out` already.
+    """Generate from, score or embed every row of a file. Each is answered once, in the order of the
+    file, with the same bits for any number of workers; a row that fails has its error in its place.
     """
-    from jaxllm.batchfile import answer
-    from jaxllm.files import locked, read_text
-    from jaxllm.progress import steps_bar
+    from jaxllm.fleet.job import Job
+    from jaxllm.fleet.running import run, stream
+    from jaxllm.fleet.tasks import check_task
+    from jaxllm.fleet.written import line
 
-    lines = (read_stdin() if file == "-" else read_text(Path(file))).splitlines()
-    held = _held(out, resume)
-    lines, there = _unanswered(lines, held)
-    if there:
-        note(f"{out}: {there} answers are there; {sum(map(bool, lines))} lines to go")
-    lm = opened()
     start = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        put: Callable[[str], None] = write
-        count = 0
-        if out is not None:
-            stack.enter_context(locked(out))
-            put = _appended(stack.enter_context(open(out, "r+b", buffering=0)), out, len(held))
-            stack.enter_context(
-                process.saying(lambda: f"{there + count} answers are in {out}; --resume goes on")
-            )
-        progress = stack.enter_context(steps_bar(f"answering {file}", sum(map(bool, lines))))
-
-        def done() -> None:
-            nonlocal count
-            count += 1
-            progress()
-
-        answered, failed = answer(lm, lines, options, rows=rows, write=put, done=done)
-    where = f" in {out}" if out else ""
-    note(f"{answered} answers{where}, {failed} of them errors; {time.perf_counter() - start:.1f} s")
+    if out is None and resume:
+        raise ConfigError("--resume goes on with --out FILE; name it")
+    check_writable("--out", out)
+    options = _options(
+        task,
+        more,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_strings=stop,
+        seed=seed if task == "generate" else None,
+    )
+    check_task(task, options)
+    found = _rows(file, field)
+    load = partial(
+        load_model,
+        model,
+        dtype,
+        cache_dtype,
+        quantize=quantize,
+        precision=precision,
+        adapters=adapter,
+        mesh=mesh,
+        exact=exact,
+        self_extend=self_extend,
+        show_progress=False if workers != 0 else None,
+    )
+    about = {
+        "model": model,
+        "dtype": dtype,
+        "cache_dtype": cache_dtype,
+        "quantize": quantize,
+        "precision": precision and read_json_option("--precision", precision),
+        "adapter": adapter,
+        "mesh": mesh,
+        "exact": exact,
+        "self_extend": self_extend,
+    }
+    where, threads = _workers(load, workers, threads, ray, -(-len(found) // group))
+    job = Job(task=task, options=options, rows=rows, group=group, threads=threads, about=about)
+    if out is not None:
+        ran = run(found, job, where, out, resume=resume, say=note)
+        answered, failed = ran.rows, ran.failed
+    else:
+        answered = failed = 0
+        for answer in stream(found, job, where):
+            write(line(answer))
+            answered, failed = answered + 1, failed + ("error" in answer)
+    note(
+        f"{answered} answers{f' in {out}' if out else ''}, {failed} of them errors;"
+        f" {time.perf_counter() - start:.1f} s"
+    )
     if failed:
         raise typer.Exit(1)
 
 
-def _held(out: Path | None, resume: bool) -> bytes:
-    """The whole lines of answers that are there; what an interrupt has cut off does not count.
-
-    Raises ConfigError or CheckpointError where the answers cannot go there.
-    """
-    from jaxllm.files import read_bytes
-
-    if out is None:
-        if resume:
-            raise ConfigError("--resume goes on with the answers in --out FILE; name it")
-        return b""
-    check_writable("--out", out)
-    content = read_bytes(out) if out.exists() else b""
-    if content and not resume:
-        raise CheckpointError(f"{out} exists: --resume goes on with it, or name another file")
-    return content[: content.rfind(b"\n") + 1]
+def _options(task: str, more: list[str] | None, **named: Any) -> dict[str, Any]:
+    """The options of a task: those of LM.generate have flags, others are named by -o alone."""
+    if task == "generate":
+        return read_options(more, kind="serve", **named)
+    for name, value in named.items():
+        if value not in (None, []):
+            flag = name.removesuffix("_strings").replace("_", "-")
+            raise ConfigError(f"--task {task} takes no --{flag}: nothing is generated")
+    return read_more(more)
 
 
-def _unanswered(lines: list[str], held: bytes) -> tuple[list[str], int]:
-    """The lines, empty where they have been answered, and how many these are."""
-    from jaxllm.batchfile import read_lines
-    from jaxllm.files import parse_json
+def _rows(file: str, field: str | None) -> "list[Row]":
+    from jaxllm.fleet.rows import read_lines, read_rows
 
-    answers = [parse_json(line, f"--out, line {n + 1}") for n, line in enumerate(held.splitlines())]
-    if not all(isinstance(answer, dict) and "id" in answer for answer in answers):
-        raise CheckpointError("--resume: the file holds other lines than answers; name another")
-    there = {json.dumps(answer["id"]) for answer in answers}
-    for number, request, _ in list(read_lines(lines)):
-        if json.dumps(request["id"]) in there:
-            lines[number] = ""
-    return lines, len(there)
+    if file == "-":
+        found = read_lines(read_stdin().splitlines(), field)
+    else:
+        found = read_rows(Path(file), field)
+    if not found:
+        raise ConfigError(f"{file} has no rows")
+    return found
 
 
-def _appended(file: BinaryIO, out: Path, start: int) -> Callable[[str], None]:
-    """What puts each line at the end of the file, from `start`, at once and whole."""
+def _workers(
+    load: Any, workers: int | None, threads: int | None, ray: str | None, groups: int
+) -> "tuple[Workers, int]":
+    """Where groups are answered, and by how many threads each."""
+    from jaxllm.fleet.processes import Here, Processes, available_cores
+    from jaxllm.fleet.raydata import RayData
 
-    def put(line: str) -> None:
-        with _named(out):
-            left = line.encode()
-            while left:
-                left = left[file.write(left) :]
-
-    with _named(out):
-        file.truncate(start)
-        file.seek(start)
-    return put
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An error of the system's with the name of the file."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    cores = len(available_cores())
+    if workers == 0:
+        if ray is not None or threads is not None:
+            raise ConfigError("--workers 0 is this process, as it is: without --ray and --threads")
+        return Here(load), cores
+    threads = threads or 1
+    if threads > cores and ray in (None, "local"):
+        raise ConfigError(f"--threads {threads}: there are {cores} cores")
+    count = workers or max(1, min(cores // threads, groups))
+    return (Processes(load, count, note) if ray is None else RayData(load, count, ray)), threads

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from jaxllm import process
+from jaxllm import distributed, process
 from jaxllm.errors import TokenError
 
 
@@ -28,7 +28,15 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line on stderr, on a line of its own where stdout is the same; nobody need hear it."""
+    """A line on stderr, on a line of its own where stdout is the same; nobody need hear it. Of a
+    group the first process says it.
+    """
+    if process.leads():
+        complain(text)
+
+
+def complain(text: str) -> None:
+    """A line on stderr about what went wrong in this process."""
     try:
         sys.stderr.write(f"{process.fresh_line()}{text}\n")
         sys.stderr.flush()
@@ -37,8 +45,11 @@ def note(text: str) -> None:
 
 
 def read_stdin() -> str:
-    """All of stdin. Raises TokenError for bytes that are no UTF-8."""
-    return decoded(sys.stdin.buffer.read())
+    """All of stdin, of a group the first process's.
+
+    Raises TokenError for bytes that are no UTF-8.
+    """
+    return distributed.told(lambda: decoded(sys.stdin.buffer.read()))
 
 
 def decoded(content: bytes) -> str:
@@ -52,7 +63,7 @@ def decoded(content: bytes) -> str:
 @contextlib.contextmanager
 def waiting(what: str | None) -> Iterator[Callable[[], None]]:
     """A spinner on a terminal's stderr, or None of it; yields the function that takes it away."""
-    if what is None or not sys.stderr.isatty():
+    if what is None or not (process.leads() and sys.stderr.isatty()):
         yield lambda: None
         return
     from rich.console import Console

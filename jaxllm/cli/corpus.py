@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm import distributed
 from jaxllm.cli.console import read_stdin
 from jaxllm.errors import ConfigError, TokenError
 
@@ -68,11 +69,17 @@ def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Cor
 
     What is not to be separate is one document.
     """
+    if (text is None) == (documents is None):
+        raise ConfigError("give --text FILE or --documents FILE, one of them")
+    corpus = _read(text, documents, separate)
+    distributed.agree({"texts": distributed.digest(map(str, corpus))})
+    return corpus
+
+
+def _read(text: str | None, documents: Path | None, separate: bool) -> Corpus:
     from jaxllm.evaluate.likelihood.data import read_documents
     from jaxllm.files import read_text
 
-    if (text is None) == (documents is None):
-        raise ConfigError("give --text FILE or --documents FILE, one of them")
     if text is not None:
         return [read_stdin() if text == "-" else read_text(Path(text))]
     assert documents is not None

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, write
 from jaxllm.cli.options import (
     Adapters,
@@ -55,6 +56,7 @@ def embed(
         raise ConfigError(f"{out} exists; name another file")
     check_writable("--out", out)
     texts = _texts(text, file)
+    distributed.agree({"texts": distributed.digest(texts)})
     lm = load_model(
         model,
         dtype,

@@ -1,4 +1,4 @@
-"""`jaxllm generate`: continue a text, or the lines of a file."""
+"""`jaxllm generate`: continue a text."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.batch import answer_file
+from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, waiting, write
 from jaxllm.cli.options import (
     Adapters,
@@ -71,19 +71,6 @@ def generate(
         str | None,
         typer.Option(help="A smaller model of the same vocabulary that proposes tokens."),
     ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(help="Answer each line of this JSON-lines file instead; - reads stdin."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write --batch's answers here; by default to stdout.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with --out: answer the lines that it lacks.")
-    ] = False,
-    rows: Annotated[
-        int, typer.Option(min=1, help="How many of --batch's prompts run at once.")
-    ] = 8,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
@@ -94,7 +81,6 @@ def generate(
     begin_reading(model, dtype, quantize, precision, mesh)
     options = read_options(
         more,
-        kind="generate" if batch is None else "serve",
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -104,32 +90,25 @@ def generate(
         seed=seed,
     )
 
-    def opened() -> "LM":
-        return load_model(
-            model,
-            dtype,
-            cache_dtype,
-            quantize=quantize,
-            precision=precision,
-            adapters=adapter,
-            mesh=mesh,
-            exact=exact,
-            self_extend=self_extend,
-        )
-
-    if batch is not None:
-        texts = ("--prompt", prompt), ("--prompt-cache", prompt_cache), ("--draft", draft)
-        for name, value in (*texts, ("--echo", echo), ("--json", as_json)):
-            if value:
-                raise ConfigError(f"--batch takes no {name}, which is for one text")
-        return answer_file(opened, batch, out, options, rows=rows, resume=resume)
-    if out is not None or resume:
-        raise ConfigError("--out and --resume go with --batch; a text goes to stdout")
+    if distributed.several():
+        for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
+            if given:
+                raise ConfigError(f"{option} is for one process: --distributed takes none")
     check_writable("--prompt-cache", prompt_cache)
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if prompt == "-" else prompt
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
-    lm = opened().using(options.pop("adapter", None))
+    lm = load_model(
+        model,
+        dtype,
+        cache_dtype,
+        quantize=quantize,
+        precision=precision,
+        adapters=adapter,
+        mesh=mesh,
+        exact=exact,
+        self_extend=self_extend,
+    ).using(options.pop("adapter", None))
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
     loaded = time.perf_counter()

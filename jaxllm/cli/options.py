@@ -164,18 +164,21 @@ def load_model(
     self_extend: str | None = None,
     mesh: str | None = None,
     exact: bool = False,
+    fsdp: bool = False,
     reuse_compiled: bool = True,
+    show_progress: bool | None = None,
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
     adapters: directories beside it, each after its name and "=" where it is given one.
-    self_extend: "G,W", as `group_and_window` reads it. mesh, exact: as `load` takes them.
-    reuse_compiled: look first for programs that
-    an earlier process compiled.
+    self_extend: "G,W", as `group_and_window` reads it. mesh, exact, fsdp: as `load` takes
+    them. reuse_compiled: look first for programs that an earlier process compiled. show_progress:
+    by default where stderr is a terminal.
     """
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
-    with waiting(None if model.startswith("hf:") else f"loading {model}"):
+    quiet = show_progress is False or model.startswith("hf:")
+    with waiting(None if quiet else f"loading {model}"):
         from jaxllm.loading import load_opened, open_checkpoint
 
         if reuse_compiled:
@@ -192,8 +195,16 @@ def load_model(
             chosen = dataclasses.replace(chosen, int8_inputs=True)
     if self_extend is not None:  # before the weights are read
         opened.config.self_extended(*group_and_window(self_extend))
-    beside = _adapters(adapters or [])
-    lm = load_opened(opened, chosen, quantize, adapters=beside, mesh=mesh, exact=exact)
+    lm = load_opened(
+        opened,
+        chosen,
+        quantize,
+        adapters=_adapters(adapters or []),
+        mesh=mesh,
+        exact=exact,
+        fsdp=fsdp,
+        show_progress=show_progress,
+    )
     if self_extend is None:
         return lm
     group_size, neighbor_window = group_and_window(self_extend)
@@ -263,16 +274,23 @@ def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any
     kind: what they are for. Raises SamplingError for what no model would take.
     """
     options = {name: value for name, value in named.items() if value not in (None, [])}
-    for item in more or []:
-        name, equals, value = item.partition("=")
-        if not equals:
-            raise SamplingError(f"--option takes NAME=VALUE, got {item!r:.80}")
-        options[name.replace("-", "_")] = _value(name, value)
+    options |= read_more(more)
     if options.keys() & {"top_k", "top_p"}:
         options.setdefault("do_sample", True)
     with waiting("starting"):  # JAX is imported
         from jaxllm.options import check_options
     check_options(options, kind)
+    return options
+
+
+def read_more(more: list[str] | None) -> dict[str, Any]:
+    """Options that were given as NAME=VALUE, not checked. Raises SamplingError for another form."""
+    options = {}
+    for item in more or []:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise SamplingError(f"--option takes NAME=VALUE, got {item!r:.80}")
+        options[name.replace("-", "_")] = _value(name, value)
     return options
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm import distributed
 from jaxllm.cli.console import note, write
 from jaxllm.cli.corpus import (
     Bos,
@@ -118,6 +119,8 @@ def perplexity(
     check_writable("--journal", journal)
     alone = compare is None and other_dtype is None and other_quantize is None
     _check_by_position(by_position, alone, buckets, picture)
+    if journal is not None and distributed.several():
+        raise ConfigError("--journal is for one process: several cannot go on from one's")
     corpus = read_corpus(text, documents, separate)
     lm = load_model(
         model,

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import Job
 
-EXAMPLE_FULL = "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4"
+EXAMPLE_FULL = (
+    "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4; on eight devices,"
+    " with --mesh data=2,stage=2,tensor=2 --fsdp"
+)
 EXAMPLE_DISTILL = "Example: jaxllm train distill demo:llama student --data story.txt --layers 3"
 EXAMPLE_LORA = "Example: jaxllm train lora demo:llama style --data story.txt --rank 8"
 EXAMPLE_PROMPT = (
@@ -56,6 +59,16 @@ def full(
     router_loss: RouterLoss = 0.0,
     by_layer: ByLayer = False,
     capacity: Capacity = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            help="With --mesh stage=N: the order of microbatches, gpipe, or 1f1b, which keeps no"
+            " more of them than there are stages."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="With --pipeline: of a device's rows of a batch.")
+    ] = 4,
 ) -> None:
     """Train all weights of a model, or some, on texts. The result is a model of its own.
 
@@ -65,15 +78,19 @@ def full(
     with waiting("starting"):
         from jaxllm.train import jobs
         from jaxllm.train.routing import balanced
+        from jaxllm.train.scheduled import Scheduled
         from jaxllm.train.trained import ALL
 
-        check(target, options)
-    lm = load_model(model, "float32")
+        check(target, options, meshes=True)
+    lm = load_model(model, "float32", mesh=options.mesh, fsdp=options.fsdp)
     rules = tuple((regex, True) for regex in only) if only else ALL
+    scheduled = None if pipeline is None else Scheduled(pipeline, microbatches)
+    if scheduled is not None:
+        scheduled.of(lm.model)
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
         kept = jobs.zeros_of(lm, rules) if keep_zeros else None
-        job = jobs.full(lm, options.dtype, rules=rules, constraint=kept)
+        job = jobs.full(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
         return balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
 
     trained(lm, made, target, options, 1e-4, f"full fine-tuning of {model}")
@@ -126,7 +143,7 @@ def lora(
         from jaxllm.train import jobs, prompts
         from jaxllm.train.routing import balanced
 
-        check(target, options, "adapter_config.json")
+        check(target, options, "adapter_config.json", meshes=prefix is None)
     config = LoraConfig(
         r=rank,
         lora_alpha=2.0 * rank if alpha is None else alpha,
@@ -135,7 +152,7 @@ def lora(
         use_dora=dora,
         use_rslora=rslora,
     )
-    lm = load_model(model, options.dtype, quantize=quantize)
+    lm = load_model(model, options.dtype, quantize=quantize, mesh=options.mesh, fsdp=options.fsdp)
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if prefix is None else lm.encode(read_text(prefix))
 

@@ -82,6 +82,22 @@ class Options:
     remat: Annotated[
         bool, typer.Option("--remat", help="Less memory, a third more arithmetic.")
     ] = False
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="Of full and lora: train on many devices, as data=2,stage=2,tensor=2: rows,"
+            " layers, and heads, MLPs and vocabulary.",
+        ),
+    ] = None
+    fsdp: Annotated[
+        bool,
+        typer.Option(
+            "--fsdp",
+            help="With --mesh data=N: weights, gradients and the optimiser's state are divided by"
+            " N, and each weight is gathered for its products.",
+        ),
+    ] = False
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0
     dtype: Annotated[
         str,
@@ -120,14 +136,24 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def check(target: Path, options: Options, result: str | None = "config.json") -> None:
+def check(
+    target: Path, options: Options, result: str | None = "config.json", *, meshes: bool = False
+) -> None:
     """What can be refused before anything is loaded. result: the file that makes OUT complete;
-    None: it is a file itself.
+    None: it is a file itself. meshes: whether this kind of training runs on one.
     """
     from jaxllm.files import check_vacant, is_there
+    from jaxllm.mesh.axes import parse
     from jaxllm.train.optimizer import check_optax
 
     check_optax()
+    if options.mesh is not None and not meshes:
+        raise ConfigError(
+            "--mesh is of train full, and of train lora without --prefix: this kind of training is"
+            " on one device"
+        )
+    if options.fsdp and (options.mesh is None or parse(options.mesh).data == 1):
+        raise ConfigError("--fsdp divides weights over data: give --mesh data=N, N from 2 up")
     if result is None and is_there(target):
         raise CheckpointError(f"{target} exists: name another file")
     check_vacant(target.parent if result is None else target, result or target.name, "a result")

@@ -36,12 +36,13 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
     mode: "wb", or "w" for UTF-8 text. Whatever ends the block otherwise, an interrupt too, leaves
     `path` as it was and nothing beside it. A link is followed; a device or a FIFO is written to as
-    it is.
+    it is. Of a group of processes the first writes.
 
     Raises:
       CheckpointError: it cannot be written: no such folder, no room, no permission.
     """
     encoding = None if "b" in mode else "utf-8"
+    path = path if process.leads() else Path(os.devnull)
     with _told(path):
         target = Path(os.path.realpath(path))
         if target.exists() and not stat.S_ISREG(target.stat().st_mode):

@@ -7,6 +7,7 @@ JAX has. An axis that is not named has size 1.
 import dataclasses
 import math
 from functools import cache
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -16,8 +17,13 @@ from jaxllm.errors import ConfigError
 # name -> what it divides, the outermost first: neighbours on the last are the nearest devices.
 AXES = {
     "data": "rows of a batch",
+    "stage": "layers",
+    "sequence": "tokens of a text, and slots of its cache",
+    "expert": "experts of a mixture",
     "tensor": "heads, hidden numbers of MLPs, tokens of the vocabulary",
 }
+# name -> how else it may do so, and the field of `Axes` that says so.
+HOW = {"sequence": ("heads", "exchange"), "tensor": ("tokens", "stream")}
 MOST = 1 << 20  # devices of an axis: a typo, not a policy
 
 
@@ -27,11 +33,20 @@ class Axes:
 
     copies: where there are fewer key/value heads than devices on `tensor`, each head is on so many
     of them, which divide its query heads (`rules.fitted`); users name the product of both.
+    exchange: attention over `sequence` is Ulysses', which exchanges tokens for heads, and splits
+    caches by heads; written `sequence=4:heads`. Otherwise it is a ring, and caches split by slots.
+    stream: between linears, where there are norms and sums, prompts and training texts are split
+    by tokens over `tensor` (Korthikanti et al. 2022, arXiv 2205.05198); `tensor=4:tokens`.
     """
 
     data: int = 1
+    stage: int = 1
+    sequence: int = 1
+    expert: int = 1
     tensor: int = 1
     copies: int = 1
+    exchange: bool = False
+    stream: bool = False
 
     @property
     def devices(self) -> int:
@@ -40,7 +55,7 @@ class Axes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f.name for f in dataclasses.fields(self))
+        return (*AXES, "copies")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -51,8 +66,13 @@ class Axes:
         return math.prod(getattr(self, name) for name in names)
 
     def __str__(self) -> str:
-        asked = {"data": self.data, "tensor": self.tensor * self.copies}
-        return ",".join(f"{name}={size}" for name, size in asked.items() if size > 1) or "tensor=1"
+        asked = {name: getattr(self, name) for name in AXES} | {"tensor": self.tensor * self.copies}
+        said = (f"{name}={size}{self._how(name)}" for name, size in asked.items() if size > 1)
+        return ",".join(said) or "tensor=1"
+
+    def _how(self, name: str) -> str:
+        how, field = HOW.get(name, ("", ""))
+        return f":{how}" if field and getattr(self, field) else ""
 
 
 def parse(text: str) -> Axes:
@@ -62,7 +82,7 @@ def parse(text: str) -> Axes:
     """
     if not isinstance(text, str):
         raise ConfigError(f"a mesh is written as data=2,tensor=4, got {text!r:.60}")
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for item in text.split(","):
         name, equals, size = (part.strip() for part in item.partition("="))
         if not equals or name not in AXES:
@@ -72,18 +92,31 @@ def parse(text: str) -> Axes:
             )
         if name in sizes:
             raise ConfigError(f"mesh {text!r:.60} names the axis {name} twice")
+        size, colon, how = size.partition(":")
+        if colon and (name not in HOW or how != HOW[name][0]):
+            known = ", ".join(f"{axis}=4:{how}" for axis, (how, _) in HOW.items())
+            raise ConfigError(f"after its size an axis says {known} or nothing; got {item!r:.60}")
         if not (size.isascii() and size.isdigit() and 1 <= int(size[:9]) <= MOST):
             raise ConfigError(
                 f"the axis {name} of a mesh is over a whole number of devices from 1 up, got"
                 f" {size!r:.20}"
             )
         sizes[name] = int(size)
+        if colon:
+            sizes[HOW[name][1]] = True
     return Axes(**sizes)
 
 
 def check_devices(axes: Axes) -> None:
-    """Raises ConfigError for a mesh of more devices than there are."""
-    there, platform = jax.device_count(), jax.default_backend()
+    """Raises ConfigError for a mesh of more devices than there are; of several processes, of fewer
+    too, or one would have nothing of the model.
+    """
+    there, platform, processes = jax.device_count(), jax.default_backend(), jax.process_count()
+    if processes > 1 and axes.devices != there:
+        raise ConfigError(
+            f"mesh {axes} is of {axes.devices} devices, and the {processes} processes have {there}:"
+            " a mesh of several processes is over all of them"
+        )
     if axes.devices <= there:
         return
     more = (

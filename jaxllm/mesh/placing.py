@@ -8,23 +8,28 @@ beside it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllm import models
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import each, several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
-from jaxllm.mesh.rules import WHOLE, Split, split_of
+from jaxllm.mesh.pipeline.stacked import AXIS, devices_of, side_by_side, stacked, stage_of
+from jaxllm.mesh.rules import EXPERTS, WHOLE, Split, split_of
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.lazy import LazyTensor, joined
 from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Shares, alike
+from jaxllm.weights.leaves.parted import Shares, alike, lengths
+from jaxllm.weights.paths import Params
 from jaxllm.weights.reading import Whole
 
 
@@ -73,14 +78,23 @@ def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
 class Shared(Whole):
     """Where parameters of a model go as they are read: to the devices of its mesh, by its rules."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, exact: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, axes: Axes, exact: bool, table: Sequence[Sequence[int]]
+    ) -> None:
+        """table: the numbers of the layers that each stage has."""
         self._config, self._axes, self._exact = config, axes, exact
-        self._mesh = mesh_of(axes)
+        self._prefix, self._table = models.family(config.model_type).layers, table
 
     def leaf(self, path: str, weight: Weight) -> Weight:
         split = split_of(self._config, self._exact, path)
         if isinstance(weight, Adapted):
             return self._adapted(path, weight, split, self._split(path, bare(weight), split))
+        if split.stack and self._axes.expert > 1:
+
+            def some(begin: int, end: int, mesh: Mesh) -> Weight:
+                return self._split(path, jax.tree.map(lambda x: x[begin:end], weight), split, mesh)
+
+            return self._stack(path, weight.shape[0], some)
         return self._split(path, weight, split)
 
     def beside(self, path: str, weight: Weight) -> Weight:
@@ -95,6 +109,22 @@ class Shared(Whole):
         split = split_of(self._config, self._exact, path)
         if split is WHOLE or (split.axis == 1 and not exact):
             return self.leaf(path, read(tensor))
+        if split.stack and self._axes.expert > 1:
+
+            def some(begin: int, end: int, mesh: Mesh) -> Weight:
+                return self._read(path, tensor.rows(begin, end), read, split, mesh)
+
+            return self._stack(path, tensor.shape[0], some)
+        return self._read(path, tensor, read, split, self._mesh(path))
+
+    def _read(
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        split: Split,
+        mesh: Mesh,
+    ) -> Weight:
         cut = cut_of(path, tensor.shape, split, self._axes)
         stack = tensor.ndim == 3  # experts: rows are not along the first axis
 
@@ -112,11 +142,36 @@ class Shared(Whole):
             found: Weight = as_leaf(made).with_rows(index)
             return found
 
-        return self._of(cut, tensor.shape, share)
+        return self._of(cut, tensor.shape, share, mesh)
 
-    def _split(self, path: str, weight: Weight, split: Split) -> Weight:
+    def _stack(self, path: str, count: int, some: Callable[[int, int, Mesh], Weight]) -> Weight:
+        """Whole experts of a stack to the devices that have them, and then what all have."""
+        own, mesh = count // self._axes.expert, self._mesh(path)
+        parts = [
+            some(i * own, (i + 1) * own, devices_of(mesh, EXPERTS, i))
+            for i in range(self._axes.expert)
+        ]
+        at = 1 if isinstance(parts[0], Shares) else 0
+        joined: Weight = jax.tree.map(
+            lambda *arrays: side_by_side(arrays, mesh, EXPERTS, at), *alike(parts, lengths(parts))
+        )
+        return joined
+
+    def finished(self, params: Params) -> Params:
+        """With the layers of all stages side by side: `pipeline.stacked`."""
+        if len(self._table) == 1:
+            return params
+        return stacked(params, self._prefix, self._table, mesh_of(self._axes))
+
+    def _mesh(self, path: str) -> Mesh:
+        """The devices among which a parameter is split: those of its stage."""
+        mesh, stage = mesh_of(self._axes), stage_of(path, self._prefix, self._table)
+        return mesh if stage is None or len(self._table) == 1 else devices_of(mesh, AXIS, stage)
+
+    def _split(self, path: str, weight: Weight, split: Split, mesh: Mesh | None = None) -> Weight:
+        mesh = mesh or self._mesh(path)
         if split is WHOLE:
-            placed: Weight = jax.device_put(weight, NamedSharding(self._mesh, P()))
+            placed: Weight = jax.tree.map(partial(_everywhere, mesh), weight)
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
         leaf = as_leaf(weight)
@@ -131,9 +186,11 @@ class Shared(Whole):
                 over = "x".join(split.over)
                 raise ConfigError(f"{path} over {over}={cut.parts}: {error}") from None
 
-        return self._of(cut, weight.shape, share)
+        return self._of(cut, weight.shape, share, mesh)
 
-    def _of(self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight]) -> Weight:
+    def _of(
+        self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight], mesh: Mesh
+    ) -> Weight:
         """A parameter of `shape`, whose shares are made one after the other."""
         split, made = cut.split, dict[int, Any]()
 
@@ -143,22 +200,24 @@ class Shared(Whole):
                 made[number] = share(number)
             return made[number]
 
-        first = once(0)
-        if not isinstance(first, Leaf) and cut.even:
+        sharding = NamedSharding(mesh, P(split.over))
+        here = sharding.addressable_devices_indices_map((cut.parts,)).values()
+        numbers = sorted({index[0].start or 0 for index in here if index})
+        if not isinstance(once(numbers[0]), Leaf) and cut.even:
             at = len(shape) - (1 if split.axis or len(shape) == 1 else 2)
             spec = spec_of(split, len(shape))
 
             def block(index: Any) -> Any:
                 return once((index[at].start or 0) // cut.each)
 
-            return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), block)
-        shares = alike([once(i) for i in range(cut.parts)])
+            return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), block)
+        made_here = [once(i) for i in numbers]
+        shares = alike(made_here, [max(of) for of in zip(*each(lengths(made_here)), strict=True)])
         pieces = [jax.tree.leaves(x) for x in shares]
-        sharding = NamedSharding(self._mesh, P(split.over))
 
         def joint(*mine: jax.Array) -> jax.Array:
             def one(index: Any) -> Any:
-                return np.asarray(mine[index[0].start or 0])[None]
+                return np.asarray(mine[numbers.index(index[0].start or 0)])[None]
 
             shape = (cut.parts, *mine[0].shape)
             return jax.make_array_from_callback(shape, sharding, one)
@@ -200,12 +259,23 @@ def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
     return LazyTensor(stack.dtype, shape, read, stack.release, parts)
 
 
+def _everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """All of an array on each device."""
+    sharding = NamedSharding(mesh, P())
+    if not several():
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda _: np.asarray(x))
+
+
 def spec_of(split: Split, ndim: int) -> P:
     """Of an array whose shares are blocks of it."""
     if split is WHOLE:
         return P()
     at = ndim - (1 if split.axis or ndim == 1 else 2)
-    return P(*[None] * at, split.over)
+    before = [None] * at
+    if split.stack:
+        return P(EXPERTS, *before[1:], split.over)
+    return P(*before, split.over)
 
 
 def adapted_splits(weight: Adapted, split: Split) -> dict[str, Split]:

@@ -24,6 +24,9 @@ Kind = Literal["whole", "column", "row", "gathered", "vocabulary", "norm"]
 
 HEADS: Over = ("tensor", "copies")  # query heads, hidden numbers, tokens: all devices of both
 GROUPS: Over = ("tensor",)  # key/value heads
+STAGES: Over = ("stage",)  # layers
+EXPERTS = "expert"
+TOKENS: Over = (*HEADS, *STAGES)  # of the vocabulary: all stages look them up, and make logits
 
 
 class Split(NamedTuple):
@@ -33,12 +36,14 @@ class Split(NamedTuple):
     parallel: columns of `[I, O]`). "row": columns, whose products are summed. "gathered": rows of
     such a one, in the exact mode. "vocabulary": rows of a table, or of the head. "norm": of a norm
     over all heads. over: the axes that divide it. runs: how many runs of all shares stand one after
-    the other in it, of each of which a device has its part.
+    the other in it, of each of which a device has its part. stack: whether it is of experts, whole
+    ones of which are divided over `EXPERTS` before.
     """
 
     kind: Kind = "whole"
     over: Over = ()
     runs: int = 1
+    stack: bool = False
 
     @property
     def axis(self) -> int:
@@ -58,7 +63,7 @@ def rules(config: ModelConfig, exact: bool = False) -> tuple[tuple[str, Split], 
 def _rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Split]]:
     f = models.family(config.model_type)
     layer = rf"{re.escape(f.layers)}\.\d+\."
-    vocabulary = Split("vocabulary", HEADS)
+    vocabulary = Split("vocabulary", TOKENS)
     yield rf"{re.escape(f.tokens)}\.weight", vocabulary
     yield r"lm_head\.weight", vocabulary
     if f.positions is not None:
@@ -71,10 +76,13 @@ def _rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Split]]:
         yield rf"{layer}{re.escape(member.linear)}\.weight", Split("norm", over(member))
     for member in (*f.heads, *f.channels, *f.experts):
         path = layer + re.escape(member.linear)
+        stack = member.linear.startswith("mlp.experts.")
         if member.axis == 0:
-            yield rf"{path}\.(weight|bias)", Split("column", over(member), member.runs)
+            column = Split("column", over(member), member.runs, stack)
+            yield rf"{path}\.(weight|bias)", column
         else:
-            yield rf"{path}\.weight", Split("gathered" if exact else "row", over(member))
+            kind: Kind = "gathered" if exact else "row"
+            yield rf"{path}\.weight", Split(kind, over(member), stack=stack)
             yield rf"{path}\.bias", WHOLE  # of the sum of all products: added once
     yield rf"{layer}.*\.memory_gate", Split("column", HEADS)
     if f.router is not None:
@@ -104,6 +112,15 @@ def fitted(axes: Axes, config: ModelConfig) -> Axes:
         raise ConfigError(
             "attention of kind 'dilated' goes by the numbers of its heads, which a part of them"
             f" does not know: mesh {axes} must have tensor=1"
+        )
+    experts = getattr(config, "num_experts", 1)
+    if experts % axes.expert:
+        what = f"num_experts {experts}" if experts > 1 else f"{config.model_type} without experts"
+        raise ConfigError(f"{what} does not divide over expert={axes.expert}")
+    if getattr(config, "capacity_factor", None) is not None and axes.data * axes.expert > 1:
+        raise ConfigError(
+            "capacity_factor counts the tokens of all rows, and each device has rows of its own:"
+            " leave it out, or use a mesh with data=1 and expert=1"
         )
     counts = {"num_attention_heads": heads} | {
         name: getattr(config, name) for name in models.family(config.model_type).widths

@@ -11,16 +11,22 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import adapted_splits, spec_of
-from jaxllm.mesh.rules import GROUPS, HEADS, Split
+from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
+from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.models.layers import Attended, Layer, Trace
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
+from jaxllm.weights.leaves.wrapped import Wrapped
 
-Rows = str | None
+Rows = tuple[str, ...] | None
+KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
+BY_MODEL = rf"{KEYS_VALUES}|memory\."  # what only the model reads
+MARKS = ("position_BS", "token_BS", "patched_BS")
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
@@ -36,11 +42,15 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         key = None if leaf.key is None else P()
         inner = of_parameter(path, leaf.weight, split, axes, rows)
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
+    if isinstance(leaf, Wrapped) and leaf.nests:
+        nested: Any = leaf
+        return nested.replace(weight=of_parameter(path, nested.weight, split, axes, rows))
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
-        return jax.tree.map(lambda _: P(split.over), leaf)
+        stack = (EXPERTS,) if split.stack else ()
+        return jax.tree.map(lambda _: P(split.over, *stack), leaf)
     if parts == 1:
-        return jax.tree.map(lambda _: P(), leaf)
+        return jax.tree.map(lambda _: P(EXPERTS) if split.stack else P(), leaf)
     size = leaf.shape[-1 if split.axis or leaf.ndim == 1 else -2]
     if isinstance(leaf, Leaf) or split.runs > 1 or size % parts:
         raise ConfigError(
@@ -50,24 +60,46 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
     return spec_of(split, leaf.ndim)
 
 
-def of_cache(path: str, ndim: int, rows: Rows) -> P:
-    """Of an array of a cache: keys, values and memories by key/value head."""
-    if ndim == 0:
+def groups(axes: Axes) -> tuple[str, ...]:
+    """The axes over which heads of a cache are split. What each stage of a pipeline has for layers
+    of its own stands side by side there: rows and slots are where they are without stages.
+    """
+    return (*STAGES, *GROUPS, *((SEQUENCE,) if axes.exchange else ()))
+
+
+def slot_axis(axes: Axes, slots: int) -> str | None:
+    """The axis over which so many slots are split, where they divide and are not split by heads."""
+    if axes.sequence == 1 or axes.exchange or slots % axes.sequence:
+        return None
+    return SEQUENCE
+
+
+def columns(name: str, axis: str | None) -> tuple[str | None, ...]:
+    """What comes after rows in the spec of what a model is given by row."""
+    return (axis,) if name.endswith(("_BT", "_BTD")) else ()
+
+
+def of_cache(path: str, array: Any, rows: Rows, axes: Axes) -> P:
+    """Of an array of a cache: keys, values and memories by key/value head, or by slots. What says
+    where tokens are is read on the host too, so each of several processes has all of it.
+    """
+    if array.ndim == 0 or (several() and not re.match(BY_MODEL, path)):
         return P()
-    if re.match(r"(tail|frozen\.\d+)\.[kv]\.", path):
-        return P(rows, None, GROUPS)
-    return P(rows, GROUPS) if path.startswith("memory.") and ndim > 1 else P(rows)
+    if re.match(KEYS_VALUES, path):
+        return P(rows, slot_axis(axes, array.shape[1]), groups(axes))
+    return P(rows, GROUPS) if path.startswith("memory.") and array.ndim > 1 else P(rows)
 
 
-def of_segment(segment: Segment, batch: int, rows: Rows) -> Any:
+def of_segment(segment: Segment, batch: int, rows: Rows, axes: Axes) -> Any:
     """What all rows share is on every device of `rows`."""
+    slots = slot_axis(axes, segment.position_BS.shape[1])
 
     def over(x: Any) -> Rows:
         return rows if x.shape[0] == batch else None
 
     fields: dict[str, Any] = {
-        **{name: P(over(segment.k[0]), None, GROUPS) for name in ("k", "v")},
-        **{n: P(over(getattr(segment, n))) for n in ("position_BS", "token_BS", "patched_BS")},
+        **{name: P(over(segment.k[0]), slots, groups(axes)) for name in ("k", "v")},
+        **{n: P(over(getattr(segment, n)), slots) for n in MARKS},
     }
     return Segment(**fields)
 
@@ -80,15 +112,30 @@ def of_memory(config: ModelConfig, rows: Rows) -> tuple[Any, ...]:
     )
 
 
-def of_trace(config: ModelConfig, rows: Rows, *, by_head: bool) -> Any:
-    """Of all that a model computes. by_head: whether attention mass is each head's."""
-    stream, heads, groups = P(rows), P(rows, None, HEADS), P(rows, None, GROUPS)
-    mass = P(rows, HEADS) if by_head else stream
-    layers: list[Any] = []
-    for memory in of_memory(config, rows):
-        kept: list[Any] = [heads, groups, groups, heads, stream, mass, memory]
-        fields: dict[str, Any] = dict.fromkeys(Layer._fields, stream)
-        fields |= {"attention": Attended(*kept), "mlp_hidden": heads, "memory": memory}
-        layers.append(Layer(**fields))
-    fields = dict.fromkeys(("embeddings", "norm", "logits"), stream)
-    return Trace(layers=tuple(layers), **fields)
+def of_trace(
+    config: ModelConfig,
+    rows: Rows,
+    axes: Axes,
+    split: str | None = None,
+    *,
+    layers: int,
+    picked: bool,
+    by_head: bool,
+) -> Any:
+    """Of all that a model computes. split: the axis over which tokens are split. layers: of one
+    stage, beside which those of the others stand on the axis of heads or features (of mass: of
+    slots). picked: whether logits are of one column. by_head: whether mass is each head's.
+    """
+    stream, each = P(rows, split), P(rows, split, STAGES)
+    heads = P(rows, split, (*STAGES, *HEADS))
+    kept = P(rows, None if axes.exchange else split, groups(axes))
+    mass = P(rows, (*STAGES, *HEADS)) if by_head else P(rows, STAGES)
+    found: list[Any] = []
+    for memory in of_memory(config, rows)[:layers]:
+        attended: list[Any] = [heads, kept, kept, heads, each, mass, memory]
+        fields: dict[str, Any] = dict.fromkeys(Layer._fields, each)
+        fields |= {"attention": Attended(*attended), "mlp_hidden": heads, "memory": memory}
+        found.append(Layer(**fields))
+    logits: Any = P(rows) if picked else stream
+    whole: Any = stream
+    return Trace(embeddings=whole, layers=tuple(found), norm=whole, logits=logits)

@@ -17,15 +17,18 @@ from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig, Rope, Tokens
 from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
+    ALONE,
+    Across,
     Angles,
     Attended,
+    Course,
     Layer,
     Mass,
     Scope,
     Trace,
     angles_of,
     attend,
-    run_block,
+    run_blocks,
 )
 from jaxllm.models.long.infini import Beside
 from jaxllm.models.modules import Embedding, Linear, RMSNorm, leaf, pick, project, unembed
@@ -260,10 +263,10 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, scope: Scope) -> Layer:
         c, p = self.config, self.precision
         before, after, before_mlp, after_mlp = self.norms
-        normed = self._norm(before, x)
+        normed = scope.whole(self._norm(before, x))
         attended = Attention(c, p, self.layer, self.qk_norm, name="self_attn")(normed, scope)
         x = self._added(x, self._norm(after, attended.x))
-        mlp_normed = self._norm(before_mlp, x)
+        mlp_normed = scope.whole(self._norm(before_mlp, x))
         hidden, y, router = self._mlp(mlp_normed, scope)
         x = self._added(x, self._norm(after_mlp, y))
         memory = attended.memory
@@ -290,12 +293,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The model: a table of tokens, blocks, a norm, and logits.
 
-    block: the class of its layers. tokens: what the table is called. remat: see `layers.run_block`.
+    block: the class of its layers. tokens: what the table is called. remat, course: see
+    `layers.run_blocks`.
     """
 
     config: DecoderConfig
     precision: Precision
     remat: bool = False
+    course: Course | None = None
 
     block: ClassVar[type[nn.Module]] = Block
     tokens: ClassVar[str] = "embed_tokens"
@@ -315,6 +320,7 @@ class Decoder(nn.Module):
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
         memory: tuple[Any, ...] = (),
+        across: Across = ALONE,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -325,7 +331,7 @@ class Decoder(nn.Module):
         sines of the new tokens for each of `ModelConfig.ropes`, each `[B, T, F]`, else computed
         from their positions. mask_BTS: what each query sees of all slots and then the new tokens,
         as `attend_masked` takes it, in place of what positions and the sliding window say; there is
-        no attention mass then. document_BT, memory: see `Scope`.
+        no attention mass then. document_BT, memory, across: see `Scope`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.tokens)(token_BT)
@@ -333,17 +339,19 @@ class Decoder(nn.Module):
         if c.embedding_scale != 1:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         angles = angles_of(c, position_BT, length_B) if angles is None else angles
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass, angles, document_BT, memory)
-        embeddings, layers = x, []
-        for i in range(c.num_hidden_layers):
-            block = self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
-            layers.append(run_block(block, x, scope, self.remat))
-            x = layers[-1].x
-        norm = self.normed(x)
+        told = (mask_BTS, attention_mass, angles, document_BT, memory, across)
+        scope = Scope(position_BT, segments, *told)
+        blocks = [
+            self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
+            for i in range(c.num_hidden_layers)
+        ]
+        embeddings = x
+        layers, x = run_blocks(blocks, x, scope, self.remat, self.course)
+        norm = scope.whole(self.normed(x))
         logits = unembed(c, p, table, pick(norm, column_B))
         if c.logits_scale != 1:
             logits = logits * c.logits_scale
-        return Trace(embeddings, tuple(layers), norm, ops.capped(logits, c.logits_cap))
+        return Trace(embeddings, layers, norm, ops.capped(logits, c.logits_cap))
 
     def normed(self, x: jax.Array) -> jax.Array:
         """What the last layer put out, as logits are made of it."""

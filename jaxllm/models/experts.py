@@ -22,6 +22,7 @@ from jaxllm.models.family import Family
 from jaxllm.models.layers import Scope
 from jaxllm.models.modules import Linear, leaf
 from jaxllm.weights.experts import expert_linears
+from jaxllm.weights.leaves.owned import Owned
 from jaxllm.weights.precision import Precision
 
 Count = Annotated[int, Meta(ge=1, le=1 << 12)]
@@ -125,11 +126,16 @@ class Experts(nn.Module):
             for name in ("gate_proj", "up_proj")
         )
         down = Stack(c.num_experts, columns, name="down_proj")(c.expert_size)
-        rounded = self.precision.int8_inputs
-        both = expert_linears(x_AD, (gate, up), expert_A, int8_inputs=rounded)
-        gate_AF, up_AF = (y.astype(x_AD.dtype) for y in both)
-        hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
-        return expert_linears(hidden_AF, (down,), expert_A, int8_inputs=rounded)[0]
+        rounded, owner = self.precision.int8_inputs, down
+        gate, up, down = (x.weight if isinstance(x, Owned) else x for x in (gate, up, down))
+
+        def run(x_AD: jax.Array, expert_A: jax.Array) -> jax.Array:
+            both = expert_linears(x_AD, (gate, up), expert_A, int8_inputs=rounded)
+            gate_AF, up_AF = (y.astype(x_AD.dtype) for y in both)
+            hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
+            return expert_linears(hidden_AF, (down,), expert_A, int8_inputs=rounded)[0]
+
+        return owner.run(x_AD, expert_A, run) if isinstance(owner, Owned) else run(x_AD, expert_A)
 
 
 class Mixture(nn.Module):

@@ -15,7 +15,18 @@ from jaxllm import ops
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.models.family import Family, Member, Site
-from jaxllm.models.layers import Attended, Layer, Mass, Scope, Trace, attend, run_block
+from jaxllm.models.layers import (
+    ALONE,
+    Across,
+    Attended,
+    Course,
+    Layer,
+    Mass,
+    Scope,
+    Trace,
+    attend,
+    run_blocks,
+)
 from jaxllm.models.modules import Embedding, LayerNorm, Linear, pick, unembed
 from jaxllm.weights.precision import Precision
 
@@ -54,12 +65,13 @@ class GPT2Config(ModelConfig):
 class GPT2(nn.Module):
     """The model: tables of tokens and of positions, blocks, a norm, and logits.
 
-    remat: see `layers.run_block`.
+    remat, course: see `layers.run_blocks`.
     """
 
     config: GPT2Config
     precision: Precision
     remat: bool = False
+    course: Course | None = None
 
     @nn.compact
     def __call__(
@@ -74,6 +86,7 @@ class GPT2(nn.Module):
         embeddings_BTD: jax.Array | None = None,
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
+        across: Across = ALONE,
     ) -> Trace:
         """As `Llama.__call__`; `length_B` is not read. Positions past the table give NaN.
 
@@ -86,14 +99,14 @@ class GPT2(nn.Module):
         )
         x = x if embeddings_BTD is None else embeddings_BTD
         x = x.astype(p.activations) + places.astype(p.activations)
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass, document_BT=document_BT)
-        embeddings, layers = x, []
-        for i in range(c.num_hidden_layers):
-            layers.append(run_block(Block(c, p, i, name=f"h.{i}"), x, scope, self.remat))
-            x = layers[-1].x
-        norm = LayerNorm(c.norm_eps, name="ln_f")(x)
+        told: Any = {"document_BT": document_BT, "across": across}
+        scope = Scope(position_BT, segments, mask_BTS, attention_mass, **told)
+        blocks = [Block(c, p, i, name=f"h.{i}") for i in range(c.num_hidden_layers)]
+        embeddings = x
+        layers, x = run_blocks(blocks, x, scope, self.remat, self.course)
+        norm = scope.whole(LayerNorm(c.norm_eps, name="ln_f")(x))
         logits = unembed(c, p, table, pick(norm, column_B))
-        return Trace(embeddings, tuple(layers), norm, logits)
+        return Trace(embeddings, layers, norm, logits)
 
 
 class Block(nn.Module):
@@ -106,10 +119,10 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, scope: Scope) -> Layer:
         c, p = self.config, self.precision
-        normed = LayerNorm(c.norm_eps, name="ln_1")(x)
+        normed = scope.whole(LayerNorm(c.norm_eps, name="ln_1")(x))
         attended = Attention(c, p, self.layer, name="attn")(normed, scope)
         x = x + attended.x
-        mlp_normed = LayerNorm(c.norm_eps, name="ln_2")(x)
+        mlp_normed = scope.whole(LayerNorm(c.norm_eps, name="ln_2")(x))
         hidden, y = MLP(c, p, name="mlp")(mlp_normed)
         return Layer(normed, attended, mlp_normed, hidden, y, x + y)
 

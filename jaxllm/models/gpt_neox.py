@@ -55,11 +55,11 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, scope: Scope) -> Layer:
         c, p = self.config, self.precision
-        normed = LayerNorm(c.norm_eps, name="input_layernorm")(x)
+        normed = scope.whole(LayerNorm(c.norm_eps, name="input_layernorm")(x))
         attended = Attention(c, p, self.layer, out="dense", name="attention")(normed, scope)
         after = x + attended.x
         read = x if c.use_parallel_residual else after
-        mlp_normed = LayerNorm(c.norm_eps, name="post_attention_layernorm")(read)
+        mlp_normed = scope.whole(LayerNorm(c.norm_eps, name="post_attention_layernorm")(read))
         hidden, y = MLP(c, p, name="mlp")(mlp_normed)
         return Layer(normed, attended, mlp_normed, hidden, y, after + y)
 

@@ -1,7 +1,7 @@
 """What layers compute, and what they are told: `attend` is the socket of attention's kinds."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -22,6 +22,40 @@ Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, 
 Mass = bool | Literal["heads"]  # none, summed over queries and heads, or each one's weights
 
 
+class Attend(Protocol):
+    """Attention of a text of which other devices have some: see `Across`."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        at: jax.Array,
+        parts: Sequence[ops.Part],
+        document_BT: jax.Array | None,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+    ) -> tuple[jax.Array, ops.Part]:
+        """The heads `[B, T, N, H]`, and of the new tokens' keys and values what is kept here.
+
+        parts: what this device has, the new tokens last. The rest: see `attend`.
+        """
+
+
+class Across(NamedTuple):
+    """What is done together with other devices, which have some of the tokens too.
+
+    attend: attention; None: this device has all that its heads need. whole: gives the tokens of
+    all, of the stream between linears, of which a device has some; None: it has them all.
+    """
+
+    attend: Attend | None = None
+    whole: Callable[[jax.Array], jax.Array] | None = None
+
+
+ALONE = Across()
+
+
 class Scope(NamedTuple):
     """What new tokens may attend to: the same for every layer.
 
@@ -31,7 +65,7 @@ class Scope(NamedTuple):
     token is of: it sees new tokens of its own alone, and all of the cache. mass: what to say of the
     weights; nothing under a mask or with documents. angles: what queries and keys are turned by,
     for each of `ModelConfig.ropes`. memory: what each layer keeps of the text before; empty for
-    none.
+    none. across: what is done together with other devices.
     """
 
     position_BT: jax.Array
@@ -41,6 +75,11 @@ class Scope(NamedTuple):
     angles: tuple[Angles, ...] = ()
     document_BT: jax.Array | None = None
     memory: tuple[Any, ...] = ()
+    across: Across = ALONE
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """What linears read of the stream, `[B, T, D]`."""
+        return x if self.across.whole is None else self.across.whole(x)
 
 
 class Attended(NamedTuple):
@@ -147,7 +186,8 @@ def attend(
     kind that keeps a memory is given. extended: the layer's rotary settings where they are
     Self-Extend's; not both.
 
-    Raises ConfigError for Self-Extend under a mask, with documents, or with each head's weights.
+    Raises ConfigError for Self-Extend under a mask, with documents, or with each head's weights;
+    for a text on many devices with a mask or mass.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
     # New keys and values are rounded as the cache will round them, so that a token attends to the
@@ -156,6 +196,16 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
+    if scope.across.attend is not None:
+        at, documents = scope.position_BT, scope.document_BT
+        if mask_BTS is not None or scope.mass is not False:
+            raise ConfigError(
+                "a text that is split over devices (sequence=) runs by positions alone, and says no"
+                " attention mass: use a mesh without sequence for masks and mass"
+            )
+        out, new = scope.across.attend(q, at, parts, documents, scale=scale, window=window, cap=cap)
+        x = project_out(out.reshape(*out.shape[:2], -1))
+        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, None)
     if kind is not None:
         attend_long = KINDS[kind.kind]
         out, mass, memory = attend_long(kind, scope, q, parts, beside, scale=scale, cap=cap)
@@ -186,15 +236,40 @@ def attend(
     return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
 
 
-def run_block(block: nn.Module, x: jax.Array, scope: Scope, remat: bool) -> Layer:
-    """One layer of a text. remat: what it computes is computed again where its gradient needs it,
-    and not kept until then.
+class Course(Protocol):
+    """How layers are run one after another, where that is not all of them here and now: a frozen
+    dataclass, since it is a field of models.
     """
-    if not remat:
-        layer: Layer = block(x, scope)
-        return layer
+
+    def __call__(
+        self, blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool
+    ) -> tuple[tuple[Layer, ...], jax.Array]: ...
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module],
+    x: jax.Array,
+    scope: Scope,
+    remat: bool,
+    course: Course | None = None,
+) -> tuple[tuple[Layer, ...], jax.Array]:
+    """What each layer computes of a text, and what the last one puts out.
+
+    remat: what a layer computes is computed again where its gradient needs it, and not kept until
+    then.
+    """
+    if course is not None:
+        return course(blocks, x, scope, remat)
+    layers = list[Layer]()
+    for block in blocks:
+        layers.append(_run_again(block, x, scope) if remat else block(x, scope))
+        x = layers[-1].x
+    return tuple(layers), x
+
+
+def _run_again(block: nn.Module, x: jax.Array, scope: Scope) -> Layer:
     again = nn.remat(lambda module, x: module(x, scope), prevent_cse=True)
-    layer = again(block, x)
+    layer: Layer = again(block, x)
     return layer
 
 

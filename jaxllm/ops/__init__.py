@@ -3,8 +3,8 @@
 attention: over segments, blockwise; extended: far tokens in groups; masked: under an explicit mask;
 dilated/: LongNet's, by gathering. entries: keys and values as they are kept, int8 or not. rope,
 norms, activations: what their names say. pooling: one vector for many. compressive: the memory of
-Infini-attention; buckets: tokens by the segments that they touch. native/: kernels in C++; pallas:
-one for GPUs.
+Infini-attention; buckets: tokens by the segments that they touch. varying: what differs among
+devices. native/: kernels in C++; pallas: one for GPUs.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

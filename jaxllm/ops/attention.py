@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxllm.ops import native
 from jaxllm.ops.entries import Entries, Int8Entries, dense
+from jaxllm.ops.varying import varying_as
 
 BLOCK = 256  # slots absorbed at a time: small enough to skip what is empty, large enough to be fast
 
@@ -41,12 +42,19 @@ class Queries(NamedTuple):
     cap: float | None = None
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """The running softmax of each query: largest score, sum of weights, weighted sum of values."""
 
     top_BKGT: jax.Array
     total_BKGT: jax.Array
     value_BKGTH: jax.Array
+
+    @property
+    def log_BKGT(self) -> jax.Array:
+        """The logarithm of the denominator, -inf for a query that saw nothing."""
+        seen = self.total_BKGT > 0
+        log = finite(self.top_BKGT) + jnp.log(jnp.where(seen, self.total_BKGT, 1.0))
+        return jnp.where(seen, log, -jnp.inf)
 
 
 def attend(
@@ -99,26 +107,48 @@ def fold(
 
     Every slot is shown to a query by one look at most. dtype: of what is returned.
     """
-    B, T, K, G, H = looks[0].queries.q_BTKGH.shape
-    state = _Softmax(
-        jnp.full((B, K, G, T), -jnp.inf, jnp.float32),
-        jnp.zeros((B, K, G, T), jnp.float32),
-        jnp.zeros((B, K, G, T, H), jnp.float32),
-    )
-    for look in looks:
-        for part in parts:
-            state, _ = _walk(look.through(_absorb), None, state, look.queries, part)
-    total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
-    out_BKGTH = state.value_BKGTH / total[..., None]
-    out = jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, K * G, H).astype(dtype)
+    state = softmax(looks, parts)
+    out = finished(state, dtype)
     if not mass:
         return out, None
-    blank = jnp.zeros((B, BLOCK), jnp.float32)
+    blank = varying_as(jnp.zeros((out.shape[0], BLOCK), jnp.float32), state)
     each = []
     for look in looks:
         walks = [_walk(look.through(_receive), blank, state, look.queries, p)[1] for p in parts]
         each.append(jnp.concatenate([m for walk in walks for m in walk], axis=1))
     return out, sum(each[1:], each[0])
+
+
+def softmax(looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
+    """The softmax of queries that have looked at all of the parts."""
+    state = varying_as(unseen(looks[0].queries), looks[0].queries.q_BTKGH, *parts)
+    return looked(state, looks, parts)
+
+
+def looked(state: Softmax, looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
+    """The softmax of queries that have looked at these parts too."""
+    for look in looks:
+        for part in parts:
+            state, _ = _walk(look.through(absorb), None, state, look.queries, part)
+    return state
+
+
+def unseen(queries: Queries) -> Softmax:
+    """The softmax of queries that have seen nothing."""
+    B, T, K, G, H = queries.q_BTKGH.shape
+    return Softmax(
+        jnp.full((B, K, G, T), -jnp.inf, jnp.float32),
+        jnp.zeros((B, K, G, T), jnp.float32),
+        jnp.zeros((B, K, G, T, H), jnp.float32),
+    )
+
+
+def finished(state: Softmax, dtype: jnp.dtype) -> jax.Array:
+    """What each query found, `[B, T, N, H]`; zeros for one that saw nothing."""
+    B, K, G, T, H = state.value_BKGTH.shape
+    total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
+    out_BKGTH = state.value_BKGTH / total[..., None]
+    return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, K * G, H).astype(dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
@@ -146,7 +176,8 @@ def _in_place(
                 pieces += [k, v, part.position_BS]
         q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
         out = native.attend(q, position_BT, pieces, scale=scale, window=window, cap=cap)
-        return out.astype(q_BTNH.dtype)
+        # What a kernel returns says nothing of the devices that it differs on.
+        return varying_as(out.astype(q_BTNH.dtype), q_BTNH, position_BT, parts)
 
     @kernel.def_vmap
     def _(size: int, batched: Any, *args: Any) -> tuple[jax.Array, bool]:
@@ -184,7 +215,7 @@ def capped(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 # What is done with a block of slots: `(state, queries, block, seen) -> (state, [B, S] or None)`.
-Visit = Callable[[_Softmax, Queries, Part, jax.Array], tuple[_Softmax, Any]]
+Visit = Callable[[Softmax, Queries, Part, jax.Array], tuple[Softmax, Any]]
 
 
 class Look(NamedTuple):
@@ -202,16 +233,16 @@ class Look(NamedTuple):
             return visit
 
         def taken(
-            state: _Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
-        ) -> tuple[_Softmax, Any]:
+            state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
+        ) -> tuple[Softmax, Any]:
             return visit(state, queries, *take(block, seen_BTS))
 
         return taken
 
 
 def _walk(
-    visit: Visit, blank: Any, state: _Softmax, queries: Queries, part: Part
-) -> tuple[_Softmax, list[jax.Array]]:
+    visit: Visit, blank: Any, state: Softmax, queries: Queries, part: Part
+) -> tuple[Softmax, list[jax.Array]]:
     """Visit a part block by block; the state after it, and what the visits returned.
 
     Blocks that nobody sees are left out and return `blank`.
@@ -225,7 +256,7 @@ def _walk(
 
     if whole:
 
-        def step(state: _Softmax, i: jax.Array) -> tuple[_Softmax, Any]:
+        def step(state: Softmax, i: jax.Array) -> tuple[Softmax, Any]:
             block = _slots(part, lambda x: jax.lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, 1))
             seen_BTS = seen_of(block)
             return jax.lax.cond(
@@ -246,9 +277,9 @@ def _walk(
     return state, found
 
 
-def _absorb(
-    state: _Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
-) -> tuple[_Softmax, None]:
+def absorb(
+    state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
+) -> tuple[Softmax, None]:
     """The softmax with a block's weights and values added to it."""
     v_BSKH = dense(block.v_BSKH)
     # Zero times NaN is NaN: what an empty slot holds must not reach the sum.
@@ -256,12 +287,12 @@ def _absorb(
     if v_BSKH.shape[0] == 1:  # a slot that some row still uses holds a token
         used_BS = used_BS.any(axis=0, keepdims=True)
     v_BSKH = jnp.where(used_BS[:, :, None, None], v_BSKH, jnp.zeros_like(v_BSKH))
-    score_BKGTS = _scores(queries, block, seen_BTS)
+    score_BKGTS = scores(queries, block, seen_BTS)
     top = jnp.maximum(state.top_BKGT, jax.lax.stop_gradient(score_BKGTS.max(axis=-1)))
-    weight_BKGTS = jnp.exp(score_BKGTS - _finite(top)[..., None])
-    shrink = jnp.exp(state.top_BKGT - _finite(top))
-    value = _weighted_sum(weight_BKGTS, v_BSKH, queries.q_BTKGH.dtype)
-    return _Softmax(
+    weight_BKGTS = jnp.exp(score_BKGTS - finite(top)[..., None])
+    shrink = jnp.exp(state.top_BKGT - finite(top))
+    value = weighted_sum(weight_BKGTS, v_BSKH, queries.q_BTKGH.dtype)
+    return Softmax(
         top,
         state.total_BKGT * shrink + weight_BKGTS.sum(axis=-1),
         state.value_BKGTH * shrink[..., None] + value,
@@ -269,12 +300,12 @@ def _absorb(
 
 
 def _receive(
-    state: _Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
-) -> tuple[_Softmax, jax.Array]:
+    state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
+) -> tuple[Softmax, jax.Array]:
     """The weights that a block's slots have in the finished softmax, `[B, S]`."""
     total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
-    score_BKGTS = _scores(queries, block, seen_BTS)
-    weight_BKGTS = jnp.exp(score_BKGTS - _finite(state.top_BKGT)[..., None]) / total[..., None]
+    score_BKGTS = scores(queries, block, seen_BTS)
+    weight_BKGTS = jnp.exp(score_BKGTS - finite(state.top_BKGT)[..., None]) / total[..., None]
     return state, weight_BKGTS.sum(axis=(1, 2, 3))
 
 
@@ -284,11 +315,13 @@ def _slots(part: Part, take: Callable[[jax.Array], jax.Array]) -> Part:
     return taken
 
 
-def _finite(top: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isneginf(top), 0.0, top)  # a query that has seen nothing yet
+def finite(top: jax.Array) -> jax.Array:
+    """The largest scores; 0 for a query that has seen nothing yet."""
+    return jnp.where(jnp.isneginf(top), 0.0, top)
 
 
-def _scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
+def scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
+    """What queries make of a block's keys, float32 `[B, K, G, T, S]`; -inf where unseen."""
     q, k = _same_dtype(queries.q_BTKGH, dense(block.k_BSKH))
     if k.shape[0] == 1:
         product = _product("BTKGH,SKH->BKGTS", q, k[0])
@@ -298,7 +331,8 @@ def _scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
     return jnp.where(seen_BTS[:, None, None, :, :], score, -jnp.inf)
 
 
-def _weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Values times weights, float32 `[B, K, G, T, H]`. dtype: what weights are rounded to."""
     w, v = _same_dtype(weight_BKGTS.astype(dtype), v_BSKH)
     if v.shape[0] == 1:
         return _product("BKGTS,SKH->BKGTH", w, v[0])

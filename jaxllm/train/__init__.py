@@ -3,8 +3,9 @@ compiled program over it.
 
 trained: what is trained, apart from the rest. losses, objective: what is made small. optimizer:
 rates, clipping, decay. step: the compiled step. frozen: weights that it does not train. loop:
-steps, measurements, an end that loses nothing. keeping: the state on disk. constraints: what was
-pruned stays so. prefix: after a text that is run once, and prompts that are trained. jobs: what
+steps, measurements, an end that loses nothing. keeping: the state on disk; spread: that of a mesh
+in one device's form, and back. scheduled: in stages, by an order of microbatches. constraints: what
+was pruned stays so. prefix: after a text that is run once, and prompts that are trained. jobs: what
 kinds of training there are. prompts: those around a prefix. routing: of mixtures of experts;
 upcycle: such a mixture made from a dense model; infini: a model with a memory made from one.
 picture: the losses, drawn. data: what a model is trained on, as rows of tokens. distill: a student

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxllm.train.trained import Hole
-from jaxllm.weights.leaves.arrays import as_leaf
+from jaxllm.weights.leaves.arrays import after, as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear
 from jaxllm.weights.leaves.wrapped import Wrapped
 from jaxllm.weights.paths import Params, map_leaves
@@ -23,6 +23,7 @@ class Frozen(Wrapped, struct.PyTreeNode):
     """A matrix `[O, I]`, an array or a leaf, that has no gradient of its own."""
 
     kind = "frozen/"
+    nests = True
 
     weight: Any
 
@@ -63,16 +64,9 @@ def _has_holes(leaf: Any) -> bool:
     return any(isinstance(x, Hole) for x in found)
 
 
-def _after(x: jax.Array, weight: Any) -> Any:
-    """A leaf's weight, of which nothing can be expanded before x is there.
-
-    XLA's CPU compiler drops optimization barriers before it orders what is left, and then expands
-    all weights first; a zero that it cannot know to be one stays, and is added on the way.
-    """
-    if not isinstance(weight, Leaf):
-        return weight
-    zero = x[:1, :1].astype(jnp.float32).sum() * 0
-    return jax.tree.map(lambda piece: piece + zero.astype(piece.dtype), weight)
+def _ready(x_RI: jax.Array, weight: Any) -> Any:
+    """A weight of which nothing is expanded before x is there."""
+    return weight if as_leaf(weight).has_kernels else after(x_RI, weight)
 
 
 def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
@@ -80,13 +74,13 @@ def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
 
     @jax.custom_vjp
     def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
-        return linear(x_RI, weight if as_leaf(weight).has_kernels else _after(x_RI, weight))
+        return linear(x_RI, _ready(x_RI, weight))
 
     def forward(x_RI: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
         return multiply(x_RI, weight), weight
 
     def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
-        weight = _after(slope_RO, weight)
+        weight = after(slope_RO, weight) if isinstance(weight, Leaf) else weight
         half = x_RI.dtype == jnp.bfloat16
         kept = jnp.bfloat16 if half else jnp.float32
         slope_RI = jax.lax.dot_general(

@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxllm import models
 from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
@@ -22,7 +21,7 @@ from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, Placed
 from jaxllm.weights.precision import cast
 
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -68,7 +67,7 @@ def full(
     lm: in float32, since what is trained begins from these numbers.
     """
     precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
-    ran = dataclasses.replace(lm, model=models.build(lm.config, precision))
+    ran = dataclasses.replace(lm, model=lm.model.clone(precision=precision))
 
     def finish(params: Params, directory: Path) -> None:
         dataclasses.replace(ran, params=params).save(directory)
@@ -92,14 +91,17 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     new one. Raises ConfigError for targets that are not there.
     """
     adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
+    attachment = attached(lm.config, lm.params, adapter)
+    if isinstance(lm.model, Placed):
+        attachment = lm.model.beside(attachment)
 
     def finish(params: Params, directory: Path) -> None:
-        found = taken(lm.config, params, config)
+        found = taken(lm.config, whole(lm.model, params), config)
         write_adapter(directory, found, lm.config, base=str(lm.path))
 
     return Job(
         lm=lm,
-        params=attached(lm.config, lm.params, adapter),
+        params=attachment,
         objective=NextToken(),
         rules=_ADAPTERS,
         finish=finish,
@@ -137,10 +139,10 @@ def run(
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
     digests = [None if some is None else some.digest for some in (data, held_out)]
-    facts = (setup, plan, job.rules, job.prepare, digests)
-    journal = (
-        Journal() if directory is None else journal_of(job.params, job.given, facts, directory)
-    )
+    facts = (plain(setup), plan, job.rules, job.prepare, digests)
+    journal = Journal()
+    if directory is not None:
+        journal = journal_of(whole(model, job.params), job.given, facts, directory)
     with journal.kept():
         return train(
             job.params,
@@ -157,6 +159,17 @@ def run(
             show_progress=show_progress,
             say=say,
         )
+
+
+def whole(model: nn.Module, params: Params) -> Params:
+    """Parameters as a model of one device has them."""
+    return model.whole(params) if isinstance(model, Placed) else params
+
+
+def plain(setup: Setup) -> Setup:
+    """A setup as it is on one device: a state that is kept goes on on any mesh."""
+    model = setup.model
+    return setup._replace(model=model.plain()) if isinstance(model, Placed) else setup
 
 
 def forget(directory: Path) -> None:

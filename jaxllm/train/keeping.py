@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm import __version__
 from jaxllm.cache.files import fingerprint
 from jaxllm.compress.journal import Journal
+from jaxllm.train.spread import Form
 from jaxllm.train.step import TrainState
 from jaxllm.train.trained import Trained
 from jaxllm.weights.paths import Params, named_arrays
@@ -32,10 +33,10 @@ def journal_of(params: Params, given: Any, facts: Sequence[object], directory: P
     return Journal(directory, hashlib.sha256("\n".join(whose).encode()).hexdigest())
 
 
-def keep(journal: Journal, state: TrainState, facts: dict[str, Any]) -> None:
+def keep(journal: Journal, state: TrainState, facts: dict[str, Any], form: Form) -> None:
     """Keep a state, and facts that JSON can hold. Raises CheckpointError where that cannot be."""
     floats, whole = {}, {}
-    for path, array in named_arrays(state)[0]:
+    for path, array in named_arrays(form.map(form.whole, state))[0]:
         if jnp.issubdtype(array.dtype, jnp.floating):
             floats[path] = array
         else:  # counters
@@ -43,28 +44,29 @@ def keep(journal: Journal, state: TrainState, facts: dict[str, Any]) -> None:
     journal.put(_STATE, floats, {**facts, "whole": whole})
 
 
-def kept(journal: Journal, blank: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-    """The state that was kept, and the facts; None where there is none. blank: one of its form."""
+def kept(
+    journal: Journal, blank: TrainState, form: Form
+) -> tuple[TrainState, dict[str, Any]] | None:
+    """The state that was kept, and the facts; None where there is none. blank: one of its form, on
+    the same devices.
+    """
     found = journal.get_with(_STATE)
     if found is None:
         return None
     floats, facts = found
-    named, structure = named_arrays(blank)
     whole = facts.pop("whole")
-    arrays = [
-        floats[path] if path in floats else jnp.asarray(whole[path], array.dtype)
-        for path, array in named
-    ]
-    state: TrainState = jax.tree.unflatten(structure, arrays)
-    return state, facts
+    named, structure = named_arrays(form.map(lambda _: dict.fromkeys(form.whole_names, 0), blank))
+    arrays = [floats[path] if path in floats else np.asarray(whole[path]) for path, _ in named]
+    there: TrainState = jax.tree.unflatten(structure, arrays)
+    return form.spread(there, blank), facts
 
 
-def keep_best(journal: Journal, trained: Trained) -> None:
+def keep_best(journal: Journal, trained: Trained, form: Form) -> None:
     """Keep what is best so far."""
-    journal.put(_BEST, dict(trained))
+    journal.put(_BEST, form.whole(trained))
 
 
-def kept_best(journal: Journal) -> Trained | None:
+def kept_best(journal: Journal, blank: TrainState, form: Form) -> Trained | None:
     """What was best when it was kept last."""
     found = journal.get(_BEST)
-    return None if found is None else dict(found)
+    return None if found is None else form.spread(dict(found), blank.trained)

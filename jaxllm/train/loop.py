@@ -20,9 +20,10 @@ from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.progress import noted_bar
 from jaxllm.train.data.rows import Data, Rows
 from jaxllm.train.keeping import keep, keep_best, kept, kept_best
+from jaxllm.train.spread import Form
 from jaxllm.train.step import Metrics, Setup, measure, start, train_step
 from jaxllm.train.trained import ALL, Rules, Trained, join, split
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, Placed
 
 KEEP_SECONDS = 30.0  # between two states that are kept,
 KEEP_SHARE = 20  # and so many times what keeping the last one took
@@ -114,15 +115,20 @@ def train(
         raise ConfigError("there is nothing to learn: no label of the data counts")
     if plan.patience is not None and held_out is None:
         raise ConfigError("patience needs held-out data, whose loss it waits for")
-    trained, rest = split(params, rules, like)
+    if isinstance(setup.model, Placed):
+        setup.model.check_rows(data.batch(0).token_BT.shape[0])
+        trained, rest = split(params, rules, like, setup.model.names)
+    else:
+        trained, rest = split(params, rules, like)
+    form = Form.of(setup.model, rest)
     state, journal, key = start(trained, setup), journal or Journal(), jax.random.key(plan.seed)
     del trained
     records: list[Record] = []
     before = best = None
-    if (found := kept(journal, state)) is not None:
+    if (found := kept(journal, state, form)) is not None:
         state, facts = found
         records, before = [Record(*row) for row in facts["records"]], facts["before"]
-        best = kept_best(journal)
+        best = kept_best(journal, state, form)
         say(f"going on after step {len(records)} of {plan.steps}")
     elif journal.parts():
         raise CheckpointError(
@@ -140,7 +146,8 @@ def train(
         return total / (weight or 1.0)
 
     def save() -> None:
-        keep(journal, state, {"records": [list(r) for r in records], "before": before})
+        facts = {"records": [list(r) for r in records], "before": before}
+        keep(journal, state, facts, form)
         saved[0] = len(records)
 
     def so_far() -> str:
@@ -176,7 +183,7 @@ def train(
                 say(f"{_in_words(record)}{pace.words}")
                 if plan.patience is not None and _best(records) is record:
                     best = {path: jnp.copy(x) for path, x in state.trained.items()}
-                    keep_best(journal, best)
+                    keep_best(journal, best, form)
                 if sample is not None:
                     say(sample(join(state.trained, rest)))
             if journal.directory is not None and pace.is_time():

@@ -4,6 +4,7 @@ What is trained is kept and updated in float32; the model runs in its own format
 or gradient is not finite changes nothing.
 """
 
+import zlib
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.frozen import frozen
@@ -18,7 +21,7 @@ from jaxllm.train.objective import Measured, Objective
 from jaxllm.train.optimizer import check_optax
 from jaxllm.train.trained import Trained, join
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.paths import Params, Placed, map_leaves, put
 
 
 class TrainState(struct.PyTreeNode):
@@ -63,9 +66,33 @@ class Setup(NamedTuple):
 
 
 def start(trained: Trained, setup: Setup) -> TrainState:
-    """The state before the first step. The arrays are copies: steps write into the state."""
+    """The state before the first step. The arrays are copies: steps write into the state.
+
+    On a mesh what an optimiser keeps of an array is where the array is.
+    """
     own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
-    return TrainState(own, setup.optimizer.made().init(own), jnp.zeros((), jnp.int32))
+    state = TrainState(own, setup.optimizer.made().init(own), jnp.zeros((), jnp.int32))
+    if not isinstance(setup.model, Placed):
+        return state
+    place = setup.model.place
+    return put(state, lambda path, x: _said(x) if x.ndim else place(path, x))
+
+
+def _said(x: jax.Array) -> jax.sharding.Sharding:
+    """Where an array is, as a compiled step will say it when it gives it back: the second step
+    would be compiled anew if that were said otherwise.
+    """
+    where = x.sharding
+    if not isinstance(where, NamedSharding):
+        return where
+    sizes = where.mesh.shape
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in where.spec]
+    entries = [tuple(name for name in e if sizes[name] > 1) for e in entries]
+    if not any(entries):
+        return NamedSharding(where.mesh, P())
+    entries += [()] * (x.ndim - len(entries))
+    said = [None if not e else e[0] if len(e) == 1 else e for e in entries]
+    return NamedSharding(where.mesh, P(*said))
 
 
 @partial(jax.jit, static_argnames="setup", donate_argnums=0)
@@ -137,12 +164,13 @@ def measure(
 
 
 def as_trained(params: Params, key: jax.Array, step: jax.Array) -> Params:
-    """The parameters with each leaf as a step of training multiplies with it."""
-    number = iter(range(1 << 30))
+    """The parameters with each leaf as a step of training multiplies with it: what it draws goes by
+    its path, whatever other leaves there are.
+    """
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Leaf):
             return leaf
-        return leaf.training(jax.random.fold_in(key, next(number)), step)
+        return leaf.training(jax.random.fold_in(key, zlib.crc32(path.encode())), step)
 
     return map_leaves(change, params)

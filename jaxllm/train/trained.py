@@ -1,11 +1,13 @@
 """Parameters taken apart, into what is trained and the rest, and put together again.
 
 What is trained is a flat dict of float32 arrays by path. So the optimiser, a checkpoint and a rule
-see the same names, whether an array is a weight of its own or a piece of a leaf.
+see the same names, whether an array is a weight of its own or a piece of a leaf. On a mesh it has
+the path and the rank of its parameter, too: the shares of one that is no block of each device, and
+those of a pipeline's stages, follow one another along the first axis (`whole`).
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,19 +15,23 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.paths import Params, first_match, flatten, named_arrays
 
 Trained = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]
+Names = Callable[[str], tuple[str, ...]]  # of a path, on a mesh: `Placed.names`
 ALL: Rules = ((".*", True),)
+_PARTS = ".parts"  # of `Shares`
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Hole:
-    """Where an array was taken out. dtype: the format that it goes back in."""
+    """Where an array was taken out. dtype, shape: those that it goes back in."""
 
     dtype: str
+    shape: tuple[int, ...]
 
 
 def trainable(params: Mapping[str, Any]) -> Trained:
@@ -37,37 +43,67 @@ def trainable(params: Mapping[str, Any]) -> Trained:
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def split(params: Params, rules: Rules = ALL, like: Params | None = None) -> tuple[Trained, Params]:
+def _own(path: str) -> tuple[str, ...]:
+    return (path,)
+
+
+def split(
+    params: Params, rules: Rules = ALL, like: Params | None = None, names: Names = _own
+) -> tuple[Trained, Params]:
     """What is trained, in float32 (the masters), and the rest, with a `Hole` for each of them.
 
     rules: rows `(regex, whether)` over the paths of `trainable`, as `weights.paths` has them; the
     first that matches counts, what no row matches stays. like: the same parameters in the formats
-    that the rest has and that the trained go back in, where these are others.
+    that the rest has and that the trained go back in, where these are others. names: of a model on
+    a mesh, what rules go by.
 
     Raises ConfigError where nothing is left to train, a row matches nothing, or a weight is to be
-    trained of which nothing can be.
+    trained of which nothing can be; on a mesh, where a row is of some of the layers that stand in
+    one place of a pipeline's stages.
     """
     known = trainable(params)
     _check_formats(params, known, rules)
-    chosen = {path for path in known if first_match(rules, path)}
+    chosen = {path for path in known if _is_chosen(rules, names(path))}
+    paths = [name for path in (*known, *dict(flatten(params))) for name in names(path)]
     for regex, _ in rules:
-        if not any(first_match([(regex, True)], path) for path in (*known, *dict(flatten(params)))):
+        if not any(first_match([(regex, True)], path) for path in paths):
             raise ConfigError(
                 f"no parameter that can be trained has a path like {regex!r:.80}; there are"
                 f" {', '.join(list(known)[:3]) or 'none'}, ..."
             )
     if not chosen:
         raise ConfigError("there is nothing to train: the rules leave every parameter as it is")
-    trained = {path: known[path].astype(jnp.float32) for path in chosen}
-    named, structure = named_arrays(params if like is None else like)
-    holed = [Hole(x.dtype.name) if path in chosen else x for path, x in named]
+    shares = {
+        path.removesuffix(_PARTS) for path, _ in named_arrays(params)[0] if path.endswith(_PARTS)
+    }
+    trained = {
+        path: _in_rows(known[path].astype(jnp.float32), (path in shares) + (len(names(path)) > 1))
+        for path in chosen
+    }
+    named, structure = _named(params if like is None else like)
+    holed = [Hole(x.dtype.name, x.shape) if path in chosen else x for path, x in named]
     return trained, jax.tree.unflatten(structure, holed)
+
+
+def _in_rows(x: jax.Array, axes: int) -> jax.Array:
+    """What stands along so many axes before an array's own, one after the other in its first."""
+    return x if axes == 0 else x.reshape(-1, *x.shape[axes + 1 :])
+
+
+def _is_chosen(rules: Rules, names: tuple[str, ...]) -> bool:
+    found = {bool(first_match(rules, name)) for name in names}
+    if len(found) > 1:
+        raise ConfigError(
+            f"the rules train some of {', '.join(names)} and not others, which stand in one place"
+            " of a pipeline's stages: name them all, or use a mesh with stage=1"
+        )
+    return found.pop()
 
 
 def _check_formats(params: Params, known: Trained, rules: Rules) -> None:
     """Raise ConfigError, by name, for integers that the rules would train."""
     for path, leaf in flatten(params):
-        if not isinstance(leaf, Leaf) or any(name.startswith(f"{path}.") for name in known):
+        if not isinstance(leaf, Leaf) or any(f"{name}.".startswith(f"{path}.") for name in known):
             continue
         if first_match(rules, path):
             raise ConfigError(
@@ -78,16 +114,28 @@ def _check_formats(params: Params, known: Trained, rules: Rules) -> None:
 
 def join(trained: Trained, rest: Params) -> Params:
     """The parameters again: what is trained goes back in the format that it was taken out in."""
-    named, structure = named_arrays(rest, is_leaf=lambda x: isinstance(x, Hole))
-    joined = [trained[path].astype(x.dtype) if isinstance(x, Hole) else x for path, x in named]
+    named, structure = _named(rest)
+    joined = [
+        trained[path].astype(x.dtype).reshape(x.shape) if isinstance(x, Hole) else x
+        for path, x in named
+    ]
     params: Params = jax.tree.unflatten(structure, joined)
     return params
+
+
+def _named(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """`named_arrays`, with the names of `trainable`."""
+    named, structure = named_arrays(tree, is_leaf=lambda x: isinstance(x, Hole))
+    return [(path.removesuffix(_PARTS), x) for path, x in named], structure
 
 
 def _open(node: Any, path: str) -> Iterator[tuple[str, jax.Array]]:
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from _open(value, f"{path}.{name}")
+    elif isinstance(node, Shares):
+        if not isinstance(node.parts, Leaf):
+            yield path.removeprefix("."), node.parts
     elif isinstance(node, Leaf):
         for name in node.trained:
             if (value := getattr(node, name)) is not None:

@@ -19,10 +19,12 @@ from jaxllm.ops import native
 from jaxllm.weights.formats import STACKED, Weight, as_leaf, can_stack
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Gathered, Partial
+from jaxllm.weights.leaves.scattered import Scattered
 from jaxllm.weights.linear import round_to_int8
 
 Stacks = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
+_SHARES = Partial | Gathered | Scattered
 BLOCK = 128  # rows that are multiplied with a matrix at once, at most
 
 
@@ -37,19 +39,23 @@ def expert_linears(
     for stack in map(as_leaf, stacks):
         if stack.ndim != 3 or stack.shape[2] != x_AI.shape[1]:
             raise ValueError(f"experts {stack.shape} do not fit x of shape {x_AI.shape}")
-        if isinstance(stack, Partial | Gathered):
+        if isinstance(stack, _SHARES):
             continue  # what they have a share of is looked at when it multiplies
         if stack.composed or not can_stack(stack.format):
             raise ConfigError(f"experts cannot be {stack.format}: they are {STACKED}")
-    if any(isinstance(stack, Partial | Gathered) for stack in stacks):
+    if any(isinstance(stack, _SHARES) for stack in stacks):
 
-        def alone(x_AI: jax.Array, stack: Weight) -> jax.Array:
+        def whole(stack: Weight, x_AI: jax.Array, expert_A: jax.Array) -> jax.Array:
             return expert_linears(x_AI, (stack,), expert_A, int8_inputs=int8_inputs)[0]
 
-        return [
-            as_leaf(stack).through(x_AI, alone) if as_leaf(stack).composed else alone(x_AI, stack)
-            for stack in stacks
-        ]
+        def alone(x_AI: jax.Array, stack: Weight) -> jax.Array:
+            if isinstance(stack, Scattered):
+                return stack.applied(whole, x_AI, expert_A)
+            if isinstance(stack, Partial | Gathered):
+                return stack.through(x_AI, alone)
+            return whole(stack, x_AI, expert_A)
+
+        return [alone(x_AI, stack) for stack in stacks]
     digits = 1 if int8_inputs and all(as_leaf(stack).rounds_inputs for stack in stacks) else 3
     return list(_PRODUCTS[digits](x_AI, tuple(stacks), expert_A))
 

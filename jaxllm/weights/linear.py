@@ -58,12 +58,13 @@ def linears(
         products: Products = (leaves[0].through(x_RI, partial(linear, int8_inputs=int8_inputs)),)
     else:
         products = _PRODUCTS[1 if all(rounded) else 3](x_RI, tuple(weight for weight, _ in terms))
-    return [
-        (y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]).reshape(
-            *x.shape[:-1], y_RO.shape[-1]
-        )
-        for y_RO, (_, bias_O) in zip(products, terms, strict=True)
-    ]
+    results = []
+    for y_RO, (_, bias_O) in zip(products, terms, strict=True):
+        y_RO = y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]
+        # Of a sum over devices each may have some rows (`leaves.parted.Partial`).
+        shape = x.shape[:-1] if len(y_RO) == len(x_RI) else (*x.shape[:-2], -1)
+        results.append(y_RO.reshape(*shape, y_RO.shape[-1]))
+    return results
 
 
 def embed(weight_VD: Weight, token_BT: jax.Array) -> jax.Array:

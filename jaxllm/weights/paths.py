@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxllm.files import compile_pattern
 
@@ -24,10 +25,81 @@ Place = Callable[[str, jax.Array], Any]
 
 
 class Placed:
-    """A model that says where the arrays of its caches are to be."""
+    """A model that says where the arrays of its caches are to be.
+
+    writer: what writes new entries into a cache's tail, as `cache.write.at_cursor` does, where that
+    would not do; compared by value.
+    """
+
+    writer: Callable[..., Any] | None = None
 
     def place(self, path: str, array: Any) -> jax.sharding.Sharding:
         """Of the one at `path`, whose shape `array` has."""
+        raise NotImplementedError
+
+    def names(self, path: str) -> tuple[str, ...]:
+        """The paths, in a model of one device, of what the parameter at `path` holds."""
+        raise NotImplementedError
+
+    def whole(self, params: Params) -> Params:
+        """Parameters as a model of one device has them, on the host; quantized ones as they are."""
+        raise NotImplementedError
+
+    def beside(self, params: Params) -> Params:
+        """Parameters beside which something new stands (an adapter), which goes where it is to be.
+
+        Raises ConfigError where it has no place.
+        """
+        raise NotImplementedError
+
+    def check_rows(self, rows: int) -> None:
+        """Raises ConfigError for a batch to be trained on whose rows do not divide."""
+        raise NotImplementedError
+
+    def plain(self) -> Any:
+        """The model of one device."""
+        raise NotImplementedError
+
+    def kept(self) -> tuple[int, int]:
+        """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
+        raise NotImplementedError
+
+
+class InRounds:
+    """A model in stages, through which groups of rows go one behind the other.
+
+    stages: how many, and how many groups.
+    """
+
+    @property
+    def stages(self) -> int:
+        raise NotImplementedError
+
+    def groups(self, rows: int) -> np.ndarray | None:
+        """The group of each of so many rows, `[B]`; None: they do not divide, and go together."""
+        raise NotImplementedError
+
+    def flight(self, rows: int) -> jax.Array:
+        """What is on its way between stages, before anything is."""
+        raise NotImplementedError
+
+    def tick(
+        self,
+        params: Params,
+        segments: Any,
+        flight: jax.Array,
+        number: jax.Array,
+        start: jax.Array,
+        token_B: jax.Array,
+        position_B: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Each stage's layers of its group, at tick `number`: logits `[B, V]`, of which those of
+        the group that has gone through are some, what is on its way, and the last segment with new
+        keys and values.
+
+        start: the slot of each row's first token. token_B: of the group that enters, its newest
+        ones. position_B: of each row's token that is on its way, -1: none.
+        """
         raise NotImplementedError
 
 

@@ -15,7 +15,7 @@ from jaxllm.weights.formats import Weight, parse
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.leaves.leaf import ROWS
-from jaxllm.weights.paths import Place, put
+from jaxllm.weights.paths import Params, Place, put
 
 
 class Whole:
@@ -31,6 +31,10 @@ class Whole:
     def beside(self, path: str, weight: Weight) -> Weight:
         """The same of one that has come, now that something may stand beside it (an adapter)."""
         return weight
+
+    def finished(self, params: Params) -> Params:
+        """All parameters, when the last has come."""
+        return params
 
     def tensor(
         self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm import batchfile
 from jaxllm.adapters import LoraConfig, fresh, write_adapter, write_gguf_adapter
 from jaxllm.adapters.load import with_directories
 from jaxllm.api import LM
@@ -25,9 +24,10 @@ from jaxllm.evaluate.equivalence.sides import Ours
 from jaxllm.evaluate.equivalence.vectors import make, read
 from jaxllm.evaluate.likelihood.data import Batch, loader, read_documents
 from jaxllm.evaluate.likelihood.passes import Columns, over
-from jaxllm.files import read_json, read_text
+from jaxllm.files import read_json
 from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
+from jaxllm.fleet.rows import read_rows
 from jaxllm.loading import open_checkpoint
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
@@ -244,10 +244,8 @@ def _make_batch(directory: Path) -> None:
 
 
 def _use_batch(directory: Path) -> None:
-    lines = read_text(directory / "batch.jsonl").split("\n")
-    for *_, request, complaint in batchfile.read_lines(lines):
-        if complaint is None:
-            json.dumps(request)
+    for row in read_rows(directory / "batch.jsonl"):
+        json.dumps(row)
 
 
 def _make_options(directory: Path) -> None:

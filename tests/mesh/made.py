@@ -29,9 +29,9 @@ def one(family: str, precision: Precision | None = None, **changes: Any) -> tupl
     return model, cast(params, precision)
 
 
-def spread(model: Any, params: Params, mesh: str, exact: bool = False) -> tuple[Meshed, Params]:
-    """The same on a mesh."""
-    over = meshed(model.config, model.precision, parse(mesh), exact=exact)
+def spread(model: Any, params: Params, mesh: str, **options: Any) -> tuple[Meshed, Params]:
+    """The same on a mesh. options: what `meshed` takes beside it."""
+    over = meshed(model.config, model.precision, parse(mesh), **options)
     return over, over.shared(params)
 
 

@@ -141,11 +141,11 @@ def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
     calls: list[int] = []
     real = loop.keep
 
-    def full(journal: Journal, state: Any, facts: dict[str, Any]) -> None:
+    def full(journal: Journal, state: Any, *kept: Any) -> None:
         calls.append(1)
         if len(calls) > 2:
             raise CheckpointError("cannot write state.part: No space left on device")
-        real(journal, state, facts)
+        real(journal, state, *kept)
 
     monkeypatch.setattr(loop, "keep", full)
     with pytest.raises(CheckpointError, match="No space left"):

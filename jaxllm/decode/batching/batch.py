@@ -25,6 +25,7 @@ from jaxllm.decode.batching.places import (
     microbatches,
 )
 from jaxllm.decode.batching.plan import TokenBatch, plan
+from jaxllm.distributed import fetched
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.inputs import as_vectors
 from jaxllm.ops.pooling import normalized, pool
@@ -176,7 +177,7 @@ def _outputs(found: list[tuple[jax.Array, list[TokenRun], np.ndarray]]) -> Outpu
     for out, runs, at in found:
         if not any(run.output_T.any() for run in runs):
             continue
-        out_RTX = np.asarray(out)
+        out_RTX = fetched(out)
         for r, run in zip(at, runs, strict=True):
             column_M = np.flatnonzero(run.output_T)
             values.append(out_RTX[r, column_M if out_RTX.shape[1] > 1 else column_M * 0])

@@ -28,6 +28,7 @@ from jaxllm.decode.batching.places import (
 from jaxllm.decode.batching.requests import Event, Refusal, Request, Step
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling.sampler import Context, Sampler, row_keys
+from jaxllm.distributed import fetched
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
 from jaxllm.inputs import check_border, warn_of_stretch
 from jaxllm.shapes import pad_rows
@@ -209,7 +210,7 @@ def _stepped(
             found.append((take, result))
     drawn: _Draws = {}
     for take, result in found:  # read when all has been dispatched
-        arrays = jax.device_get(result)
+        arrays = fetched(result)
         drawn.update({row: _Drawn(*(x[row].item() for x in arrays)) for row in take})
     held = dict(zip(now.samplers, samplers, strict=True))
     return _Loop(cache, context, held, seats), [drawn]
@@ -240,7 +241,7 @@ def _decoded(
         np.int32(min(burst, left)),
         _adapters(now),
     )
-    count, arrays = jax.device_get((done, results))
+    count, arrays = fetched((done, results))
     steps = [
         {row: _Drawn(*(x[i, row].item() for x in arrays)) for row in seats} for i in range(count)
     ]

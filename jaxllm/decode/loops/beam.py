@@ -23,6 +23,7 @@ from jaxllm.cache.surgery import slot_order
 from jaxllm.decode.loops.room import check_going_on
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, check_positions, padded_eos
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Processor, Sampler, process
+from jaxllm.distributed import fetched
 from jaxllm.errors import SamplingError
 from jaxllm.files import check_memory
 from jaxllm.inputs import checked_prompts
@@ -145,7 +146,7 @@ def beam_search(
     criteria = Criteria(*jax.device_put(values))
     found = _search(model, params, cache, criteria, sampler, logits_BV, num_beams, width)
     # On the host: JAX's own slice would be compiled.
-    n, found = num_return_sequences, jax.device_get(found)
+    n, found = num_return_sequences, fetched(found)
     cut: BeamResult = jax.tree.map(lambda x: x[:, :n], found)
     return jax.device_put(cut.replace(token_BNT=cut.token_BNT[:, :, :max_new_tokens]))
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.kv import KVCache, Segment, check_usable, init_cache
+from jaxllm.decode.loops import rounds
 from jaxllm.decode.loops.overflow import Full, Overflow
 from jaxllm.decode.loops.room import check_going_on, check_room, recent_part, texts
 from jaxllm.decode.loops.text import (
@@ -24,12 +25,13 @@ from jaxllm.decode.loops.text import (
     put,
 )
 from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sample_next
+from jaxllm.distributed import fetched
 from jaxllm.errors import SamplingError
 from jaxllm.inputs import checked_prompts
 from jaxllm.programs import Program
 from jaxllm.shapes import bucket
 from jaxllm.steps import Mass, prefill, run_and_commit
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import InRounds, Params
 from jaxllm.whole import whole
 
 # Told each row's newest token (-1: it has ended), says which rows end with it.
@@ -127,8 +129,10 @@ def generate(
         *_, (cache, state) = _steps(model, params, limits, cache, state, until, options)
         return _generated(state, cache, options)
     mass, overflow = _mass_of(options), options.get("overflow")
+    in_rounds = overflow is None and mass is False and isinstance(model, InRounds)
+    loop = _rounds if in_rounds and model.groups(cache.batch) is not None else _loop
     while True:
-        cache, state = _run(_loop, model, params, limits, cache, state, mass)
+        cache, state = _run(loop, model, params, limits, cache, state, mass)
         if overflow is None or not _running(state):
             return _generated(state, cache, options)
         cache, total = overflow(Full(model, params, cache, state.context, state.mass))
@@ -239,7 +243,7 @@ def _generated(
     index_BT = np.where(there_BT, index_BT, 0)
 
     def cut(array: jax.Array, blank: Any) -> jax.Array:  # JAX's own slice would be compiled
-        x: np.ndarray = np.asarray(array)
+        x: np.ndarray = fetched(array)
         there = there_BT.reshape(there_BT.shape + (1,) * (x.ndim - 2))
         found: np.ndarray = np.take_along_axis(x, index_BT.reshape(there.shape), axis=1)
         return jax.device_put(np.where(there, found, x.dtype.type(blank)))
@@ -388,6 +392,22 @@ def _until_ended(
     return tail, state
 
 
+def _in_rounds(
+    model: Any,
+    params: Params,
+    frozen: tuple[Segment, ...],
+    limits: Limits,
+    tail: KVCache,
+    state: State,
+    attention_mass: Mass,
+) -> tuple[KVCache, State]:
+    def sample(state: State, logits_BV: jax.Array) -> State:
+        return _sample(limits, state, logits_BV)
+
+    return rounds.until_ended(model, params, frozen, tail, state, sample)
+
+
 _first = Program(_sample)
 _one = Program(_advance, static=(0, 6), donated=4)
 _loop = Program(_until_ended, static=(0, 6), donated=4)
+_rounds = Program(_in_rounds, static=(0, 6), donated=4)

@@ -21,6 +21,7 @@ KIND = "adapted/"
 NONE = -1  # of `choice`: no adapter
 
 Site = Literal["product", "rows", "head"]
+Over = tuple[str, ...]
 
 
 class Adapted(Wrapped, struct.PyTreeNode):
@@ -39,10 +40,12 @@ class Adapted(Wrapped, struct.PyTreeNode):
     `[n, O]`. choice: int32 `[B]`, which adapter a row of the batch takes, NONE for none; rows R
     are B groups in order. None: all take none, and it is the weight.
 
-    dropout: of x before a, while training, with key; None: not training.
+    dropout: of x before a, while training, with key; None: not training. apart: on a mesh, the axes
+    over which devices have rows of x of their own, and those over which they have columns.
     """
 
     kind = KIND
+    nests = True
     trained = ("a", "b", "magnitude")
 
     weight: Any
@@ -56,6 +59,7 @@ class Adapted(Wrapped, struct.PyTreeNode):
     key: jax.Array | None = None
     site: Site = struct.field(pytree_node=False, default="product")
     dropout: float = struct.field(pytree_node=False, default=0.0)
+    apart: tuple[Over, Over] = struct.field(pytree_node=False, default=((), ()))
 
     @property
     def idle(self) -> bool:
@@ -112,8 +116,9 @@ class Adapted(Wrapped, struct.PyTreeNode):
 
     def norms(self) -> jax.Array:
         """How long the rows of the sum are (at "rows": its columns), float32, without slope."""
-        w_OI = self._bare().dense(jnp.float32) + self._added()
-        return jax.lax.stop_gradient(jnp.linalg.norm(w_OI, axis=0 if self.site == "rows" else 1))
+        w_OI = jax.lax.stop_gradient(self._bare().dense(jnp.float32) + self._added())
+        squares = jnp.square(w_OI).sum(axis=0 if self.site == "rows" else 1)
+        return jnp.sqrt(jax.lax.psum(squares, self.apart[1]) if self.apart[1] else squares)
 
     def beside(self) -> dict[str, jax.Array]:
         names = ("a", "b", "scale", "magnitude", "norm", "owner")
@@ -159,7 +164,15 @@ class Adapted(Wrapped, struct.PyTreeNode):
     def _dropped(self, x_RI: jax.Array) -> jax.Array:
         if self.key is None:
             return x_RI
-        kept_RI = jax.random.bernoulli(self.key, 1.0 - self.dropout, x_RI.shape)
+        # Drawn for all devices, so that each number is kept or not whatever mesh there is.
+        shape = [
+            n * jax.lax.axis_size(over) for n, over in zip(x_RI.shape, self.apart, strict=True)
+        ]
+        kept_RI = jax.random.bernoulli(self.key, 1.0 - self.dropout, shape)
+        for axis, (mine, over) in enumerate(zip(x_RI.shape, self.apart, strict=True)):
+            if over:
+                begin = jax.lax.axis_index(over) * mine
+                kept_RI = jax.lax.dynamic_slice_in_dim(kept_RI, begin, mine, axis)
         return jnp.where(kept_RI, x_RI / (1.0 - self.dropout), 0).astype(x_RI.dtype)
 
 

@@ -7,6 +7,7 @@ smaller weight of its own kind, and nothing here: rows of queries, keys, values,
 Partial      columns: each device's product is a part of the sum (Shoeybi et al. 2019, figure 3)
 Gathered     rows, of inputs of which each device has some: nothing is summed in another order
 Vocabulary   rows of a table of tokens, or of the head: logits are gathered whole
+Everywhere   a table of which each device takes rows of its own
 Spread       a norm's weights, of a vector of which each device has a part
 
 Outside, where parameters are whole, a leaf whose shares are no blocks of its arrays is `Shares`.
@@ -17,26 +18,56 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear, or_nan
+from jaxllm.weights.leaves.packed import Packed
 from jaxllm.weights.leaves.wrapped import Wrapped
 
 Over = tuple[str, ...]
 
 
+def own_rows(x_BTX: jax.Array, over: Over) -> jax.Array:
+    """This device's share `[B, T / n, X]` of rows `[B, T, X]` that all have: B x T / n of them in
+    their order, whatever rows of the batch they were of.
+    """
+    B, T, X = x_BTX.shape
+    each = B * T // jax.lax.axis_size(over)
+    begin = jax.lax.axis_index(over) * each
+    own_RX = jax.lax.dynamic_slice_in_dim(x_BTX.reshape(B * T, X), begin, each)
+    return own_RX.reshape(B, -1, X)
+
+
+def of_all(x_BTX: jax.Array, over: Over) -> jax.Array:
+    """The way back from `own_rows`."""
+    B, _, X = x_BTX.shape
+    whole_RX = jax.lax.all_gather(x_BTX.reshape(-1, X), over, axis=0, tiled=True)
+    return whole_RX.reshape(B, -1, X)
+
+
+def _summed(y_RO: jax.Array, over: Over, split: bool) -> jax.Array:
+    if not split:
+        return jax.lax.psum(y_RO, over)
+    return jax.lax.psum_scatter(y_RO, over, scatter_dimension=0, tiled=True)
+
+
 class Partial(Wrapped, struct.PyTreeNode):
-    """Some columns of a matrix `[O, I]`, whose inputs each device has: products are summed."""
+    """Some columns of a matrix `[O, I]`, whose inputs each device has: products are summed.
+
+    split: each device takes the sums of its own rows of x alone, R / n in their order.
+    """
 
     kind = "partial/"
 
     weight: Any
     over: Over = struct.field(pytree_node=False)
+    split: bool = struct.field(pytree_node=False, default=False)
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
-        return jax.lax.psum(linear(x_RI, self.weight), self.over)
+        return _summed(linear(x_RI, self.weight), self.over, self.split)
 
 
 class Gathered(Wrapped, struct.PyTreeNode):
@@ -66,7 +97,7 @@ class Gathered(Wrapped, struct.PyTreeNode):
 class Vocabulary(Wrapped, struct.PyTreeNode):
     """Rows of a table `[V, D]`, as many on each device; the last may lie beyond V.
 
-    rows: V.
+    rows: V. split: as of `Partial`, of the rows that are taken.
     """
 
     kind = "vocabulary/"
@@ -74,18 +105,32 @@ class Vocabulary(Wrapped, struct.PyTreeNode):
     weight: Any
     over: Over = struct.field(pytree_node=False)
     rows: int = struct.field(pytree_node=False)
+    split: bool = struct.field(pytree_node=False, default=False)
 
     def take(self, index: jax.Array) -> jax.Array:
         mine = self.stored.shape[0]
         at = index - jax.lax.axis_index(self.over).astype(index.dtype) * mine
         here = ((at >= 0) & (at < mine))[..., None]
         taken = self.stored.take(jnp.clip(at, 0, mine - 1))
-        rows = jax.lax.psum(jnp.where(here, taken, jnp.zeros((), taken.dtype)), self.over)
-        return or_nan(rows.reshape(-1, rows.shape[-1]), index, self.rows)
+        taken = jnp.where(here, taken, jnp.zeros((), taken.dtype)).reshape(-1, taken.shape[-1])
+        index = own_rows(index[..., None], self.over)[..., 0] if self.split else index
+        return or_nan(_summed(taken, self.over, self.split), index, self.rows)
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         y_RV = linear(x_RI, self.weight)
         return jax.lax.all_gather(y_RV, self.over, axis=1, tiled=True)[:, : self.rows]
+
+
+class Everywhere(Wrapped, struct.PyTreeNode):
+    """A table that each device has whole, and of which it takes its own rows alone."""
+
+    kind = "everywhere/"
+
+    weight: Any
+    over: Over = struct.field(pytree_node=False)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return self.stored.take(own_rows(index[..., None], self.over)[..., 0])
 
 
 class Spread(struct.PyTreeNode):
@@ -132,7 +177,7 @@ class Shares(Leaf, struct.PyTreeNode):
     @classmethod
     def of(cls, shares: Sequence[Any], axis: int, runs: int, size: int) -> "Shares":
         """Of shares in their order."""
-        even = alike(shares)
+        even = alike(shares, lengths(shares))
         return cls(jax.tree.map(lambda *x: jnp.stack(x), *even), axis, runs, size)
 
     @property
@@ -161,6 +206,12 @@ class Shares(Leaf, struct.PyTreeNode):
         whole = jnp.concatenate([x[run] for run in range(self.runs) for x in cut], axis=at)
         return jax.lax.slice_in_dim(whole, 0, self.size_along, axis=at % whole.ndim)
 
+    def places(self, ndim: int) -> np.ndarray:
+        """Of each row of a whole array of so many axes, its place among the rows of all shares."""
+        count, each = self.parts.shape[-1 - ndim], self.parts.shape[-ndim]
+        number = np.arange(count * each).reshape(count, self.runs, -1)
+        return number.swapaxes(0, 1).reshape(-1)[: self.size_along]
+
     def pieces(self) -> dict[str, jax.Array]:
         if isinstance(self.parts, Leaf):
             raise ConfigError(
@@ -170,19 +221,24 @@ class Shares(Leaf, struct.PyTreeNode):
         return {"": self.dense()}
 
 
-def alike(shares: Sequence[Any]) -> list[Any]:
-    """Shares whose pieces have one shape: where they say how long lists are, the longest's."""
-    structures = {jax.tree.structure(x) for x in shares}
-    if len(structures) > 1:  # of packed weights
-        widest = max(x.widest for x in shares)
-        shares = [x.replace(widest=widest) for x in shares]
+def lengths(shares: Sequence[Any]) -> list[int]:
+    """The most that any of the shares has: of a packed weight in a row, then of each piece."""
+    widest = max(x.widest if isinstance(x, Packed) else 0 for x in shares)
+    pieces = zip(*map(jax.tree.leaves, shares), strict=True)
+    return [widest, *(max(len(x) if x.ndim else 0 for x in some) for some in pieces)]
 
-    def same(*pieces: jax.Array) -> list[jax.Array]:
-        longest = max(piece.shape for piece in pieces)
-        if all(piece.shape == longest for piece in pieces):
-            return [*pieces]
-        return [jnp.pad(x, [(0, longest[0] - x.shape[0])]) for x in pieces]  # lists
 
-    columns = [same(*pieces) for pieces in zip(*map(jax.tree.leaves, shares), strict=True)]
+def alike(shares: Sequence[Any], longest: Sequence[int]) -> list[Any]:
+    """Shares whose pieces have one shape: lists as long as the `lengths` of all shares say."""
+    widest, *rows = longest
+    shares = [x.replace(widest=widest) if isinstance(x, Packed) else x for x in shares]
+
+    def same(length: int, pieces: Sequence[jax.Array]) -> list[jax.Array]:
+        missing = [length - len(x) if x.ndim else 0 for x in pieces]
+        padded = zip(pieces, missing, strict=True)
+        return [jnp.pad(x, [(0, more)]) if more else x for x, more in padded]  # lists
+
+    each = zip(*map(jax.tree.leaves, shares), strict=True)
+    columns = [same(*of) for of in zip(rows, each, strict=True)]
     structure = jax.tree.structure(shares[0])
     return [jax.tree.unflatten(structure, mine) for mine in zip(*columns, strict=True)]

@@ -15,11 +15,12 @@ from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Shape
 
 class Wrapped(Leaf):
     """`weight`, an array or a leaf, and pieces `beside` it. kind: of its format's name, up to and
-    with the slash.
+    with the slash. nests: whether the weight may itself be composed, of any kind.
     """
 
     composed = True
     kind: ClassVar[str]
+    nests: ClassVar[bool] = False
     weight: Any
 
     @property

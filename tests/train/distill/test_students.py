@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import jaxllm
 from jaxllm.complete import Completion
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.fleet.journal import Journal
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.distill import student, written
 from jaxllm.train.distill.student import Smaller
@@ -63,6 +64,10 @@ class Writer:
 
     params: Any = {"weight": np.ones(3, np.float32)}  # noqa: RUF012
     config, model = "config", SimpleNamespace(precision="float32")
+    generation, adapters, adapter = MappingProxyType({}), (), None
+
+    def using(self, adapter: None) -> "Writer":
+        return self
 
     def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
         for some in batched(requests, 2):
@@ -107,21 +112,23 @@ def test_a_teacher_writes_texts_and_goes_on_when_killed(
         f"{p}, seed {i}" for i, p in enumerate(prompts)
     ]
 
-    path, append = tmp_path / "killed.jsonl", written._Answers.append
+    path, append = tmp_path / "killed.jsonl", Journal._append
 
-    def killed(self: Any, line: str) -> None:
-        append(self, line if "owner" in line else line[:9])  # cut off in the middle of a line
-        if "owner" not in line:
+    def killed(self: Journal, value: Any) -> Any:
+        append(self, value)
+        if value.get("group") == 1:
+            with open(self.path, "r+b") as file:  # cut off in the middle of a line
+                file.truncate(self.path.stat().st_size - 9)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(written._Answers, "append", killed)
+    monkeypatch.setattr(Journal, "_append", killed)
     with pytest.raises(KeyboardInterrupt):
-        written.write(teacher, prompts, path, OPTIONS, rows=2)
+        written.write(teacher, prompts, path, OPTIONS, rows=2, group=2)
     assert not path.exists()
-    monkeypatch.setattr(written._Answers, "append", append)
-    with pytest.raises(ConfigError, match="of another teacher, or to other prompts"):
-        written.write(teacher, prompts[:1], path, OPTIONS)
-    written.write(teacher, prompts, path, OPTIONS, rows=2)
+    monkeypatch.setattr(Journal, "_append", append)
+    with pytest.raises(CheckpointError, match="of another run: input was"):
+        written.write(teacher, prompts[:1], path, OPTIONS, rows=2, group=2)
+    written.write(teacher, prompts, path, OPTIONS, rows=2, group=2)
     assert path.read_bytes() == whole.read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
     with pytest.raises(CheckpointError, match="exists: name another"):

@@ -1,0 +1,83 @@
+"""`jaxllm plan`: what a model takes on a mesh of devices, before there is one."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxllm.cli.console import waiting, write
+from jaxllm.cli.options import AsJson, Dtype, ModelArgument, Quantize
+from jaxllm.errors import ConfigError
+
+EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024 --hardware h100"
+
+
+def plan(
+    model: ModelArgument = "demo:llama",
+    mesh: Annotated[
+        str | None, typer.Option(help="As in data=2,tensor=4; by default one device.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Propose meshes for so many devices, the best first.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows, over all devices.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a row; by default the model's.")
+    ] = None,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="h100, h200, a100, tpu-v5e, ... or numbers: flops=1t,memory=16g,bandwidth=20g,"
+            "link=10g (then node=, across=, latency=)."
+        ),
+    ] = "h100",
+    goal: Annotated[
+        str, typer.Option(help="Of --devices: latency of a token, or throughput.")
+    ] = "latency",
+    microbatches: Annotated[
+        int | None, typer.Option(help="Groups of rows in a pipeline; by default as many as stages.")
+    ] = None,
+    exact: Annotated[bool, typer.Option(help="Without partial sums: one device's bits.")] = False,
+    dtype: Dtype = None,
+    quantize: Quantize = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a model takes on many devices: bytes, communication, idle time, what fits. Reads no
+    weights; MODEL may be a config.json of Hugging Face's alone."""
+    with waiting("starting"):
+        from jaxllm.mesh.axes import Axes, parse
+        from jaxllm.mesh.rules import fitted
+        from jaxllm.plan.estimate import Asked
+        from jaxllm.plan.estimate import plan as planned
+        from jaxllm.plan.hardware import hardware as named
+        from jaxllm.plan.opening import opened_for
+        from jaxllm.plan.propose import proposals
+        from jaxllm.plan.report import ranking, text, values
+        from jaxllm.weights.precision import freeze
+        from jaxllm.whole import whole
+
+    if mesh is not None and devices is not None:
+        raise ConfigError("--mesh says which mesh, --devices asks for one: give one of them")
+    whole("--batch", batch, 1, error=ConfigError)
+    kind = named(hardware)
+    opened = opened_for(Path(model) if model.endswith(".json") else model)
+    precision = opened.precision
+    if dtype is not None:
+        precision = precision.in_dtype(dtype)
+    if quantize is not None:
+        precision = dataclasses.replace(precision, quantize=freeze(quantize))
+    context = context if context is not None else opened.config.usual_capacity
+    whole("--context", context, 1, error=ConfigError)
+    axes = fitted(parse(mesh), opened.config) if mesh is not None else Axes()
+    asked = Asked(opened, precision, kind, axes, batch, context, exact, microbatches)
+    if devices is None:
+        found = planned(asked)
+        write(json.dumps(values(found)) + "\n" if as_json else text(found))
+        return
+    plans = proposals(asked, whole("--devices", devices, 1, 1 << 20, ConfigError), goal)
+    if as_json:
+        write(json.dumps([values(plan) for plan in plans]) + "\n")
+        return
+    write(f"{ranking(plans)}\nthe first of them:\n\n{text(plans[0])}")

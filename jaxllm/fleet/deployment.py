@@ -1,0 +1,105 @@
+"""A model behind Ray Serve: continuous batching in each replica, answers whole or as they grow.
+
+    serve run jaxllm.fleet.deployment:build model=demo:llama rows=8 replicas=1
+
+A request is a POST of a JSON object: `prompt` and options of `LM.generate`; with `"stream": true`
+the answer is JSON lines, `{"text": piece}` each and at last the whole, else the whole alone.
+"""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from jaxllm.errors import ConfigError, JaxllmError, SamplingError, nearest
+from jaxllm.fleet.worker import take_cores
+
+_ARGUMENTS = {"model": "demo:llama", "rows": "8", "capacity": "", "threads": "1", "replicas": "1"}
+
+
+class Replica:
+    """One replica: a model, and the thread that drives it."""
+
+    def __init__(self, model: str, rows: int, capacity: int | None, threads: int) -> None:
+        take_cores((), threads)
+        from jaxllm.fleet.live import Live
+        from jaxllm.loading import load
+
+        self._live = Live(load(model), rows=rows, capacity=capacity)
+
+    async def generate(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """`{"text": piece}` as they come, then the whole answer, or `{"error": ...}`."""
+        try:
+            async for item in self._live.pieces(_checked(request)):
+                if isinstance(item, str):
+                    yield {"text": item}
+                else:
+                    yield {
+                        "text": item.text,
+                        "tokens": item.tokens,
+                        "finish_reason": item.finish_reason,
+                        "seed": item.seed,
+                    }
+        except JaxllmError as error:
+            yield {"error": str(error)}
+
+    async def __call__(self, request: Any) -> Any:
+        """An HTTP request, of Starlette's kind: its response."""
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        from jaxllm.files import parse_json
+
+        try:
+            asked = parse_json(await request.body(), "the request", SamplingError)
+            if not isinstance(asked, dict):
+                raise SamplingError("a request is an object with a prompt and options")
+        except SamplingError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        streams = bool(asked.pop("stream", False))
+        answers = self.generate(asked)
+        if streams:
+            return StreamingResponse(_lines(answers), media_type="application/x-ndjson")
+        async for answer in answers:
+            last = answer
+        return JSONResponse(last, 400 if "error" in last else 200)
+
+
+def build(arguments: Mapping[str, str] | None = None) -> Any:
+    """The application, as `serve run` asks for it; arguments as texts: model, rows, capacity (of a
+    row, in tokens), threads, replicas. Raises ConfigError for others, and where Ray is missing.
+    """
+    given = dict(arguments or {})
+    for name in given:
+        if name not in _ARGUMENTS:
+            raise ConfigError(f"no argument {name:.40}{nearest(name, _ARGUMENTS)}")
+    chosen = {**_ARGUMENTS, **given}
+    try:
+        from ray import serve
+
+        rows, threads, replicas = (int(chosen[n]) for n in ("rows", "threads", "replicas"))
+        capacity = int(chosen["capacity"]) if chosen["capacity"] else None
+    except ImportError as error:
+        raise ConfigError(f"this needs Ray Serve ({error}): pip install 'jaxllm[ray]'") from None
+    except ValueError as error:
+        raise ConfigError(f"rows, capacity, threads and replicas are whole numbers: {error}") from (
+            None
+        )
+    deployed = serve.deployment(
+        Replica,
+        name="jaxllm",
+        num_replicas=replicas,
+        max_ongoing_requests=4 * rows,  # those that wait for a row wait here
+        ray_actor_options={"num_cpus": threads},
+    )
+    return deployed.bind(chosen["model"], rows, capacity, threads)
+
+
+def _checked(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in ("heard", "cancelled", "id"):
+        if name in request:
+            raise SamplingError(f"a request has no {name}")
+    return request
+
+
+async def _lines(answers: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    async for answer in answers:
+        yield json.dumps(answer, ensure_ascii=False) + "\n"

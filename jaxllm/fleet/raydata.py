@@ -1,0 +1,145 @@
+"""Workers as actors of Ray Data: the same groups, answered by the same code, on any machines.
+
+Ray starts the actors, restarts those that end and runs their groups again; what was begun how often
+is counted by an actor of its own. Its extra: pip install 'jaxllm[ray]'.
+"""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.fleet.job import Group, Job
+from jaxllm.fleet.rows import Row
+from jaxllm.fleet.worker import Answered, Load, Tries, Worker, take_cores
+
+LOCAL = "local"  # a Ray of our own on this machine, for as long as the run
+_BLOCKS = 4096  # of a dataset: each is an item of Ray's to schedule
+# Read where Ray is imported: no report of its use, no advice on how actors are made.
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
+
+
+class RayData(NamedTuple):
+    """Groups over so many actors. address: of a cluster, "auto" for the one that is there, or
+    `LOCAL`. The model's path must lead to the same files everywhere.
+    """
+
+    load: Load
+    workers: int
+    address: str = LOCAL
+
+    def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
+        """The groups as they finish. Raises ConfigError where Ray is not installed or does not
+        start, and for what loading the model raises.
+        """
+        ray, own = started(self.address, self.workers * job.threads)
+        try:
+            # What a dead actor had begun must be known after it: this one runs nothing, and lives.
+            tries = ray.remote(num_cpus=0)(Kept).remote()
+            items = [json.dumps([group.number, *group.rows]) for group in groups]
+            data = ray.data.from_items(items, override_num_blocks=min(len(items), _BLOCKS))
+            found = data.map_batches(
+                _Actor,
+                fn_constructor_kwargs={"load": self.load, "job": job, "tries": tries},
+                batch_size=1,
+                batch_format="numpy",
+                compute=ray.data.ActorPoolStrategy(size=min(self.workers, len(items))),
+                num_cpus=job.threads,
+            )
+            for row in found.iter_rows():
+                yield _read(row["answered"])
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"Ray: {error!s:.300}") from None
+        finally:
+            if own:
+                ray.shutdown()
+
+
+def started(address: str, cores: int) -> tuple[Any, bool]:
+    """The module `ray`, connected, and whether this call did it: a Ray that runs here is taken.
+
+    A local one has so many cores, no dashboard and no report of its use. Raises ConfigError.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        ray: Any = import_module("ray")
+        import_module("ray.data")
+    except ImportError as error:
+        raise ConfigError(f"this needs Ray ({error}): pip install 'jaxllm[ray]'") from None
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False  # ours counts rows
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if ray.is_initialized():
+        return ray, False
+    local = {"num_cpus": cores, "include_dashboard": False} if address == LOCAL else {}
+    try:
+        with warnings.catch_warnings():  # JAX, of processes that are forked; these begin anew
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"Ray at {address!r:.100} did not start: {error!s:.300}") from None
+    return ray, True
+
+
+class Kept:
+    """Tries, in an actor."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, int] = {}
+
+    def begin(self, what: str) -> int:
+        """See `Tries`."""
+        self._begun[what] = self._begun.get(what, 0) + 1
+        return self._begun[what]
+
+    def end(self, what: str) -> None:
+        """See `Tries`."""
+        self._begun.pop(what, None)
+
+
+class _Remote(NamedTuple):
+    """Tries that another actor keeps."""
+
+    actor: Any
+
+    def begin(self, what: str) -> int:
+        return int(import_module("ray").get(self.actor.begin.remote(what)))
+
+    def end(self, what: str) -> None:
+        import_module("ray").get(self.actor.end.remote(what))
+
+
+class _Actor:
+    """What Ray makes in each worker's process: the model is loaded when the first group comes, so
+    that what is wrong with it can be told."""
+
+    def __init__(self, load: Load, job: Job, tries: Any) -> None:
+        take_cores((), job.threads)
+        self._load, self._job = load, job
+        self._tries: Tries = _Remote(tries)
+        self._worker: Worker | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        (item,) = batch["item"]
+        number, *rows = json.loads(str(item))
+        try:
+            if self._worker is None:
+                self._worker = Worker(self._load, self._job, self._tries)
+        except JaxllmError as error:
+            return {"answered": [json.dumps({"refused": str(error)})]}
+        answered = self._worker.answered(Group(number, [Row(*row) for row in rows]))
+        return {"answered": [json.dumps(answered._asdict())]}
+
+
+def _read(text: str) -> Answered:
+    found = json.loads(text)
+    if "refused" in found:
+        raise ConfigError(found["refused"])
+    return Answered(**found)

@@ -1,0 +1,101 @@
+"""Rows to answer: JSON lines or Parquet in, each with a request, or with what is wrong with it.
+
+A line is a text, token ids, or an object with `prompt` (a text or ids), an `id` of its own if
+wanted, and options that are to differ for it. A row of Parquet is such an object, its nulls left
+out. With a `field` the rows are a data set as it is: that field is the prompt, others are left
+alone. A row that cannot be read is answered with its error; the others go on.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxllm.errors import CheckpointError, ConfigError, SamplingError
+from jaxllm.files import parse_json, read_text, regular_size
+
+MOST = 1 << 31  # bytes of a file of lines
+
+
+class Row(NamedTuple):
+    """line: its number, from 1. id: its own, by default the number from 0. request: its prompt and
+    options; or the complaint why there is none.
+    """
+
+    line: int
+    id: Any
+    request: dict[str, Any]
+    complaint: str | None = None
+
+
+def read_rows(path: Path, field: str | None = None) -> list[Row]:
+    """The rows of a `.parquet` file, or of one of JSON lines.
+
+    Raises CheckpointError for a file that cannot be read, ConfigError for Parquet without pyarrow
+    or without the column that is asked for.
+    """
+    if path.suffix == ".parquet":
+        return list(_of_parquet(path, field))
+    return read_lines(read_text(path, MOST).splitlines(), field)
+
+
+def read_lines(lines: Iterable[str], field: str | None = None) -> list[Row]:
+    """The row of each line that is not blank."""
+    return [_of_line(n, line, field) for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def import_pyarrow(path: Path) -> Any:
+    """`pyarrow.parquet`. Raises ConfigError, with the remedy, where it is not installed."""
+    try:
+        return import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(f"{path.name} needs pyarrow ({error}): pip install 'jaxllm[data]'") from (
+            None
+        )
+
+
+def _of_line(number: int, line: str, field: str | None) -> Row:
+    try:
+        value = parse_json(line, f"line {number}", SamplingError)
+    except SamplingError as error:
+        return Row(number, number - 1, {}, str(error))
+    return _row(number, value if isinstance(value, dict) else {"prompt": value}, field)
+
+
+def _row(number: int, given: dict[str, Any], field: str | None) -> Row:
+    request = {name: value for name, value in given.items() if name != "id"}
+    name = given.get("id")
+    name = number - 1 if name is None else name
+    try:
+        json.dumps([name, request], allow_nan=False)
+    except (TypeError, ValueError) as error:  # of Parquet: times, bytes, NaN
+        return Row(number, number - 1, {}, f"line {number} is nothing that JSON could say: {error}")
+    if field is not None:
+        request = {"prompt": request.get(field)}
+    if not isinstance(request.get("prompt"), str | list):
+        return Row(number, name, {}, f"line {number} has no {field or 'prompt'}")
+    if request.get("seed") == "random":
+        return Row(number, name, {}, f"line {number}: the seed must be a number, for runs to equal")
+    return Row(number, name, request)
+
+
+def _of_parquet(path: Path, field: str | None) -> Iterator[Row]:
+    parquet = import_pyarrow(path)
+    regular_size(path)
+    number, wanted = 0, field or "prompt"
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if wanted not in names:
+            raise ConfigError(
+                f"{path} has no column {wanted}, but {', '.join(names):.200}: name one with --field"
+            )
+        kept = None if field is None else [name for name in ("id", field) if name in names]
+        for batch in file.iter_batches(columns=kept):
+            for given in batch.to_pylist():
+                number += 1
+                there = {name: value for name, value in given.items() if value is not None}
+                yield _row(number, there, field)
+    except (OSError, import_module("pyarrow").ArrowException) as error:
+        raise CheckpointError(f"{path} cannot be read as Parquet: {error!s:.200}") from None

@@ -1,0 +1,139 @@
+"""What can be done with rows: generate, score, embed. A table; each is a function of a group.
+
+An answer is a dict of JSON values: the columns of its task, or `error`. Neighbours in a group may
+move a row's last bits, which is why groups are fixed; they decide nothing else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.api import LM
+from jaxllm.complete import Completion
+from jaxllm.errors import ConfigError, JaxllmError, SamplingError, nearest
+from jaxllm.fleet.job import Job, seed_of
+from jaxllm.fleet.rows import Row
+from jaxllm.options import check_options
+
+Answer = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """run: the answers to rows, in their order. ready: raises a JaxllmError for options that the
+    model refuses. columns: of an answer, by their types in Arrow.
+    """
+
+    run: Callable[[LM, Job, Sequence[Row]], list[Answer]]
+    ready: Callable[[LM, Mapping[str, Any]], Any]
+    columns: dict[str, str]
+
+
+def check_task(task: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError or SamplingError for a task or an option that no model would take."""
+    if task not in TASKS:
+        raise ConfigError(f"a task is {', '.join(TASKS)}; got {task!r:.40}{nearest(task, TASKS)}")
+    if task == "generate":
+        check_options(options, "serve")
+        return
+    for name in options:
+        if name not in _OPTIONS[task]:
+            known = ", ".join(_OPTIONS[task])
+            raise ConfigError(
+                f"{task} has no option {name}, but {known}{nearest(name, _OPTIONS[task])}"
+            )
+
+
+def generate(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
+    """Continuations, by continuous batching; a row without a seed draws with one of its id's."""
+    found = dict(lm.serve([_request(job, n, row) for n, row in enumerate(rows)], rows=job.rows))
+    return [_continued(found[n]) for n in range(len(rows))]
+
+
+def _request(job: Job, number: int, row: Row) -> dict[str, Any]:
+    request = {**job.options, **row.request, "id": number}
+    if row.request.get("seed") is None:
+        request["seed"] = seed_of(job.options.get("seed", 0), row.id)
+    return request
+
+
+def _continued(found: Completion | JaxllmError) -> Answer:
+    if isinstance(found, JaxllmError):
+        return {"error": str(found)}
+    return {
+        "text": found.text,
+        "tokens": found.tokens,
+        "finish_reason": found.finish_reason,
+        "seed": found.seed,
+    }
+
+
+def score(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
+    """The log-probability of each token but the first, and their sum; each text by itself."""
+    return [_scored(lm, job, row) for row in rows]
+
+
+def _scored(lm: LM, job: Job, row: Row) -> Answer:
+    try:
+        _check_own(row, "score", ("adapter",))
+        ids = lm.encode(row.request["prompt"])
+        chosen = lm.using(row.request.get("adapter", job.options.get("adapter")))
+        logprob_T = chosen.log_probs(ids)
+    except JaxllmError as error:
+        return {"error": str(error)}
+    total = float(logprob_T.sum(dtype=np.float64))
+    return {"tokens": ids, "logprobs": _shortest(logprob_T), "logprob": total}
+
+
+def embed(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
+    """Hidden states, pooled. Where a text is refused, each of the group runs by itself."""
+    try:
+        for row in rows:
+            _check_own(row, "embed", ())
+        prompts = [row.request["prompt"] for row in rows]
+        found_BD = lm.embed(prompts, batch=job.rows, show_progress=False, **job.options)
+        return [{"embedding": _shortest(x_D)} for x_D in found_BD]
+    except JaxllmError as error:
+        if len(rows) == 1:
+            return [{"error": str(error)}]
+        return [answer for row in rows for answer in embed(lm, job, [row])]
+
+
+def _check_own(row: Row, task: str, known: Sequence[str]) -> None:
+    for name in row.request:
+        if name not in ("prompt", *known):
+            raise SamplingError(f"line {row.line}: {task} takes no {name} of a row")
+
+
+def _shortest(x_T: np.ndarray) -> list[float]:
+    """Float32 numbers in the fewest digits that say which they are."""
+    return [float(str(x)) for x in x_T.astype(np.float32)]
+
+
+def _ready_to_embed(lm: LM, options: Mapping[str, Any]) -> None:
+    lm.embed([], show_progress=False, **options)
+
+
+def _ready(lm: LM, options: Mapping[str, Any]) -> None:
+    lm.using(options.get("adapter"))
+
+
+_OPTIONS = {"score": ("adapter",), "embed": ("layer", "pooling", "normalize", "adapter")}
+TASKS = {
+    "generate": Task(
+        generate,
+        _ready,
+        {
+            "text": "string",
+            "tokens": "list<int32>",
+            "finish_reason": "string",
+            "seed": "uint64",
+        },
+    ),
+    "score": Task(
+        score,
+        _ready,
+        {"tokens": "list<int32>", "logprobs": "list<float32>", "logprob": "float64"},
+    ),
+    "embed": Task(embed, _ready_to_embed, {"embedding": "list<float32>"}),
+}

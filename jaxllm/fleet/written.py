@@ -1,0 +1,75 @@
+"""The output: answers in the order of the input, JSON lines or Parquet, whole or not there."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from jaxllm.files import writing
+from jaxllm.fleet.rows import Row, import_pyarrow
+from jaxllm.fleet.tasks import TASKS, Answer
+
+_ROWS = 4096  # of a row group
+
+
+def line(answer: Answer) -> str:
+    """An answer as a line of JSON."""
+    return json.dumps(answer, ensure_ascii=False) + "\n"
+
+
+def write(out: Path, answers: Iterable[Answer], task: str, rows: Sequence[Row]) -> None:
+    """Write all answers: Parquet where the name ends so, else JSON lines. Raises CheckpointError
+    where the file cannot be written.
+    """
+    if out.suffix == ".parquet":
+        _write_parquet(out, answers, task, rows)
+        return
+    with writing(out) as file:
+        for answer in answers:
+            file.write(line(answer).encode())
+
+
+def check_out(out: Path) -> None:
+    """Raise ConfigError where what the file's name asks for is not installed."""
+    if out.suffix == ".parquet":
+        import_pyarrow(out)
+
+
+def _write_parquet(out: Path, answers: Iterable[Answer], task: str, rows: Sequence[Row]) -> None:
+    parquet = import_pyarrow(out)
+    import pyarrow
+
+    types = {
+        "string": pyarrow.string(),
+        "float64": pyarrow.float64(),
+        "int64": pyarrow.int64(),
+        "uint64": pyarrow.uint64(),
+        "list<int32>": pyarrow.list_(pyarrow.int32()),
+        "list<float32>": pyarrow.list_(pyarrow.float32()),
+    }
+    kind = _kind_of(rows)
+    columns = {"id": kind, "line": "int64", **TASKS[task].columns, "error": "string"}
+    schema = pyarrow.schema([(name, types[column]) for name, column in columns.items()])
+    with writing(out) as file, parquet.ParquetWriter(file, schema) as written:
+        for some in _batches(answers):
+            if kind == "string":
+                some = [{**a, "id": _text(a["id"], rows)} for a in some]
+            written.write_table(pyarrow.Table.from_pylist(some, schema=schema))
+
+
+def _kind_of(rows: Sequence[Row]) -> str:
+    """The type of the ids: whole numbers where all are; else texts, JSON where not all are."""
+    ids = [row.id for row in rows]
+    whole = all(type(x) is int and -(1 << 63) <= x < 1 << 63 for x in ids)
+    return "int64" if whole else "string"
+
+
+def _text(name: Any, rows: Sequence[Row]) -> str:
+    return name if isinstance(name, str) else json.dumps(name, ensure_ascii=False)
+
+
+def _batches(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
+    left = iter(answers)
+    for first in left:
+        yield list(chain([first], islice(left, _ROWS - 1)))

@@ -1,0 +1,116 @@
+"""One tick of decoding in rounds: in each stage another group of rows, a token each.
+
+A token depends on the last stage's word of the one before it, so rows are divided into as many
+groups as there are stages, which go round one behind the other: while a group's token is drawn, the
+others are on their way. At tick t stage s has group (t - s) mod p, for the (t - s) / p -th time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.cache.kv import Segment
+from jaxllm.mesh import specs
+from jaxllm.mesh.axes import mesh_of
+from jaxllm.mesh.pipeline.stages import AXIS
+from jaxllm.models.layers import Scope, run_blocks
+from jaxllm.ops.entries import cast
+from jaxllm.weights.paths import Params, flatten, map_leaves
+
+
+def tick(
+    model: Any,
+    inner: nn.Module,
+    params: Params,
+    segments: tuple[Segment, ...],
+    flight: jax.Array,
+    number: jax.Array,
+    start: jax.Array,
+    token_B: jax.Array,
+    position_B: jax.Array,
+) -> tuple[jax.Array, jax.Array, Segment]:
+    """What a model's `tick` gives (`weights.paths.InRounds`). inner: what one device runs."""
+    batch, stages = token_B.shape[0], model.axes.stage
+    rows = model.rows_over(batch)
+    ring = [(i, (i + 1) % stages) for i in range(stages)]
+
+    def run(
+        params: Params, segments: Any, flight: Any, by_row: Any, number: Any, start: Any
+    ) -> tuple[jax.Array, jax.Array, Segment]:
+        token_B, position_B = by_row
+        stage, each = jax.lax.axis_index(AXIS), token_B.shape[0] // stages
+        group, turn = (number - stage) % stages, (number - stage) // stages
+        slot = start + turn
+
+        def mine(x: jax.Array, group: jax.Array) -> jax.Array:
+            if x.shape[0] == 1 and token_B.shape[0] > 1:
+                return x  # shared by all rows
+            return jax.lax.dynamic_slice_in_dim(x, group * each, each, axis=0)
+
+        past = [jax.tree.map(lambda x: mine(x, group), segment) for segment in segments]
+        tail = past[-1]
+        # The tail has its token's own slot already, and later stages not yet what is in it.
+        before_S = jnp.arange(tail.position_BS.shape[1]) < slot
+        past[-1] = tail.replace(position_BS=jnp.where(before_S[None], tail.position_BS, -1))
+        read: list[jax.Array] = []
+
+        def course(blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool) -> Any:
+            layers, y = run_blocks(blocks, jnp.where(stage == 0, x, flight), scope, remat)
+            read.append(y)
+            return layers, jax.lax.psum(jnp.where(stage == stages - 1, y, 0), AXIS)
+
+        # All stages look up what enters: the table is divided among them.
+        position_G1 = mine(position_B, group)[:, None]
+        trace: Any = inner.clone(course=course).apply(
+            {"params": map_leaves(lambda path, x: model.local(rows, where[path], path, x), params)},
+            mine(token_B, number % stages)[:, None],
+            position_G1,
+            position_G1[:, 0] + 1,
+            tuple(past),
+        )
+        # A group that has not entered yet, and rows that have ended, have no token on its way: they
+        # write nothing. Their slot may not be there.
+        busy_G = position_G1[:, 0] >= 0
+
+        def written(old: Any, new: Any) -> Any:
+            def put(old: jax.Array, new: jax.Array) -> jax.Array:
+                at = (group * each, slot) + (0,) * (old.ndim - 2)
+                there = jax.lax.dynamic_slice(old, at, new.shape)
+                busy = busy_G.reshape(-1, *[1] * (new.ndim - 1))
+                return jax.lax.dynamic_update_slice(old, jnp.where(busy, new, there), at)
+
+            return jax.tree.map(put, old, cast(new, old.dtype))
+
+        last = segments[-1]
+        k = tuple(written(old, new) for old, new in zip(last.k, trace.k, strict=True))
+        v = tuple(written(old, new) for old, new in zip(last.v, trace.v, strict=True))
+        leaving = ((number + 1) % stages) * each
+        logits_BV = jnp.zeros((token_B.shape[0], trace.logits.shape[-1]), trace.logits.dtype)
+        logits_BV = jax.lax.dynamic_update_slice(logits_BV, trace.logits[:, 0], (leaving, 0))
+        return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), last.replace(k=k, v=v)
+
+    placed = model.parameter_specs(params, rows)
+    where = dict(flatten(placed))
+    in_segments = tuple(specs.of_segment(segment, batch, rows, model.axes) for segment in segments)
+    spread = jax.shard_map(
+        run,
+        mesh=mesh_of(model.axes),
+        in_specs=(
+            placed,
+            in_segments,
+            P(rows, None, AXIS),
+            P(rows),
+            P(),
+            P(),
+        ),
+        out_specs=(P(rows), P(rows, None, AXIS), in_segments[-1]),
+        check_vma=False,
+    )
+    found: tuple[jax.Array, jax.Array, Segment] = spread(
+        params, segments, flight, (token_B, position_B), number, start
+    )
+    return found

@@ -1,0 +1,142 @@
+"""What the stages of a pipeline have side by side: parameters as stacks, caches by heads.
+
+A parameter of the layers that stand in one place of each stage is one leaf, whose arrays have an
+axis of stages before theirs. What layers compute, and what of it a cache keeps, is `[B, T, ...]`,
+and the stages' follow one another on the third axis: rows and slots stay where steps know them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.layers import Layer, Trace
+from jaxllm.ops.entries import Entries
+from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.leaves.parted import alike, lengths
+from jaxllm.weights.paths import Params
+
+AXIS = "stage"
+
+Table = Sequence[Sequence[int]]  # the numbers of each stage's layers
+
+
+class Staged(Trace):
+    """A trace of all layers. kept: the keys and values of each stage's, side by side."""
+
+    kept: tuple[tuple[Entries, ...], tuple[Entries, ...]]
+
+    @property
+    def k(self) -> tuple[Entries, ...]:
+        return self.kept[0]
+
+    @property
+    def v(self) -> tuple[Entries, ...]:
+        return self.kept[1]
+
+
+def unfolded(trace: Trace, table: Table, attention_mass: Any) -> Staged:
+    """What all layers compute, of what each stage's do side by side."""
+    stages = len(table)
+
+    def parts(layer: Layer) -> list[Layer]:
+        leaves, form = jax.tree.flatten(
+            layer._replace(attention=layer.attention._replace(mass=None))
+        )
+        each = [jnp.split(x, stages, axis=2) for x in leaves]
+        found = [jax.tree.unflatten(form, [x[i] for x in each]) for i in range(stages)]
+        mass = layer.attention.mass
+        if mass is None:
+            return found
+        some = zip(found, jnp.split(mass, stages, axis=1), strict=True)
+        return [one._replace(attention=one.attention._replace(mass=m)) for one, m in some]
+
+    layers = dict[int, Layer]()
+    for place, layer in enumerate(trace.layers):
+        layers |= {row[place]: one for row, one in zip(table, parts(layer), strict=True)}
+    return Staged(
+        trace.embeddings,
+        tuple(layers[i] for i in sorted(layers)),
+        trace.norm,
+        trace.logits,
+        (trace.k, trace.v),
+    )
+
+
+def stage_of(path: str, prefix: str, table: Table) -> int | None:
+    """The stage whose layer a parameter is of; None: it is of no layer."""
+    if not path.startswith(f"{prefix}."):
+        return None
+    number = int(path.removeprefix(f"{prefix}.").partition(".")[0])
+    return next(stage for stage, row in enumerate(table) if number in row)
+
+
+def devices_of(mesh: Mesh, axis: str, number: int) -> Mesh:
+    """Those of a mesh that have this number on an axis, on the same axes."""
+    at = mesh.axis_names.index(axis)
+    return Mesh(mesh.devices.take([number], axis=at), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) -> jax.Array:
+    """Arrays on the devices of each number of an axis as one, along axis `at` of theirs. Nothing is
+    sent.
+    """
+    spec = list[Any](arrays[0].sharding.spec)  # type: ignore[attr-defined]
+    spec += [None] * (at + 1 - len(spec))
+    spec[at], shape = axis, list(arrays[0].shape)
+    shape[at] *= len(arrays)
+    shards = [shard.data for x in arrays for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(
+        tuple(shape), NamedSharding(mesh, P(*spec)), shards
+    )
+
+
+def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
+    """The same with one entry for each place in a stage, of all stages. Nothing is sent: each
+    array's shares stay on the devices of their stage.
+
+    Raises ConfigError for layers in one place of two stages that are kept in different formats.
+    """
+    layers = {f"{prefix}.{i}" for row in table for i in row}
+    found = {name: value for name, value in params.items() if name not in layers}
+
+    def together(path: str, nodes: Sequence[Any]) -> Any:
+        if not isinstance(nodes[0], Mapping):
+            return _joined(path, nodes, mesh)
+        return {k: together(f"{path}.{k}", [node[k] for node in nodes]) for k in nodes[0]}
+
+    for place, numbers in enumerate(zip(*table, strict=True)):
+        names = [f"{prefix}.{i}" for i in numbers]
+        found[f"{prefix}.{place}"] = together("/".join(names), [params[name] for name in names])
+    return found
+
+
+def _joined(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
+    if any(isinstance(x, Adapted) and x.owner is not None for x in leaves):
+        raise ConfigError("several adapters do not go with stages of a pipeline: load one of them")
+
+    def join(*arrays: jax.Array) -> jax.Array:
+        return side_by_side([x[None] for x in arrays], mesh, AXIS, 0)
+
+    try:
+        same = alike(leaves, lengths(leaves))
+        return jax.tree.map(join, *same)
+    except (ValueError, AttributeError):
+        forms = [getattr(x, "format", str(getattr(x, "dtype", "?"))) for x in leaves]
+        raise ConfigError(
+            f"{path} are kept as {', '.join(map(str, forms))}: layers in one place of two stages"
+            " must be kept in one format"
+        ) from None
+
+
+def spec_of_stacked(leaf: Any, of: Callable[[Any], Any]) -> Any:
+    """The specs of a stacked parameter's arrays; of: of those of one stage's."""
+    one = jax.eval_shape(lambda leaf: jax.tree.map(lambda x: x[0], leaf), leaf)
+    found: Any = jax.tree.map(
+        lambda spec: P(AXIS, *spec), of(one), is_leaf=lambda x: isinstance(x, P)
+    )
+    return found

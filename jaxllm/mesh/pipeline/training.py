@@ -1,0 +1,342 @@
+"""A loss and its gradient by a schedule of forward and backward jobs: 1F1B, interleaved, GPipe.
+
+`jax.grad` of a model in stages goes forward through all microbatches before it goes back, and keeps
+what each needs until then. Here a stage does the jobs of a table, one a tick, and keeps the inputs
+of those microbatches alone that are on their way: a backward job runs its layers again. The loss is
+a function like others, whose gradient has been computed with its value (`jax.custom_vjp`).
+
+All stages run one program, so a tick takes as long as the longest job in it. The first stage looks
+tokens up and the last makes logits; of the tables, which lie divided over all stages, each gathers
+the whole once a step, and their gradients from both ends are added up on the way back.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.errors import ConfigError
+from jaxllm.mesh.axes import mesh_of
+from jaxllm.mesh.fsdp import scattered
+from jaxllm.mesh.meshed import Meshed, module_of
+from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
+from jaxllm.mesh.pipeline.stages import AXIS, rows_of
+from jaxllm.mesh.rules import HEADS, split_of
+from jaxllm.models.layers import Scope, Trace, run_blocks
+from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.weights.leaves.parted import Vocabulary
+from jaxllm.weights.leaves.scattered import Scattered
+from jaxllm.weights.paths import Params, flatten, map_leaves
+
+Ints = Any  # int32, of numpy or JAX
+Local = Callable[
+    [str, Any], Any
+]  # of a parameter's path and a device's part, what it multiplies by
+Loss = Callable[[jax.Array, Any], jax.Array]  # of logits [B, T, V] and rows: a sum over them
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How a loss is computed, static. loss: a sum over rows, a function that hashes."""
+
+    model: Meshed
+    schedule: Schedule
+    loss: Loss
+
+
+def passes(model: Meshed, loss: Loss, schedule: str, microbatches: int) -> Passes:
+    """Raises ConfigError for a model without stages, and what `schedule` refuses."""
+    if model.axes.stage == 1:
+        raise ConfigError(
+            f"schedule {schedule!r} is of stages: load the model with stage=2 or more"
+        )
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r:.40}")
+    table = SCHEDULES[schedule](model.axes.stage, microbatches, model.course.chunks)
+    return Passes(model, table, loss)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def summed_loss(how: Passes, params: Params, rows: Any) -> jax.Array:
+    """The loss of rows, summed: float32.
+
+    rows: a pytree of `[B, T]` with `token_BT`, `position_BT` and `document_BT`
+    (`train.data.rows.Rows`). Raises ConfigError where they do not divide into microbatches.
+    """
+    return _computed(how, (), params, rows)[0]
+
+
+def _forward(how: Passes, params: Any, rows: Any) -> tuple[jax.Array, Any]:
+    leaves, form = jax.tree.flatten(params, is_leaf=lambda x: hasattr(x, "perturbed"))
+    moving = tuple(
+        i
+        for i, x in enumerate(leaves)
+        if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
+    )
+    values = jax.tree.unflatten(form, [x.value for x in leaves])
+    rows = jax.tree.map(lambda x: x.value, rows, is_leaf=lambda x: hasattr(x, "perturbed"))
+    total, gradients = _computed(how, moving, values, rows)
+    found: list[Any] = [None] * len(leaves)
+    for i, gradient in zip(moving, gradients, strict=True):
+        found[i] = gradient
+    return total, jax.tree.unflatten(form, found)
+
+
+def _backward(how: Passes, gradients: Any, slope: Any) -> tuple[Any, None]:
+    return jax.tree.map(lambda g: (g * slope).astype(g.dtype), gradients), None
+
+
+summed_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+class Ticks(NamedTuple):
+    """A schedule as arrays `[ticks, stages]`: what a stage does, and where what it needs lies.
+
+    kind: 0 nothing, 1 forward, 2 backward. x_in, g_in: where the input, or the gradient, that has
+    come from a neighbour is put; x_at, g_at: where the job's own lies. What is not wanted goes to
+    the last place.
+    """
+
+    kind: Ints
+    number: Ints
+    chunk: Ints
+    x_in: Ints
+    x_at: Ints
+    g_in: Ints
+    g_at: Ints
+
+
+def ticks_of(schedule: Schedule) -> tuple[Ticks, int, int]:
+    """The arrays, and how many places a stage needs for inputs and for gradients."""
+    p, v, shape = schedule.stages, schedule.chunks, (len(schedule.ticks), schedule.stages)
+    done = {
+        (stage, job): tick
+        for tick, row in enumerate(schedule.ticks)
+        for stage, job in enumerate(row)
+        if job is not None
+    }
+    begins = {True: (0, 0), False: (p - 1, v - 1)}  # with tokens, with the loss: nothing comes
+    stays: dict[bool, list[list[Stay]]] = {kind: [[] for _ in range(p)] for kind in (True, False)}
+    for stage, job in done:
+        if (stage, job.chunk) != begins[job.forward]:
+            comes = done[needed(p, v, stage, job)[-1]] + 1
+            until = done[stage, job._replace(forward=False)]
+            stays[job.forward][stage].append((comes, until, job))
+    found = {kind: [_placed(each) for each in rows] for kind, rows in stays.items()}
+    count = {kind: max(max(each.values(), default=-1) for each in rows) + 1
+             for kind, rows in found.items()}  # fmt: skip
+    arrays = {name: np.zeros(shape, np.int32) for name in Ticks._fields}
+    for kind, letter in ((True, "x"), (False, "g")):
+        arrays[f"{letter}_in"][:] = arrays[f"{letter}_at"][:] = count[kind]
+        for stage, each in enumerate(stays[kind]):
+            for comes, _, job in each:
+                arrays[f"{letter}_in"][comes, stage] = found[kind][stage][job]
+    for (stage, job), tick in done.items():
+        arrays["kind"][tick, stage] = 1 if job.forward else 2
+        arrays["number"][tick, stage], arrays["chunk"][tick, stage] = job.microbatch, job.chunk
+        x_at = found[True][stage].get(job._replace(forward=True))
+        g_at = found[False][stage].get(job)
+        if x_at is not None:
+            arrays["x_at"][tick, stage] = x_at
+        if g_at is not None:
+            arrays["g_at"][tick, stage] = g_at
+    return Ticks(**arrays), count[True], count[False]
+
+
+Stay = tuple[int, int, Job]  # from which tick to which, and for whom
+
+
+def _placed(stays: Sequence[Stay]) -> dict[Job, int]:
+    """A place for each, the first that nobody has meanwhile."""
+    found: dict[Job, int] = {}
+    held: dict[int, int] = {}  # a place, and until when
+    for comes, until, job in sorted(stays):
+        place = next(i for i in range(len(held) + 1) if held.get(i, -1) < comes)
+        held[place], found[job] = until, place
+    return found
+
+
+def _computed(
+    how: Passes, moving: tuple[int, ...], params: Params, rows: Any
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The loss, and its gradient by those of the parameters' arrays that have these numbers."""
+    model, batch = how.model, jax.tree.leaves(rows)[0].shape[0]
+    over = model.rows_over(batch)
+    share = batch // (1 if over is None else model.axes.over(over))
+    if share % how.schedule.microbatches:
+        raise ConfigError(
+            f"{share} rows of a device do not divide into {how.schedule.microbatches} microbatches"
+        )
+    specs = model.parameter_specs(params, over)
+    flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    local = partial(_local, model, over, dict(flatten(specs)))
+    # Devices that compute the same loss each have a part of it, as transposed sums take it.
+    alike = model.axes.devices // (model.axes.stage * (batch // share))
+
+    def run(params: Params, rows: Any) -> tuple[jax.Array, list[jax.Array]]:
+        total, gradients = _on_stage(how, moving, 1 / alike, local, params, rows)
+        summed = [
+            jax.lax.psum(g, tuple(n for n in model.axes.names if n not in _names(flat[i])))
+            for i, g in zip(moving, gradients, strict=True)
+        ]
+        return jax.lax.psum(total / alike, model.axes.names), summed
+
+    spread = jax.shard_map(
+        run,
+        mesh=mesh_of(model.axes),
+        in_specs=(specs, P(over)),
+        out_specs=(P(), [flat[i] for i in moving]),
+        check_vma=False,
+    )
+    found: tuple[jax.Array, list[jax.Array]] = spread(params, rows)
+    return found
+
+
+def _names(spec: P) -> set[str]:
+    """The axes that divide an array."""
+    entries = (() if x is None else (x,) if isinstance(x, str) else x for x in spec)
+    return {name for entry in entries for name in entry}
+
+
+def _on_stage(
+    how: Passes, moving: tuple[int, ...], seed: float, local: Local, params: Params, rows: Any
+) -> tuple[jax.Array, list[jax.Array]]:
+    """What one device computes: its part of the loss, and of the gradient. seed: the loss's own."""
+    model, count = how.model, how.schedule.microbatches
+    stages, chunks = how.schedule.stages, how.schedule.chunks
+    arrays, form = jax.tree.flatten(params)
+
+    def prepared(*moved: jax.Array) -> Any:
+        some = dict(zip(moving, moved, strict=True))
+        params = jax.tree.unflatten(form, [some.get(i, x) for i, x in enumerate(arrays)])
+        return map_leaves(local, params)
+
+    still, inner = jax.tree.flatten(prepared(*(arrays[i] for i in moving)))
+
+    def picked(*moved: jax.Array) -> list[jax.Array]:
+        leaves = jax.tree.leaves(prepared(*moved))
+        return [leaves[i] for i in moving]
+
+    moved, back = jax.vjp(picked, *(arrays[i] for i in moving))
+    stage, parts = jax.lax.axis_index(AXIS), _Parts(model, chunks, how.loss)
+
+    def pass_through(
+        moved: list[jax.Array], x: jax.Array, number: jax.Array, chunk: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        some = dict(zip(moving, moved, strict=True))
+        params = jax.tree.unflatten(inner, [some.get(i, y) for i, y in enumerate(still)])
+        mine = jax.tree.map(lambda y: rows_of(y, number, count), rows)
+        begins, ends = (stage == 0) & (chunk == 0), (stage == stages - 1) & (chunk == chunks - 1)
+        x = jax.lax.cond(begins, lambda: parts.begin(params, mine), lambda: x)
+        x = jax.lax.switch(
+            chunk, [partial(parts.middle, c) for c in range(chunks)], params, x, mine
+        )
+        nothing = jnp.zeros((), jnp.float32)
+        return x, jax.lax.cond(ends, lambda: parts.end(params, x, mine), lambda: nothing)
+
+    table, x_places, g_places = ticks_of(how.schedule)
+    zero = jnp.zeros((), jnp.int32)
+    params_of = jax.tree.unflatten(inner, still)
+    first = jax.tree.map(lambda y: rows_of(y, zero, count), rows)
+    form_x = jax.eval_shape(lambda: parts.begin(params_of, first))
+    blank = jnp.zeros(form_x.shape, form_x.dtype)
+
+    def tick(carry: Any, jobs: Ticks) -> tuple[Any, None]:
+        inputs, slopes, x, g, total, gradients = carry
+        job = Ticks(*(row[stage] for row in jobs))
+        inputs, slopes = inputs.at[job.x_in].set(x), slopes.at[job.g_in].set(g)
+        held, slope = inputs[job.x_at], slopes[job.g_at]
+        last = (stage == stages - 1) & (job.chunk == chunks - 1)
+
+        def wait() -> Any:
+            return blank, blank, total, gradients
+
+        def there() -> Any:
+            y, _ = pass_through(moved, held, job.number, job.chunk)
+            return y, blank, total, gradients
+
+        def again() -> Any:
+            (_, found), pull = jax.vjp(
+                lambda moved, x: pass_through(moved, x, job.number, job.chunk), moved, held
+            )
+            dy = jnp.where(last, jnp.zeros_like(slope), slope)
+            more, dx = pull((dy, jnp.full((), seed, jnp.float32)))
+            return blank, dx, total + found, jax.tree.map(jnp.add, gradients, more)
+
+        y, dx, total, gradients = jax.lax.switch(job.kind, [wait, there, again])
+        ring = [(i, (i + 1) % stages) for i in range(stages)]
+        x = jax.lax.ppermute(y, AXIS, ring)
+        g = jax.lax.ppermute(dx, AXIS, [(b, a) for a, b in ring])
+        return (inputs, slopes, x, g, total, gradients), None
+
+    def places(count: int) -> jax.Array:
+        return jnp.zeros((count + 1, *blank.shape), blank.dtype)
+
+    none = [jnp.zeros_like(x) for x in moved]
+    start = (places(x_places), places(g_places), blank, blank, jnp.zeros((), jnp.float32), none)
+    carry, _ = jax.lax.scan(tick, start, Ticks(*map(jnp.asarray, table)))
+    return carry[4], list(back(carry[5]))
+
+
+class _Parts:
+    """A model's parts, each as a function of its parameters and of rows."""
+
+    def __init__(self, model: Meshed, chunks: int, loss: Loss) -> None:
+        self._module, self._chunks, self._loss = module_of(model), chunks, loss
+
+    def begin(self, params: Params, rows: Any) -> jax.Array:
+        """What the first layer is given."""
+        return self._run(params, rows, lambda blocks, x, scope, remat: ((), x)).embeddings
+
+    def middle(self, chunk: int, params: Params, x: jax.Array, rows: Any) -> jax.Array:
+        """What a chunk's layers put out."""
+        found = []
+
+        def course(blocks: Sequence[nn.Module], _: Any, scope: Scope, remat: bool) -> Any:
+            each = len(blocks) // self._chunks
+            mine = blocks[chunk * each : (chunk + 1) * each]
+            found.append(run_blocks(mine, x, scope, remat)[1])
+            return (), found[0]
+
+        self._run(params, rows, course)
+        return found[0]
+
+    def end(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
+        """The loss of what the last layer puts out."""
+        trace = self._run(params, rows, lambda blocks, _, scope, remat: ((), x))
+        return self._loss(trace.logits, rows)
+
+    def _run(self, params: Params, rows: Any, course: Any) -> Trace:
+        position_BT = rows.position_BT
+        trace: Any = self._module.clone(course=course).apply(
+            {"params": params},
+            jnp.where(position_BT >= 0, rows.token_BT, 0),
+            position_BT,
+            position_BT.max(axis=1) + 1,
+            document_BT=rows.document_BT,
+        )
+        found: Trace = trace
+        return found
+
+
+def _local(model: Meshed, over: Any, where: Params, path: str, leaf: Any) -> Any:
+    """What the module takes for a parameter, of tables what no other stage need be asked for."""
+    split = split_of(model.config, model.exact, path)
+    if split.kind != "vocabulary" or model.axes.over(split.over) == 1:
+        return model.local(over, where[path], path, leaf)
+    mine = scattered(leaf, where[path], model.axes)
+    mine = mine.gathered() if isinstance(mine, Scattered) else mine
+    if isinstance(mine, Leaf):
+        raise ConfigError(
+            f"{path} is {mine.format}: a schedule of microbatches trains beside tables of floats"
+            " alone. Load it unquantized, or train without a schedule"
+        )
+    whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
+    rows = model.config.vocab_size
+    return whole[:rows] if model.axes.over(HEADS) == 1 else Vocabulary(whole, HEADS, rows)

@@ -1,0 +1,244 @@
+"""How one call of a model goes over the axis `sequence`: where its tokens are, and its attention.
+
+Norms, linears and MLPs see tokens one by one, so that of a split text each device runs its own
+tokens, all but attention, which `models.layers.attend` leaves to one of the classes here. A few
+tokens, as in decoding, are not split: every device runs them, and has its share of the cache.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.mesh.axes import Axes
+from jaxllm.mesh.sequence import order, ring, slots, ulysses
+from jaxllm.ops import Part
+from jaxllm.ops.attention import attend
+from jaxllm.ops.masked import attend_masked, within_documents
+
+AXIS = "sequence"
+Found = tuple[jax.Array, Part]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Of `columns` tokens a row over so many devices. exchange: by Ulysses, not around a ring.
+
+    split: whether each device has some of the tokens. They are padded to columns that can be cut,
+    and for the ring put into zig-zag order.
+    """
+
+    columns: int
+    devices: int
+    exchange: bool = False
+
+    @property
+    def split(self) -> bool:
+        return 1 < self.devices <= self.columns // 2
+
+    @property
+    def axis(self) -> str | None:
+        """What columns are split over."""
+        return AXIS if self.split else None
+
+    @property
+    def here(self) -> int:
+        """The columns of one device."""
+        return len(self.order) // self.devices if self.split else self.columns
+
+    def check(self, attention_mass: Any) -> None:
+        """Raise ConfigError for attention mass, where no device has all scores of a head."""
+        if self.devices > 1 and attention_mass is not False:
+            raise ConfigError(
+                "attention mass is not said of a text that is split over devices: mesh"
+                f" sequence={self.devices} must be sequence=1"
+            )
+
+    @property
+    def order(self) -> np.ndarray:
+        """Which column, of those that are padded, stands where."""
+        width = order.padded(self.columns, self.devices)
+        return np.arange(width) if self.exchange else order.zigzag(width, self.devices)
+
+    def laid_out(self, by_row: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call is given by row, its columns where they are to be computed with."""
+        if not self.split:
+            return dict(by_row)
+        there = self.order
+        padding = len(there) - self.columns
+
+        def lay(name: str, x: Any) -> Any:
+            if x is None:
+                return x
+            if name == "column_B":
+                return jnp.asarray(np.argsort(there).astype(np.int32))[x]
+            if not name.endswith(("_BT", "_BTD")):
+                return x
+            pads = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+            return jnp.pad(x, pads, constant_values=-1 if name == "position_BT" else 0)[:, there]
+
+        return {name: lay(name, x) for name, x in by_row.items()}
+
+    def run(
+        self, apply: Callable[..., Any], by_row: dict[str, Any], whole: Sequence[bool], past: Any
+    ) -> Any:
+        """The trace of this device, inside `shard_map`, in plain order.
+
+        whole: of which of the cache's segments it has all slots, as others have. past: bool,
+        whether anything is cached.
+        """
+        if self.devices == 1:
+            return apply(None, **by_row)
+        if not self.split:
+            own: Any = OwnHeads() if self.exchange else OwnSlots(tuple(whole))
+            return apply(own, **by_row)
+        column_B, mine = by_row["column_B"], self.here
+        here_B = None
+        if column_B is not None:
+            here_B = column_B // mine == jax.lax.axis_index(AXIS)
+            by_row = {**by_row, "column_B": column_B % mine}
+        around: Any = Exchanged() if self.exchange else Around(tuple(whole), past)
+        trace = apply(around, **by_row)
+        logits = trace.logits
+        if here_B is not None:
+            logits = jax.lax.psum(jnp.where(here_B[:, None, None], logits, 0.0), AXIS)
+        if self.exchange:
+            return trace.replace(logits=logits)
+        if here_B is None:
+            logits = order.to_plain(logits, AXIS)
+        return order.to_plain(trace.replace(logits=None), AXIS).replace(logits=logits)
+
+    def cut(self, trace: Any, picked: bool) -> Any:
+        """The trace without padding. picked: whether its logits are of one column."""
+        if not self.split or len(self.order) == self.columns:
+            return trace
+        bare = jax.tree.map(lambda x: x[:, : self.columns], trace.replace(logits=None))
+        return bare.replace(logits=trace.logits if picked else trace.logits[:, : self.columns])
+
+
+def way_of(axes: Axes, columns: int) -> Way:
+    """How so many tokens a row go over a mesh."""
+    return Way(columns, axes.sequence, axes.exchange)
+
+
+def check(config: ModelConfig, axes: Axes, exact: bool) -> None:
+    """Raise ConfigError for attention that cannot go over the axis. config: of a device's share."""
+    if axes.sequence == 1:
+        return
+    if exact:
+        raise ConfigError(
+            f"exact=True sums as one device does, and a split text otherwise: mesh {axes} must have"
+            " sequence=1"
+        )
+    long = config.long_attention(0)
+    if long is not None or any(rope.extended for rope in config.ropes):
+        kind = "Self-Extend" if long is None else f"attention of kind {long.kind!r}"
+        raise ConfigError(f"{kind} reads a text from one device: mesh {axes} must have sequence=1")
+    if axes.exchange:
+        heads = config.num_attention_heads, config.num_key_value_heads
+        ulysses.check_heads(*heads, axes.sequence, cached=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """Split tokens: their keys and values go round, and they themselves over what is cached."""
+
+    whole: tuple[bool, ...]
+    past: Any
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> Found:
+        *cached, new = parts
+        found = ring.attend(q, at, new, axis=AXIS, document_BT=document_BT, **rules)
+        if not cached:
+            return found[0].astype(q.dtype), new
+        here = _once(cached, self.whole)
+
+        def visit(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return slots.attend_round(q, at, here, axis=AXIS, **rules)
+
+        def nothing(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros_like(found[0]), jnp.full_like(found[1], -jnp.inf)
+
+        before = jax.lax.cond(self.past, visit, nothing, q, at)
+        return slots.mixed([before, found]).astype(q.dtype), new
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSlots:
+    """Tokens that all devices have, over slots of which each has some."""
+
+    whole: tuple[bool, ...]
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> Found:
+        _no_documents(document_BT)
+        here = _once(parts, (*self.whole, True))
+        return slots.attend(q, at, here, axis=AXIS, **rules), parts[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """Split tokens, exchanged for heads: all tokens of some heads, over a cache of these heads."""
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> Found:
+        *cached, new = parts
+        q, k, v = ulysses.to_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
+        at = ulysses.of_all(at, AXIS)
+        if document_BT is not None:
+            document_BT = ulysses.of_all(document_BT, AXIS)
+        new = Part(k, v, at)
+        out = _dense(q, at, [*cached, new], document_BT, **rules)
+        return ulysses.to_tokens(out, AXIS), new
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnHeads:
+    """Tokens that all devices have: each attends with some heads, over a cache of these."""
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> Found:
+        *cached, new = parts
+        q, k, v = ulysses.own_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
+        new = Part(k, v, new.position_BS)
+        out = _dense(q, at, [*cached, new], document_BT, **rules)
+        return jax.lax.all_gather(out, AXIS, axis=2, tiled=True), new
+
+
+def _dense(
+    q: jax.Array,
+    at: jax.Array,
+    parts: Sequence[Part],
+    document_BT: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> jax.Array:
+    if document_BT is None:
+        return attend(q, at, parts, scale=scale, window=window, cap=cap)[0]
+    mask = within_documents(at, parts, document_BT, window=window)
+    return attend_masked(q, parts, mask, scale=scale, cap=cap)
+
+
+def _once(parts: Sequence[Part], whole: Sequence[bool]) -> list[Part]:
+    pairs = zip(parts, whole, strict=True)
+    return [slots.once(part, AXIS) if shared else part for part, shared in pairs]
+
+
+def _no_documents(document_BT: Any) -> None:
+    if document_BT is not None:
+        raise ConfigError(
+            "a few tokens of several documents are not split over sequence: give at least twice as"
+            " many columns as the axis has devices"
+        )

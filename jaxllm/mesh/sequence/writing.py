@@ -1,0 +1,76 @@
+"""New entries written into a cache whose slots are split: each device writes what falls to it."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.cache.kv import Segment
+from jaxllm.cache.write import NOWHERE, at_cursor
+from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.sequence.ring import passed_on
+from jaxllm.mesh.sequence.ways import AXIS, Way
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitSlots:
+    """As `cache.write.at_cursor`, of a tail with S / n slots on each of n devices.
+
+    Entries that are split go round, so that no device ever has all of them. rows, groups: the axes
+    of the mesh over which rows of a batch and key/value heads are split.
+    """
+
+    axes: Axes
+    rows: tuple[str, ...]
+    groups: tuple[str, ...]
+
+    def __call__(
+        self, cursor: jax.Array, tail: Segment, new: Segment, after: tuple[jax.Array, ...]
+    ) -> Segment:
+        columns, devices = new.position_BS.shape[1], self.axes.sequence
+        if tail.position_BS.shape[1] % devices:
+            return at_cursor(cursor, tail, new, after)
+        split = Way(columns, devices).split and columns % devices == 0
+        rows = self.rows if tail.position_BS.shape[0] % self.axes.data == 0 else None
+        here, there = (P(rows, axis, self.groups) for axis in (AXIS, AXIS if split else None))
+        write = jax.shard_map(
+            partial(_write, split),
+            mesh=mesh_of(self.axes),
+            in_specs=(P(), here, there),
+            out_specs=here,
+            check_vma=False,
+        )
+        k, v = write(cursor, (tail.k, tail.v), (new.k, new.v))
+        old, marks = ((x.position_BS, x.token_BS, x.patched_BS) for x in (tail, new))
+        position, token, patched = at_cursor(cursor, old, marks, after)
+        return Segment(k, v, position, token, patched)
+
+
+def _write(split: bool, cursor: jax.Array, tail: Any, new: Any) -> Any:
+    """Inside `shard_map`: of this device's slots, those that entries are for."""
+    slots = jax.tree.leaves(tail)[0].shape[1]
+    columns, here = jax.tree.leaves(new)[0].shape[1], jax.lax.axis_index(AXIS)
+
+    def put(tail: Any, new: Any, number: Any) -> Any:
+        slot_T = cursor + number * columns - here * slots + jnp.arange(columns, dtype=jnp.int32)
+        slot_T = jnp.where(slot_T < 0, NOWHERE, slot_T)
+
+        def each(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[:, slot_T].set(new.astype(old.dtype), mode="drop")
+
+        return jax.tree.map(each, tail, new)
+
+    if not split:
+        return put(tail, new, 0)
+    devices = jax.lax.axis_size(AXIS)
+
+    def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        tail, new = carry
+        return (put(tail, new, (here - number) % devices), passed_on(new, AXIS)), None
+
+    numbers = jnp.arange(devices - 1, dtype=jnp.int32)
+    (tail, new), _ = jax.lax.scan(turn, (tail, new), numbers)
+    return put(tail, new, (here + 1) % devices)

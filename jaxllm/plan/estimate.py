@@ -1,0 +1,218 @@
+"""What a step takes on devices' peaks, and what fits: lower bounds of time, from bytes and flops.
+
+A step takes at least what reading its bytes takes, or its arithmetic, whichever is longer, and what
+its collectives take beside that (Pope et al. 2022, arXiv 2211.05102, section 3). Nothing here knows
+of overheads, or of communication that is hidden behind arithmetic.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from jaxllm.checkpoint import Checkpoint
+from jaxllm.errors import ConfigError
+from jaxllm.mesh.axes import Axes
+from jaxllm.models import build, param_shapes
+from jaxllm.models.experts import share_read
+from jaxllm.plan import sizes, traffic
+from jaxllm.plan.hardware import Hardware
+from jaxllm.plan.traffic import Collective
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision
+
+CHUNK = 256  # tokens of a prompt that run at once, as `prefill` has it
+SPARE = 0.9  # of a device's memory: the rest is the runtime's
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is planned: a checkpoint in the formats of `precision`, on devices of one kind.
+
+    batch: rows in all. context: tokens of each. exact: without partial sums. groups: microbatches
+    of a pipeline; None: as many as there are stages, if there are as many rows.
+    """
+
+    opened: Checkpoint
+    precision: Precision
+    hardware: Hardware
+    axes: Axes
+    batch: int = 1
+    context: int = 2048
+    exact: bool = False
+    groups: int | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """How many groups of rows a pipeline has in flight."""
+        rows = traffic.rows_of(self.axes, self.batch)
+        if self.groups is None:
+            return min(self.axes.stage, rows)
+        if rows % self.groups:
+            raise ConfigError(
+                f"{rows} rows on each of data={self.axes.data} do not divide into {self.groups}"
+                " microbatches"
+            )
+        return self.groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What it comes to, on the most loaded device. Bytes; seconds; rows and tokens.
+
+    decode, prefill: the collectives of a token of each row, and of a chunk of a prompt. token_time:
+    a step of decoding; read_time, compute_time, traffic_time: its parts. prompt_time: of a whole
+    prompt of `context` tokens. idle: the share of its ticks in which a stage has nothing to do.
+    most_batch, most_context: with the other one as asked.
+    """
+
+    asked: Asked
+    weights: sizes.Weights
+    cache: int
+    working: int
+    decode: list[Collective]
+    prefill: list[Collective]
+    read_time: float
+    compute_time: float
+    traffic_time: float
+    prompt_time: float
+    most_batch: int
+    most_context: int
+
+    @property
+    def total(self) -> int:
+        return self.weights.held + self.cache + self.working
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.asked.hardware.memory * SPARE
+
+    @property
+    def stages(self) -> int:
+        return self.asked.axes.stage
+
+    @property
+    def idle(self) -> float:
+        """(p - 1) / (m + p - 1): of the whole of a pipeline's ticks."""
+        p, m = self.stages, self.asked.microbatches
+        return (p - 1) / (m + p - 1)
+
+    @property
+    def overhead(self) -> float:
+        """(p - 1) / m: the same of the ideal time, as Megatron's papers have it."""
+        return (self.stages - 1) / self.asked.microbatches
+
+    @property
+    def token_time(self) -> float:
+        """Of one token of each row: a group of rows passes all stages before its next token, and
+        each stage works on the other groups meanwhile. A tick reads a stage's weights once."""
+        groups, h = self.asked.microbatches, self.asked.hardware
+        reading = (self.weights.read + self.cache / groups) / h.bandwidth
+        tick = max(reading, self.compute_time / groups)
+        return max(self.stages, groups) * tick + self.traffic_time
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.asked.batch / self.token_time
+
+
+def plan(asked: Asked) -> Plan:
+    """The plan. Raises ConfigError for what does not divide, by path, size and axis."""
+    held = _weights(asked)
+    capacity = asked.context
+    flops = _flops(asked)
+    rows = traffic.rows_of(asked.axes, asked.batch)
+    chunk = min(CHUNK, asked.context)
+    decode = _traffic(asked, 1)
+    prefill = _traffic(asked, chunk)
+    cache = _cache(asked, asked.batch, capacity)
+    h = asked.hardware
+    read = held.read + cache
+    chunks = -(-asked.context // chunk)
+    keys = _attention(asked, asked.context)
+    prompt = chunks * (
+        max(held.read / h.bandwidth, rows * chunk * (flops + keys / 2) / h.flops)
+        + _seconds(prefill, asked)
+    )
+    return Plan(
+        asked,
+        held,
+        cache,
+        _working(asked, asked.batch, capacity),
+        decode,
+        prefill,
+        read / h.bandwidth,
+        rows * (flops + keys) / h.flops,
+        _seconds(decode, asked),
+        prompt * (1 + (asked.axes.stage - 1) / max(1, chunks)),
+        _most(lambda n: _bytes(asked, held.held, n, capacity), h),
+        _most(lambda n: _bytes(asked, held.held, asked.batch, n), h),
+    )
+
+
+def _weights(asked: Asked) -> sizes.Weights:
+    rows = traffic.rows_of(asked.axes, asked.batch)
+    return sizes.weights(asked.opened, asked.precision, asked.axes, asked.exact, rows)
+
+
+def _cache(asked: Asked, rows: int, capacity: int) -> int:
+    return sizes.cache(asked.opened.config, asked.precision, asked.axes, rows, capacity)
+
+
+def _working(asked: Asked, rows: int, capacity: int) -> int:
+    chunk = min(CHUNK, capacity)
+    return sizes.working(asked.opened.config, asked.axes, rows, chunk, capacity)
+
+
+def _bytes(asked: Asked, held: int, rows: int, capacity: int) -> int:
+    return held + _cache(asked, rows, capacity) + _working(asked, rows, capacity)
+
+
+def _traffic(asked: Asked, tokens: int) -> list[Collective]:
+    return traffic.step(
+        asked.opened.config,
+        asked.precision,
+        asked.axes,
+        asked.batch,
+        tokens,
+        exact=asked.exact,
+        groups=asked.microbatches,
+    )
+
+
+def _flops(asked: Asked) -> float:
+    """Of one token's products with weights, on one device: two for each weight that it runs."""
+    config, axes = asked.opened.config, asked.axes
+    shapes = flatten(param_shapes(build(config)))
+    active = sum(s.size * share_read(config, len(s.shape)) for _, s in shapes if len(s.shape) > 1)
+    return 2 * active / (axes.tensor * axes.copies * axes.stage * axes.expert)
+
+
+def _attention(asked: Asked, slots: int) -> float:
+    """Of one token's attention to so many slots, on one device."""
+    config, axes = asked.opened.config, asked.axes
+    heads = config.num_attention_heads * config.num_hidden_layers
+    return 4 * heads * config.head_dim * slots / (axes.tensor * axes.copies * axes.stage)
+
+
+def _seconds(found: list[Collective], asked: Asked) -> float:
+    """Over the node's own link where an axis, with those within it, stays in a node."""
+    h, axes = asked.hardware, asked.axes
+    total = 0.0
+    for c in found:
+        inner = math.prod(axes.sizes[axes.names.index(c.axis) :])
+        total += c.sent / (h.link if inner <= h.node else h.across) + c.calls * h.latency
+    return total
+
+
+def _most(needed: Callable[[int], int], h: Hardware) -> int:
+    """The largest number for which what is needed fits; 0 for none."""
+    room, high = h.memory * SPARE, 1
+    if needed(1) > room:
+        return 0
+    while needed(high) <= room and high < 1 << 40:
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= room else (low, middle)
+    return low

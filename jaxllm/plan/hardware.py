@@ -1,0 +1,89 @@
+"""What devices can do, by name or by numbers: all that a plan knows of a machine.
+
+The numbers are the makers' (data sheets; for TPUs also "How to Scale Your Model", Austin et al.
+2025, table of chapter 2): peaks, which nobody reaches. A plan is a bound, not a promise.
+"""
+
+import dataclasses
+import math
+import re
+
+from jaxllm.errors import ConfigError
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of device, and what joins several.
+
+    flops: of products in bfloat16, a second. memory: bytes a device has. bandwidth: of its memory,
+    bytes a second. link: what a device sends to others of its node at once, bytes a second in one
+    direction. node: how many devices that link joins. across: what it sends beyond them. latency:
+    seconds that a collective takes however little it moves.
+    """
+
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    node: float = 8
+    across: float = 50e9
+    latency: float = 10e-6
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            least = 0 if name == "latency" else 1
+            if not math.isfinite(value) or value < least:
+                raise ConfigError(f"hardware: {name} must be at least {least}, got {value!r:.40}")
+
+
+HARDWARE = {
+    "a100": Hardware(flops=312e12, memory=80e9, bandwidth=2.039e12, link=300e9, across=25e9),
+    "h100": Hardware(flops=989e12, memory=80e9, bandwidth=3.35e12, link=450e9),
+    "h200": Hardware(flops=989e12, memory=141e9, bandwidth=4.8e12, link=450e9),
+    "b200": Hardware(flops=2250e12, memory=180e9, bandwidth=8e12, link=900e9),
+    "mi300x": Hardware(flops=1307e12, memory=192e9, bandwidth=5.3e12, link=448e9),
+    "l40s": Hardware(flops=362e12, memory=48e9, bandwidth=864e9, link=32e9),
+    "tpu-v5e": Hardware(
+        flops=197e12, memory=16e9, bandwidth=8.1e11, link=90e9, node=256, across=3.1e9
+    ),
+    "tpu-v5p": Hardware(
+        flops=459e12, memory=96e9, bandwidth=2.8e12, link=180e9, node=8960, across=6.25e9
+    ),
+    "tpu-v6e": Hardware(
+        flops=918e12, memory=32e9, bandwidth=1.6e12, link=180e9, node=256, across=12.5e9
+    ),
+}
+FIELDS = tuple(f.name for f in dataclasses.fields(Hardware))
+
+
+def hardware(text: str) -> Hardware:
+    """A device by its name, by numbers, or a name with some of its numbers changed.
+
+    As in `h100`, `h100,memory=94g`, or `flops=1t,memory=16g,bandwidth=20g,link=10g`. Numbers may
+    end in k, m, g, t or p, for powers of 1,000. Raises ConfigError for what is none of these.
+    """
+    named, *rest = [part.strip() for part in text.split(",")]
+    known: dict[str, float] = {}
+    if "=" in named:
+        rest = [named, *rest]
+    elif named.lower() in HARDWARE:
+        known = dataclasses.asdict(HARDWARE[named.lower()])
+    else:
+        raise ConfigError(
+            f"hardware {named!r:.40} is not known (known: {', '.join(HARDWARE)}; or numbers, as in"
+            " flops=1t,memory=16g,bandwidth=20g,link=10g)"
+        )
+    for part in rest:
+        name, equals, number = part.partition("=")
+        found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)([kmgtp]?)b?", number.strip().lower())
+        if not equals or name not in FIELDS or not found:
+            raise ConfigError(
+                f"hardware: {part!r:.60} is not NAME=NUMBER with a name of {', '.join(FIELDS)}"
+            )
+        known[name] = float(found[1]) * _UNITS[found[2]]
+    lacking = [f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING]
+    if missing := [name for name in lacking if name not in known]:
+        raise ConfigError(f"hardware: {', '.join(missing)} must be given too")
+    return Hardware(**known)

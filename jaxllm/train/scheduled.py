@@ -1,0 +1,44 @@
+"""Next tokens learned in stages, by a schedule of microbatches."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import ConfigError
+from jaxllm.mesh import Meshed
+from jaxllm.mesh.pipeline.training import Passes, passes, summed_loss
+from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.losses import cross_entropy
+from jaxllm.train.objective import Measured
+from jaxllm.weights.paths import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """`objective.NextToken` of a model in stages: the same loss and gradient, of which a stage
+    holds no more microbatches at once than its schedule says (`mesh.pipeline.schedule`).
+    """
+
+    schedule: str
+    microbatches: int
+
+    def of(self, model: nn.Module) -> Passes:
+        """How it is computed. Raises ConfigError for a model without stages, or another name."""
+        if not isinstance(model, Meshed):
+            raise ConfigError(f"schedule {self.schedule!r} is of a mesh with stage=2 or more")
+        return passes(model, _summed, self.schedule, self.microbatches)
+
+    def __call__(
+        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
+    ) -> Measured:
+        """Raises ConfigError for a model without stages, and for rows that do not divide."""
+        how = self.of(model)
+        counted = (rows.label_BT != IGNORED).sum().astype(jnp.float32)
+        return Measured(summed_loss(how, params, rows), counted)
+
+
+def _summed(logits_BTV: jax.Array, rows: Rows) -> jax.Array:
+    return cross_entropy(logits_BTV, rows.label_BT)[0]

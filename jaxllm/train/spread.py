@@ -1,0 +1,96 @@
+"""What is trained on a mesh as arrays of one device's form, and back: a state that is kept has one
+form, and another mesh, or none, goes on from it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxllm.train.trained import Hole, Trained
+from jaxllm.weights.leaves.parted import Shares
+from jaxllm.weights.paths import Params, Placed, named_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How what a model trains stands for arrays of one device's form.
+
+    names: of each path of what is trained, the paths of what it holds. shares: of paths whose
+    shares are no blocks, `Shares` with a `Hole`.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    shares: dict[str, Shares]
+
+    @classmethod
+    def of(cls, model: nn.Module, rest: Params) -> "Form":
+        """Of a model, and what is not trained of its parameters, with holes."""
+        found, _ = named_arrays(rest, is_leaf=lambda x: isinstance(x, Hole | Shares))
+        shares = {p: x for p, x in found if isinstance(x, Shares) and isinstance(x.parts, Hole)}
+        paths = [path for path, x in found if isinstance(x, Hole)] + [*shares]
+        names = model.names if isinstance(model, Placed) else lambda path: (path,)
+        return cls({path: names(path) for path in paths}, shares)
+
+    @property
+    def whole_names(self) -> set[str]:
+        """The paths of all of it in a model of one device."""
+        return {name for names in self.names.values() for name in names}
+
+    def map(self, function: Callable[[Trained], Any], tree: Any) -> Any:
+        """A tree with each dict of all that is trained changed."""
+        return jax.tree.map(
+            lambda x: function(x) if self._is_trained(x) else x, tree, is_leaf=self._is_trained
+        )
+
+    def whole(self, trained: Trained) -> dict[str, Any]:
+        """Arrays of one device's form, on the host."""
+        return dict(self._whole(trained))
+
+    def spread(self, whole: Any, like: Any) -> Any:
+        """A tree of arrays of one device's form in this one, where the arrays of `like` are."""
+        nodes, structure = jax.tree.flatten(like, is_leaf=self._is_trained)
+        names = self.whole_names
+        given = jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, dict) and x.keys() == names)
+        found = [
+            self._spread(x, node) if self._is_trained(node) else _placed(x, node)
+            for x, node in zip(given, nodes, strict=True)
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    def _is_trained(self, x: Any) -> bool:
+        return isinstance(x, dict) and x.keys() == {*self.names}
+
+    def _whole(self, trained: Trained) -> Iterator[tuple[str, np.ndarray]]:
+        for path, x in trained.items():
+            names, array, shares = self.names[path], np.asarray(x), self.shares.get(path)
+            parts = np.split(array, len(names)) if len(names) > 1 else [array]
+            for name, part in zip(names, parts, strict=True):
+                yield name, part if shares is None else part[shares.places(part.ndim)]
+
+    def _spread(self, whole: dict[str, Any], like: Trained) -> Trained:
+        def part(path: str, array: np.ndarray) -> np.ndarray:
+            if (shares := self.shares.get(path)) is None:
+                return array
+            rows = math.prod(shares.parts.shape[-1 - array.ndim :][:2])
+            found = np.zeros((rows, *array.shape[1:]), array.dtype)  # nothing reads what is beyond
+            found[shares.places(array.ndim)] = array
+            return found
+
+        def joined(path: str, x: jax.Array) -> jax.Array:
+            parts = [part(path, np.asarray(whole[name])) for name in self.names[path]]
+            return _placed(np.concatenate(parts) if len(parts) > 1 else parts[0], x)
+
+        return {path: joined(path, x) for path, x in like.items()}
+
+
+def _placed(array: Any, like: jax.Array) -> jax.Array:
+    """An array where another is, in its format."""
+    where = like.sharding if isinstance(like.sharding, NamedSharding) else None
+    found: jax.Array = jax.device_put(np.asarray(array, like.dtype), where)
+    return found

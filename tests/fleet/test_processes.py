@@ -1,0 +1,93 @@
+"""Workers that are killed, rows that kill, a driver that is killed: each row is answered once."""
+
+import json
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxllm
+from jaxllm.errors import CheckpointError
+from jaxllm.fleet.job import Job, seed_of
+from jaxllm.fleet.processes import Processes, shares
+from jaxllm.fleet.rows import read_lines
+from jaxllm.fleet.running import run
+from tests.conftest import Run
+from tests.fleet.killing import alive, children, started
+from tests.fleet.loads import KILLER, ONCE, OPTIONS, RAISER, fragile
+from tests.twins import save_random
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    save_random(directory, "llama", num_hidden_layers=1, eos_token_id=None)
+    return directory
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_that_end_workers_fail_alone_and_others_are_as_if_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    prompts = [[5 + n, 6] for n in range(12)]
+    prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
+    rows = read_lines(map(json.dumps, prompts))
+    job = Job(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
+    found = run(rows, job, Processes(partial(fragile, model), 2), tmp_path / "out")
+    assert found == (12, 2)
+    answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
+    assert [answer["id"] for answer in answers] == list(range(12))
+    assert answers[5]["error"] == "line 6 ended its worker 1 times"
+    assert answers[9]["error"] == "line 10: MemoryError: no room"
+    for n in set(range(12)) - {5, 9}:
+        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n)})
+        assert answers[n]["tokens"] == alone.tokens
+
+
+def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None:
+    rows = read_lines(["[5]", "[6]"])
+    job = Job(task="generate", options=OPTIONS, group=1)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        run(rows, job, Processes(partial(fragile, tmp_path / "nowhere"), 2), tmp_path / "out")
+
+
+def test_cores_are_shared_out() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert shares(1, len(cores)) == [cores]
+    assert shares(len(cores), 1) == [[core] for core in cores]
+    assert shares(len(cores) + 1, 1)[-1] == cores[:1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_a_killed_driver_leaves_no_worker_and_goes_on(
+    model: Path, tmp_path: Path, run: Run
+) -> None:
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(40)))
+    options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--rows", 2]
+    command = ["batch", file, *options, "--out", out, "--workers", 2]
+    driver = started(command)
+    journal = tmp_path / "out.jsonl.parts" / "journal"
+    while driver.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    workers = children(driver.pid)
+    driver.send_signal(signal.SIGKILL)
+    _, err = driver.communicate()
+    assert driver.returncode == -signal.SIGKILL, err.decode()
+    while any(map(alive, workers)):
+        time.sleep(0.05)
+    there = journal.read_bytes().count(b"\n") - 1
+    assert there < 20
+    status, _, err_text = run(*command, "--resume")
+    assert status == 0, err_text
+    assert f"{2 * there} answers are there; {40 - 2 * there} to go" in err_text
+    assert run("batch", file, *options, "--out", tmp_path / "whole", "--workers", 0)[0] == 0
+    assert out.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "whole"}

@@ -1,0 +1,76 @@
+"""`jaxllm plan`, as its users see it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxllm import models
+from jaxllm.plan.opening import opened_for
+from tests.conftest import ROOT, Run
+
+NUMBERS = "flops=1t,memory=16g,bandwidth=20g,link=10g,latency=0"
+
+
+def test_bytes_of_the_demo_are_those_of_its_file(run: Run) -> None:
+    status, out, _ = run("plan", "demo:llama", "--json", "--hardware", NUMBERS)
+    told = json.loads(out)
+    assert status == 0
+    assert (told["mesh"], told["decode"], told["idle"]) == ("tensor=1", [], 0.0)
+    held = sum(t.nbytes for t in opened_for("demo:llama").tensors.values())
+    assert told["weights_bytes"] == held
+    # One row of one device: a token reads all weights and the cache from memory, and no more.
+    assert told["token_seconds"] == pytest.approx((held + told["cache_bytes"]) / 20e9, rel=0.01)
+    assert told["total_bytes"] == sum(told[f"{x}_bytes"] for x in ("weights", "cache", "working"))
+
+
+def test_a_configuration_alone_will_do(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 3 70B: 70,553,706,496 parameters, as its model card rounds to 70.6 B."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from simulate_serving import SHAPE
+
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    path = str(tmp_path / "config.json")
+    asked = ("--mesh", "tensor=8", "--batch", "16", "--context", "8192", "--json")
+    told = json.loads(run("plan", path, *asked)[1])
+    norms = (2 * 80 + 1) * 8192  # of which every device has all
+    assert told["weights_bytes"] == 2 * ((70_553_706_496 - norms) // 8 + norms)
+    assert told["cache_bytes"] == 16 * 8192 * (80 * 2 * 1 * 128 * 2 + 9)  # one head of 8 a device
+    sums = [c for c in told["decode"] if c["what"] in ("attention", "MLP")]
+    assert [(c["kind"], c["count"], c["bytes"]) for c in sums] == [
+        ("all-reduce", 80, 16 * 8192 * 4)
+    ] * 2
+    assert sums[0]["sent"] == 80 * 2 * 7 / 8 * 16 * 8192 * 4
+    config = opened_for(Path(path)).config
+    assert models.FAMILIES[config.model_type].config is type(config)
+
+
+def test_meshes_are_ranked_and_read_as_a_table(run: Run) -> None:
+    _, out, _ = run("plan", "--devices", "4", "--batch", "8", "--goal", "throughput")
+    head, *rows = out.split("\n\n")[0].splitlines()
+    assert head.split()[0] == "mesh"
+    assert {row.split()[0] for row in rows} >= {"data=4", "data=2,tensor=2", "stage=4"}
+    assert "communication of a step of decoding" in out
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--mesh", "tensor=3"), "num_attention_heads 2 does not divide over tensor=3"),
+        (("--mesh", "pipe=2"), "a mesh is written as data=2,tensor=4"),
+        (("--mesh", "tensor=2", "--devices", "4"), "give one of them"),
+        (("--devices", "4", "--goal", "speed"), "latency or throughput"),
+        (("--hardware", "h900"), "known: a100"),
+        (("--batch", "0"), "--batch must be a whole number from 1"),
+        (("--devices", "7"), "no mesh of 7 devices"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_line(
+    run: Run, asked: tuple[str, ...], said: str
+) -> None:
+    status, _, err = run("plan", "demo:llama", *asked)
+    assert status == 1
+    assert said in err
+    assert err.count("\n") == 1

@@ -1,0 +1,139 @@
+"""A group of processes: how it is named, what is compared, and how its end is told."""
+
+import pytest
+
+from jaxllm import distributed, guard
+from jaxllm.cli.group import without_number
+from jaxllm.distributed import Group, differences, group_of
+from jaxllm.errors import ConfigError
+from tests.conftest import Run
+
+AT = "10.0.0.1:7070"
+
+
+def test_a_group_is_an_address_a_count_and_a_number() -> None:
+    assert group_of(AT, 2, 1) == Group(AT, 2, 1)
+    assert group_of("[::1]:7070", 1, 0) == Group("[::1]:7070", 1, 0)
+    assert group_of("auto", None, None) == Group("auto")
+
+
+@pytest.mark.parametrize(
+    ("address", "count", "number", "words"),
+    [
+        ("10.0.0.1", 2, 0, "HOST:PORT"),
+        (":7070", 2, 0, "HOST:PORT"),
+        ("10.0.0.1:0", 2, 0, "HOST:PORT"),
+        ("10.0.0.1:65536", 2, 0, "HOST:PORT"),
+        ("10.0.0.1:x", 2, 0, "HOST:PORT"),
+        (AT, None, 0, "--processes"),
+        (AT, 2, None, "--process"),
+        (AT, 0, 0, "--processes must be from 1"),
+        (AT, 1 << 30, 0, "--processes must be from 1"),
+        (AT, 2, 2, "--process must be from 0 to 1 in a group of 2, got 2"),
+        (AT, 2, -1, "--process must be from 0 to 1 in a group of 2, got -1"),
+        ("auto", 2, None, "auto finds"),
+    ],
+)
+def test_what_is_no_group_is_refused_before_anything_starts(
+    address: str, count: int | None, number: int | None, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        group_of(address, count, number)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--distributed", AT, "--processes", 2, "--process", 2, "generate"], "from 0 to 1"),
+        (
+            ["--distributed", AT, "--processes", 2, "--process", 0, "convert", "x"],
+            "convert is work",
+        ),
+        (["--processes", 2, "generate"], "go with --distributed"),
+    ],
+)
+def test_the_command_refuses_them_in_one_line(
+    run: Run, arguments: list[object], words: str
+) -> None:
+    status, out, err = run(*arguments)
+    assert status == 1 and not out
+    assert words in err and err.count("\n") == 1
+
+
+def test_what_differs_is_named_with_its_process_and_from_where_it_does() -> None:
+    long = "x" * 300
+    first = {"jax": "0.10.2", "config": f"{long}a", "same": "1"}
+    assert differences([first, dict(first)]) == ""
+    assert differences([first, {**first, "jax": "0.10.1"}]) == (
+        "jax: 0.10.2 in process 0, 0.10.1 in process 1"
+    )
+    found = differences([first, first, {**first, "config": f"{long}b"}])
+    assert found.startswith("config: ...") and found.endswith("xb in process 2")
+    assert len(found) < 200
+    assert differences([{"a": "bc"}, {"a": "b"}]) == "a: bc in process 0, b in process 1"
+
+
+def test_of_one_process_nothing_is_asked() -> None:
+    assert not distributed.several()
+    assert distributed.told(lambda: "mine") == "mine"
+    assert distributed.each([1, "a"]) == [[1, "a"]]
+    distributed.agree({"anything": object()})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--distributed", AT, "--process", "1", "generate", "-p", "x"],
+        ["--distributed", AT, "--process=1", "generate", "-p", "x"],
+    ],
+)
+def test_processes_differ_in_their_number_alone(arguments: list[str]) -> None:
+    assert without_number(arguments) == ["--distributed", AT, "generate", "-p", "x"]
+
+
+# As jaxlib 0.10.2 says it.
+SILENT = """E1123 coordination_service_agent.cc:289] Polled an error from coordination service.
+F1123 client.h:80] Terminating process because the JAX distributed service detected fatal errors.\
+ absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+1
+2
+The tasks have crashed. Check the task logs for an earlier error.
+
+RPC: /xla.coordination.CoordinationService/PollForError
+"""
+GONE = """absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the leader
+task was preempted. RPC: /xla.coordination.CoordinationService/PollForError
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}
+"""
+ABSENT = """absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
+
+RPC: /xla.coordination.CoordinationService/RegisterTask
+"""
+TWICE = """absl::Status: ALREADY_EXISTS: Aborted connect attempt as there is a request from a newer
+incarnation.
+
+RPC: /xla.coordination.CoordinationService/RegisterTask
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            SILENT,
+            "processes 1, 2 of the group of 3 processes at 10.0.0.1:7070 gave no sign of life",
+        ),
+        (GONE, "process 0 of the group"),
+        (ABSENT, "was not complete within"),
+        (TWICE, "two processes are --process 1"),
+        ("Gloo all-reduce failed: Connection closed by peer", "another process of the group"),
+    ],
+)
+def test_the_end_of_a_group_is_told_in_a_line(text: str, words: str) -> None:
+    said = guard.cause(text, Group(AT, 3, 1))
+    assert words in said and "\n" not in said
+
+
+def test_of_two_the_other_one_is_gone() -> None:
+    assert guard.cause("Gloo", Group(AT, 2, 0)).startswith("process 1 of the group")
+    assert guard.cause("Gloo", Group(AT, 2, 1)).startswith("process 0 of the group")

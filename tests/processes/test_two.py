@@ -1,0 +1,153 @@
+"""Two processes, one model: what they write, and how both end when something is wrong with one."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxllm
+from tests.processes.conftest import Start, Started, child_of, ended, free_port, kill, together
+
+PROMPT = "Once upon a time"
+MESH = "--mesh", "tensor=2"
+
+
+@pytest.fixture(scope="module")
+def model(shallow_demos: Path) -> Path:
+    return shallow_demos / "llama"
+
+
+def refused(process: Started, *words: str) -> None:
+    """The process ends with one line that says so."""
+    status, out, err = ended(process)
+    assert status == 1 and not out, err
+    assert err.startswith("jaxllm: ") and err.count("\n") == 1, err
+    for word in words:
+        assert word in err, err
+
+
+def test_two_processes_write_once_what_one_does(start: Start, model: Path) -> None:
+    """The first reads stdin and writes; the other's stdin is nobody's."""
+    port = free_port()
+    asked = "generate", "-m", str(model), *MESH, "-p", "-", "-n", "12", "--json"
+    first, second = (start(port, 2, number, *asked) for number in (0, 1))
+    status, out, err = ended(first, PROMPT)
+    assert status == 0, err
+    assert (
+        json.loads(out)["tokens"] == jaxllm.load(model).generate(PROMPT, max_new_tokens=12).tokens
+    )
+    assert ended(second, "Something else") == (0, "", "")
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_if_one_is_killed_the_other_ends_with_a_line(
+    start: Start, model: Path, killed: int
+) -> None:
+    port = free_port()
+    asked = "generate", "-m", str(model), *MESH, "-p", PROMPT, "-n", "400", "-o", "eos_token_id=[]"
+    both = [start(port, 2, number, *asked) for number in (0, 1)]
+    assert both[0].stdout is not None
+    both[0].stdout.read(1)  # it generates
+    kill(both[killed].pid)
+    status, _, err = ended(both[1 - killed])
+    assert status == 1, err
+    assert err.startswith("jaxllm: ") and err.count("\n") == 1, err
+    assert "process" in err and "gone" in err
+
+
+@pytest.mark.full
+def test_if_one_hangs_the_other_ends_with_its_number(start: Start, model: Path) -> None:
+    """Its sockets stay open, so nothing but its silence tells."""
+    port = free_port()
+    asked = "generate", "-m", str(model), *MESH, "-p", PROMPT, "-n", "400", "-o", "eos_token_id=[]"
+    both = [start(port, 2, number, *asked) for number in (0, 1)]
+    assert both[0].stdout is not None
+    both[0].stdout.read(1)
+    child = child_of(both[1])
+    os.kill(child, signal.SIGSTOP)
+    status, _, err = ended(both[0])
+    assert status == 1 and "process 1 of the group" in err, err
+    kill(child)
+
+
+@pytest.mark.full
+def test_rows_are_split_over_processes(start: Start, model: Path, tmp_path: Path) -> None:
+    """Beams, drawn texts and embeddings: as in one process."""
+    lm = jaxllm.load(model)
+    asked = "-m", str(model), "--mesh", "data=2", "-p", PROMPT, "-n", "8"
+    more = [
+        {"do_sample": True, "seed": 5, "num_return_sequences": 4},
+        {"num_beams": 4, "num_return_sequences": 2},
+    ]
+    for options in more:
+        given = [word for k, v in options.items() for word in ("-o", f"{k}={json.dumps(v)}")]
+        (status, out, err), other = together(start, "generate", *asked, "--json", *given)
+        assert status == 0, err
+        assert other == (0, "", "")
+        expected = lm.generate(PROMPT, max_new_tokens=8, **options)
+        assert [json.loads(line)["tokens"] for line in out.splitlines()] == [
+            completion.tokens for completion in expected
+        ]
+    lines = tmp_path / "lines"
+    lines.write_text("".join(f'"{PROMPT[:n]}"\n' for n in range(4, 12)))
+    vectors = tmp_path / "vectors.npy"
+    shown = "--file", str(lines), "--mesh", "data=2", "--out", str(vectors)
+    (status, _, err), _ = together(start, "embed", str(model), *shown)
+    assert status == 0, err
+    every = lines.read_text().splitlines()
+    assert np.allclose(np.load(vectors), lm.embed(every), atol=1e-5)
+
+
+@pytest.mark.full
+def test_processes_with_other_weights_refuse_each_other(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """The directories have one name, as on two machines."""
+    folders = []
+    for number in (0, 1):
+        shutil.copytree(model, tmp_path / str(number) / "model")
+        folders.append(tmp_path / str(number))
+    port = free_port()
+    tensors = load_file(folders[1] / "model" / "model.safetensors")
+    name = max(tensors)
+    tensors[name] = tensors[name] + tensors[name].dtype.type(0.5)
+    save_file(tensors, folders[1] / "model" / "model.safetensors", {"format": "pt"})
+    asked = "generate", "-m", "model", *MESH, "-p", PROMPT, "-n", "4"
+    both = [start(port, 2, number, *asked, cwd=folder) for number, folder in enumerate(folders)]
+    for process in both:
+        refused(process, "weights (SHA-256", "in process 0", "in process 1")
+
+
+@pytest.mark.full
+def test_processes_that_are_asked_for_other_things_refuse_each_other(
+    start: Start, model: Path
+) -> None:
+    port = free_port()
+    asked = "generate", "-m", str(model), *MESH, "-p"
+    both = [start(port, 2, n, *asked, text) for n, text in enumerate(("One", "Two"))]
+    for process in both:
+        refused(process, "command: ", "One in process 0", "Two in process 1")
+
+
+@pytest.mark.full
+def test_a_mesh_must_be_of_all_processes_devices(start: Start, model: Path) -> None:
+    port = free_port()
+    asked = "generate", "-m", str(model), "--mesh", "tensor=4", "-p", PROMPT
+    for process in [start(port, 2, number, *asked) for number in (0, 1)]:
+        refused(process, "tensor=4", "4 devices", "2 processes have 2")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("numbers", [(1,), (0,), (0, 1, 1)], ids=["alone", "first", "twice"])
+def test_a_group_that_is_not_complete_is_an_error_within_a_minute(
+    start: Start, model: Path, numbers: tuple[int, ...]
+) -> None:
+    port = free_port()
+    asked = "generate", "-m", str(model), *MESH, "-p", PROMPT
+    for process in [start(port, 3, number, *asked) for number in numbers]:
+        refused(process, "the group of 3 processes")
