@@ -63,7 +63,8 @@ def plot(
         image = axes.imshow(map_DL, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (row, column), value in np.ndenumerate(map_DL):
             told = "" if np.isnan(value) else f"{value:.0%}"
-            axes.text(column, row, told, ha="center", va="center", fontsize=7)
+            ink = "black" if 0.2 < value < 0.85 else "white"  # dark ends of the map's colours
+            axes.text(column, row, told, ha="center", va="center", fontsize=8, color=ink)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
         axes.set_title(name, fontsize=9)
