@@ -44,6 +44,8 @@ def _dilation(
     E = len(head_E)
     own = -(-(T - 1) // r) + 1  # rows of a head that T positions have, at most
     Q = min(M, own)
+    alone = len(parts) == 1  # no token has a key before the first of these tokens
+    M = Q if alone else M
     each = B * E * G * M  # scores of a row of queries
     turn = max(1, min(Q, SCORES // each))  # rows of queries at a time
     turns = -(-Q // turn)
@@ -61,7 +63,8 @@ def _dilation(
     q_at = begin_XB[..., None, None] + place
     column = jnp.where((place < d.length) & (row_111Q < Q), columns(q_at), -1)
     row_111M = np.arange(M, dtype=np.int32).reshape(1, 1, 1, -1)
-    k_at = begin_XB[..., None, None] + r * row_111M + offset_11E1  # past the end: after all queries
+    before = start_XB[..., None, None] if alone else 0
+    k_at = begin_XB[..., None, None] + r * (before + row_111M) + offset_11E1
     k, v, there = read(parts, finders, k_at, kv_E.reshape(1, 1, E, 1))
     row = np.arange(B).reshape(1, B, 1, 1)
     q_BTEGH = q_BTNH.reshape(B, T, N // G, G, H)
