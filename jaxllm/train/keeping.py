@@ -55,7 +55,7 @@ def kept(
         return None
     floats, facts = found
     whole = facts.pop("whole")
-    named, structure = named_arrays(form.map(lambda _: dict.fromkeys(form.whole_names, 0), blank))
+    named, structure = named_arrays(form.map(form.blank, blank))
     arrays = [floats[path] if path in floats else np.asarray(whole[path]) for path, _ in named]
     there: TrainState = jax.tree.unflatten(structure, arrays)
     return form.spread(there, blank), facts

@@ -48,6 +48,14 @@ class Form:
             lambda x: function(x) if self._is_trained(x) else x, tree, is_leaf=self._is_trained
         )
 
+    def blank(self, trained: Trained) -> dict[str, Any]:
+        """The same without its numbers, of which each is a 0."""
+        return {
+            name: 0 if jax.tree.leaves(x) else x
+            for path, x in trained.items()
+            for name in self.names[path]
+        }
+
     def whole(self, trained: Trained) -> dict[str, Any]:
         """Arrays of one device's form, on the host."""
         return dict(self._whole(trained))
@@ -66,8 +74,11 @@ class Form:
     def _is_trained(self, x: Any) -> bool:
         return isinstance(x, dict) and x.keys() == {*self.names}
 
-    def _whole(self, trained: Trained) -> Iterator[tuple[str, np.ndarray]]:
+    def _whole(self, trained: Trained) -> Iterator[tuple[str, Any]]:
         for path, x in trained.items():
+            if not jax.tree.leaves(x):  # what an optimiser of some paths has for the others
+                yield from dict.fromkeys(self.names[path], x).items()
+                continue
             names, array, shares = self.names[path], np.asarray(x), self.shares.get(path)
             parts = np.split(array, len(names)) if len(names) > 1 else [array]
             for name, part in zip(names, parts, strict=True):
@@ -83,6 +94,8 @@ class Form:
             return found
 
         def joined(path: str, x: jax.Array) -> jax.Array:
+            if not jax.tree.leaves(x):
+                return x
             parts = [part(path, np.asarray(whole[name])) for name in self.names[path]]
             return _placed(np.concatenate(parts) if len(parts) > 1 else parts[0], x)
 

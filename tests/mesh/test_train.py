@@ -81,6 +81,7 @@ def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
     return Form.of(model, rest).whole(found)
 
 
+pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
 EPS = 1e-3  # Adam's: with less, a gradient that is rounding alone (of keys' biases) moves as others
 LINE = ("--mesh", CUBE, "--pipeline", "1f1b", "--microbatches", 2)
