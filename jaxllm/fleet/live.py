@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from jaxllm.api import LM
@@ -50,7 +51,8 @@ class Live:
         heard: asyncio.Queue[str | Future[Completion]] = asyncio.Queue()
 
         def tell(item: "str | Future[Completion]") -> None:
-            loop.call_soon_threadsafe(heard.put_nowait, item)
+            with suppress(RuntimeError):  # whoever listened left, and closed the loop behind them
+                loop.call_soon_threadsafe(heard.put_nowait, item)
 
         self.submit({**request, "heard": tell, "cancelled": gone.is_set}).add_done_callback(tell)
         try:

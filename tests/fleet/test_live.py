@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,27 @@ def test_who_leaves_frees_the_row(live: Live, monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(leaves())
     assert futures[0].result().finish_reason == "cancelled"
     assert live.submit({"prompt": "One day", **OPTIONS}).result().finish_reason == "length"
+
+
+def test_text_for_a_closed_loop_is_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that ends after a listener left still has text for it."""
+    asked: list[Any] = []
+
+    def noted(request: Any) -> Future[Completion]:
+        asked.append(request)
+        request["heard"]("Once")
+        return Future()
+
+    monkeypatch.setattr(live, "submit", noted)
+
+    async def leaves() -> None:
+        pieces = live.pieces({"prompt": "Once", **OPTIONS})
+        assert await anext(pieces) == "Once"
+        await pieces.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leaves())
+    asked[0]["heard"](" upon")
+    assert asked[0]["cancelled"]()
 
 
 def test_a_closed_or_broken_model_says_so(lm: Any) -> None:
