@@ -39,7 +39,8 @@ def main() -> None:
     kept = given.out.with_suffix(".jsonl")
     found = {}
     if kept.exists():
-        found = {tuple(json.loads(line)[0]): json.loads(line)[1] for line in kept.open()}
+        lines = map(json.loads, kept.read_text().splitlines())
+        found = {tuple(key): what for key, what in lines}
     wanted = [
         (family, mesh, precision)
         for family in given.families
