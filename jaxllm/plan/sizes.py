@@ -1,7 +1,8 @@
 """Bytes on each device: of weights and caches exactly, of what a step computes about.
 
-Weights are counted by the table of shardings, each in its format; a device's share of a leaf is a
-smaller leaf, so what it takes is what the format says of a smaller shape.
+What a device has of a weight is asked of the code that cuts weights (`placing.Cut`), with shapes in
+place of numbers. Where numbers decide what a format stores (bitmaps, packed bfloat16) it is counted
+as if no weight were 0 and no exponent rare, or by what the file has of them.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ from jaxllm.mesh.placing import cut_of
 from jaxllm.mesh.rules import WHOLE, share_of, split_of
 from jaxllm.models.experts import share_read
 from jaxllm.plan.traffic import rows_of
-from jaxllm.weights.formats import parse
+from jaxllm.weights.formats import form, parse
+from jaxllm.weights.leaves.sparse import SPARE, SparseFormat
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 
@@ -66,19 +68,35 @@ def _bytes(
     exact: bool,
 ) -> int:
     """Of one device's share of a parameter."""
-    split = split_of(opened.config, exact, path)
-    local, over = list(shape.shape), axes.over(split.over)
+    split, kept = split_of(opened.config, exact, path), list(shape.shape)
     if split.stack:
-        local[0] //= axes.expert
-    if split is not WHOLE:
-        cut = cut_of(path, shape.shape, split, axes)
-        local[-1 if split.axis or len(local) == 1 else -2] = cut.each * split.runs
-    name = opened.formats.get(path) or precision.formats_at(path, len(local))[-1]
-    pieces = parse(name).expected(tuple(local))
-    if any(None in piece for piece, _ in pieces.values()):  # of a size that the numbers decide
-        whole = sum(t.nbytes for p, t in opened.tensors.items() if p.startswith(path))
-        return whole // over
-    return sum(math.prod(s) * np.dtype(d).itemsize for s, d in pieces.values())  # type: ignore[arg-type]
+        kept[0] //= axes.expert
+    cut = None if split is WHOLE else cut_of(path, tuple(kept), split, axes)
+    name = opened.formats.get(path) or precision.formats_at(path, len(kept))[-1]
+    whole = form(name, tuple(kept))
+    if whole is not None:
+        return _size(whole if cut is None else jax.eval_shape(lambda x: cut.share(x, 0), whole))
+    if cut is not None:
+        kept[-1 if split.axis else -2] = cut.each * split.runs
+    return _remade(opened, path, name, tuple(kept), 1 if cut is None else cut.parts)
+
+
+def _remade(opened: Checkpoint, path: str, name: str, shape: tuple[int, ...], parts: int) -> int:
+    """Of a share that is made anew of its numbers, of which some pieces' lengths are not known."""
+    sparse = isinstance(parse(name), SparseFormat)
+    blind, total = math.prod(shape) + SPARE if sparse else 0, 0
+    for piece, (size, dtype) in parse(name).expected(shape).items():
+        if None not in size:
+            total += math.prod(size) * np.dtype(dtype).itemsize  # type: ignore[arg-type]
+        elif (known := opened.tensors.get(f"{path}{piece}")) is not None:
+            total += -(-known.nbytes // parts)
+        else:
+            total += blind * np.dtype(dtype).itemsize
+    return total
+
+
+def _size(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capacity: int) -> int:
@@ -94,11 +112,7 @@ def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capa
 def _row(share: ModelConfig, dtype: str) -> tuple[int, int]:
     """Bytes of a slot's keys and values in all layers, and of a row's memory."""
     made = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
-
-    def count(tree: Any) -> int:
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-    return count((made.tail.k, made.tail.v)), count(made.memory)
+    return _size((made.tail.k, made.tail.v)), _size(made.memory)
 
 
 def working(config: ModelConfig, axes: Axes, rows: int, tokens: int, slots: int) -> int:
