@@ -48,7 +48,9 @@ def panel(plot: Any, title: str, schedule: Schedule, training: bool) -> str:
             if job is not None:
                 at = (tick + 0.5, stage + 0.5)
                 plot.annotate(str(job.microbatch), at, ha="center", va="center", fontsize=size)
-    said = f"{schedule.idle_share:.1%} of all ticks idle ({schedule.overhead:.1%} of the ideal time)"
+    said = (
+        f"{schedule.idle_share:.1%} of all ticks idle ({schedule.overhead:.1%} of the ideal time)"
+    )
     if training:
         held = max(map(schedule.in_flight, range(schedule.stages)))
         said += f"; a stage keeps at most {held} inputs for their gradients"

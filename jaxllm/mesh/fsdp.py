@@ -37,11 +37,7 @@ class Divided(Shared):
         return self._divided(path, super().beside(path, weight))
 
     def tensor(
-        self,
-        path: str,
-        tensor: LazyTensor,
-        read: Callable[[LazyTensor], Weight],
-        exact: tuple[bool, bool],
+        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
     ) -> Weight:
         return self._divided(path, super().tensor(path, tensor, read, exact))
 

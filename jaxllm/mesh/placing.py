@@ -120,14 +120,10 @@ class Shared(Whole):
         return self._adapted(path, weight, split, bare(weight))
 
     def tensor(
-        self,
-        path: str,
-        tensor: LazyTensor,
-        read: Callable[[LazyTensor], Weight],
-        exact: tuple[bool, bool],
+        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
     ) -> Weight:
         split = split_of(self._config, self._exact, path)
-        if split is WHOLE or not exact[split.axis]:
+        if split is WHOLE or (split.axis == 1 and not exact):
             return self.leaf(path, read(tensor))
         if split.stack and self._axes.expert > 1:
 

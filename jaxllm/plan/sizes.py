@@ -20,12 +20,17 @@ from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import cut_of
 from jaxllm.mesh.rules import WHOLE, share_of, split_of
-from jaxllm.models.experts import share_read
+from jaxllm.mesh.sequence.ways import Way
+from jaxllm.models.experts import MixtureConfig, share_read
+from jaxllm.ops.attention import BLOCK
 from jaxllm.plan.traffic import rows_of
+from jaxllm.weights.experts import blocks_of
 from jaxllm.weights.formats import form, parse
 from jaxllm.weights.leaves.sparse import SPARE, SparseFormat
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
+
+WITHIN = 1.75  # what a step holds is at most so many times `working`, and at least so small a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +109,8 @@ def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capa
     rows = rows_of(axes, rows)
     slot, memory = _row(share_of(config, axes), precision.cache)
     described = 9 * rows * capacity  # a slot's position, its token, whether it was patched
-    keys = -(-slot * rows * capacity // (axes.stage * axes.sequence))
+    apart = axes.sequence if axes.exchange or capacity % axes.sequence == 0 else 1
+    keys = -(-slot * rows * capacity // (axes.stage * apart))
     return keys + memory * rows // axes.stage + described
 
 
@@ -115,16 +121,51 @@ def _row(share: ModelConfig, dtype: str) -> tuple[int, int]:
     return _size((made.tail.k, made.tail.v)), _size(made.memory)
 
 
-def working(config: ModelConfig, axes: Axes, rows: int, tokens: int, slots: int) -> int:
-    """About what a step of `tokens` new tokens a row holds beside weights and cache, in bytes.
+def working(
+    config: ModelConfig,
+    precision: Precision,
+    axes: Axes,
+    rows: int,
+    tokens: int,
+    slots: int,
+    groups: int = 1,
+) -> int:
+    """About what a step of `tokens` new tokens a row holds beside weights and cache, in bytes,
+    where no kernels of ours run. groups: microbatches of a pipeline.
 
-    The largest of: logits and what sampling makes of them, an MLP's hidden numbers, the scores of
-    attention; and the stream that all of them stand beside. All float32, as they are computed.
+    What compiled programs hold (`memory_analysis`), by what it is:
+    a copy of the cache, which layers read and the end of the step writes in no order that XLA
+    knows (in stages it knows: all are read before), the new keys and values of all layers until
+    then, and the stream with what is made of it on the way (some eight of its size, float32);
+    the larger of what a layer makes of it, scores of a block of slots and their weights beside the
+    block itself, or the hidden numbers of an MLP; and what experts make, whose loops have room of
+    their own.
     """
-    rows = rows_of(axes, rows)
-    share = share_of(config, axes)
-    stream = 4 * rows * tokens * config.hidden_size
-    logits = 3 * 4 * rows * config.vocab_size
-    hidden = 3 * 4 * rows * tokens * share.intermediate_size
-    scores = 2 * 4 * rows * share.num_attention_heads * tokens * (slots + tokens)
-    return 4 * stream + max(logits, hidden, scores)
+    local, share = rows_of(axes, rows), share_of(config, axes)
+    here = Way(tokens, axes.sequence, axes.exchange).here
+    at_once = -(-local // groups)  # rows that a layer runs
+    slot, _ = _row(share, precision.cache)
+    kept = slot * local * here // axes.stage
+    copied = cache(config, precision, axes, rows, slots) if axes.stage == 1 else 0
+    stream = 4 * local * here * config.hidden_size
+    seen = max(_block(slots), _block(tokens))
+    heads, keys = share.num_attention_heads, share.num_key_value_heads
+    scores = 2 * 4 * at_once * heads * here * seen
+    scores += 4 * 4 * at_once * seen * keys * config.head_dim
+    hidden = 2 * 4 * at_once * here * share.intermediate_size
+    layer = max(scores, hidden) + _experts(share, axes, at_once * here)
+    return copied + kept + 8 * stream + layer
+
+
+def _block(slots: int) -> int:
+    """Slots that attention looks at together: fewer than two blocks are one (`ops.attention`)."""
+    return slots if slots < 2 * BLOCK else BLOCK
+
+
+def _experts(share: ModelConfig, axes: Axes, tokens: int) -> int:
+    """Of a layer of experts: rows, what is given and made, and both in blocks that are filled."""
+    if not isinstance(share, MixtureConfig):
+        return 0
+    rows, own = tokens * share.num_experts_per_tok, share.num_experts // axes.expert
+    width, count = blocks_of(rows, own)
+    return 4 * (rows + width * count) * (2 * share.hidden_size + 3 * share.expert_size)

@@ -99,12 +99,7 @@ def form(name: str, shape: tuple[int, ...]) -> Any:
     if isinstance(getattr(format, "inner", format), REMADE):
         return None
     pieces = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.expected(shape).items()}  # type: ignore[arg-type]
-    return jax.eval_shape(lambda pieces: format.joined(shape, pieces), pieces)
-
-
-def by_rows(name: str) -> bool:
-    """Whether what a format makes of a row depends on that row alone."""
-    return not isinstance(parse(name), nf4.NormalFloat)
+    return jax.eval_shape(lambda pieces: format.of_pieces(shape, pieces), pieces)
 
 
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:

@@ -37,14 +37,10 @@ class Whole:
         return params
 
     def tensor(
-        self,
-        path: str,
-        tensor: LazyTensor,
-        read: Callable[[LazyTensor], Weight],
-        exact: tuple[bool, bool],
+        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
     ) -> Weight:
-        """The same of what `read` makes of a tensor. exact: whether it makes of some of its rows,
-        and of some of its columns, the part of what it makes of all of it.
+        """The same of what `read` makes of a tensor. exact: whether it makes of a part of it the
+        part of what it makes of all of it, whichever columns are left out.
         """
         return self.leaf(path, read(tensor))
 

@@ -100,7 +100,7 @@ class Float:
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return {"": (shape, DTYPES[self.name])}
 
-    def joined(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
         return pieces[""]
 
     def assemble(

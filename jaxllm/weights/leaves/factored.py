@@ -130,9 +130,9 @@ class LowRank:
             **{f".right{name}": piece for name, piece in self.inner.expected(right).items()},
         }
 
-    def joined(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Factored:
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Factored:
         each = self._each(shape, pieces)
-        return Factored(**{side: self.inner.joined(form, mine) for side, form, mine in each})
+        return Factored(**{side: self.inner.of_pieces(form, mine) for side, form, mine in each})
 
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]

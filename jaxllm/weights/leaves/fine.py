@@ -120,7 +120,7 @@ class FineFormat:
         scales = ((*rows, width // PAIR), np.float32)
         return {".data": ((*rows, width), np.int8), ".first": scales, ".second": scales}
 
-    def joined(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Fine:
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Fine:
         return Fine(pieces[".data"], pieces[".first"], pieces[".second"], shape[-1])
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Fine:
@@ -129,7 +129,7 @@ class FineFormat:
                 raise CheckpointError(f"{path}{name} holds NaN or infinity")
         if pieces[".data"].min(initial=0) < -127:
             raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
-        return self.joined(shape, on_device(pieces))
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> FineFormat | None:

@@ -151,7 +151,7 @@ class Format(Protocol):
         """The shape and dtype of each piece of a leaf of `shape`."""
         ...
 
-    def joined(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
         """The leaf of `shape` that these pieces make: nothing of them is checked."""
         ...
 

@@ -136,7 +136,7 @@ class Bfloat16Packed:
             ".escape_value": ((None,), DTYPES["bfloat16"]),
         }
 
-    def joined(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Packed:
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Packed:
         widest = int(np.diff(np.asarray(pieces[".escape_begin"])).max(initial=0))
         fields = {key.removeprefix("."): value for key, value in pieces.items()}
         return Packed(**fields, columns=shape[-1], widest=widest)
@@ -145,7 +145,7 @@ class Bfloat16Packed:
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> Packed:
         _check_packed(path, shape[-1], pieces)
-        return self.joined(shape, on_device(pieces))
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> Bfloat16Packed | None:

@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape, on_device
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "static/"

@@ -95,8 +95,8 @@ class WrappedFormat:
         self.check(path, shape, pieces)
         return self.around(weight, on_device({name: pieces[name] for name in self.beside(shape)}))
 
-    def joined(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
-        return self.around(self.inner.joined(shape, self._inner(shape, pieces)), pieces)
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
+        return self.around(self.inner.of_pieces(shape, self._inner(shape, pieces)), pieces)
 
     def _inner(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> dict[str, Any]:
         return {name: pieces[f".weight{name}"] for name in self.inner.expected(shape)}
