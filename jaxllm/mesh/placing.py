@@ -63,6 +63,22 @@ class Cut:
         every = np.concatenate([np.arange(*some) for some in self.ranges(number)])
         return np.pad(every, (0, self.each * self.split.runs - every.size), mode="edge")
 
+    def share(self, weight: Weight, number: int) -> Weight:
+        """One of the shares. Raises ConfigError where the weight's format is not taken apart there:
+        by path and axes.
+        """
+        leaf = as_leaf(weight)
+        try:
+            if self.split.axis == 1:
+                ((begin, end),) = self.ranges(number)
+                found: Weight = leaf.with_columns(begin, end)
+            else:
+                found = leaf.with_rows(self.numbers(number))
+        except ConfigError as error:
+            over = "x".join(self.split.over)
+            raise ConfigError(f"{self.path} over {over}={self.parts}: {error}") from None
+        return found
+
 
 def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
     """Raises ConfigError for a size that does not divide, by path, size and axis."""
@@ -174,19 +190,7 @@ class Shared(Whole):
             placed: Weight = jax.tree.map(partial(_everywhere, mesh), weight)
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
-        leaf = as_leaf(weight)
-
-        def share(number: int) -> Weight:
-            try:
-                if split.axis == 1:
-                    ((begin, end),) = cut.ranges(number)
-                    return leaf.with_columns(begin, end)
-                return leaf.with_rows(cut.numbers(number))
-            except ConfigError as error:
-                over = "x".join(split.over)
-                raise ConfigError(f"{path} over {over}={cut.parts}: {error}") from None
-
-        return self._of(cut, weight.shape, share, mesh)
+        return self._of(cut, weight.shape, partial(cut.share, weight), mesh)
 
     def _of(
         self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight], mesh: Mesh

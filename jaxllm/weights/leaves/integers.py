@@ -290,7 +290,7 @@ class Integer:
             made = _rounded(jax.device_put(block, may_alias=True), self)
             return made if self.zero_point else made[:2]
 
-        return self._of(collected(self._pieces(shape), blocks(), make), shape[-1])
+        return self.of_pieces(shape, on_device(collected(self._pieces(shape), blocks(), make)))
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return dict(self._pieces(shape))
@@ -309,10 +309,9 @@ class Integer:
         if not shape[-1]:
             raise ConfigError(f"{self.name} needs columns to scale, the matrix is {shape}")
 
-    def _of(self, pieces: Mapping[str, np.ndarray], columns: int) -> QTensor:
-        device = on_device(pieces)
-        scale, zero = device[".scale"], device.get(".zero")
-        return QTensor(device[".data"], scale, zero, self.bits, self.group, columns)
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> QTensor:
+        scale, zero = pieces[".scale"], pieces.get(".zero")
+        return QTensor(pieces[".data"], scale, zero, self.bits, self.group, shape[-1])
 
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
@@ -326,7 +325,7 @@ class Integer:
             )
         if self.levels[0] < 0 and pieces[".data"].min(initial=0) < -127:
             raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
-        return self._of(pieces, shape[-1])
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> Integer | None:

@@ -151,6 +151,10 @@ class Format(Protocol):
         """The shape and dtype of each piece of a leaf of `shape`."""
         ...
 
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
+        """The leaf of `shape` that these pieces make: nothing of them is checked."""
+        ...
+
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Any:
         """The leaf at `path` from its pieces, whose shapes have been checked.
 

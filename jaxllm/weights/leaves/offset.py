@@ -83,13 +83,12 @@ class OffsetFormat(WrappedFormat):
         scale, _ = self.inner.expected(shape)[".scale"]
         return {".offset": (scale, np.float32)}
 
-    def around(
-        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
-    ) -> Offset:
-        offset = pieces[".offset"]
-        if not np.isfinite(offset).all():
+    def around(self, weight: Any, pieces: Mapping[str, Any]) -> Offset:
+        return Offset(weight, pieces[".offset"])
+
+    def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
+        if not np.isfinite(pieces[".offset"]).all():
             raise CheckpointError(f"{path}.offset holds NaN or infinity")
-        return Offset(weight, jax.device_put(offset, may_alias=True))
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:
