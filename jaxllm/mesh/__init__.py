@@ -15,10 +15,11 @@ too, and gathered one product at a time.
 axes: what users write, and the mesh of JAX's devices. rules: the table of shardings, made of what
 families say of themselves, and what of a configuration one device runs. placing: parameters cut and
 put there, one at a time as they are read. specs: where all else is that a model is given and gives
-back. fsdp: matrices in parts over `data`. joined: parameters whole again, to be written. local:
-what one device computes with. layout: which axes divide a call's rows, layers and tokens, and the
-call. meshed: the model. counts: the collectives of a compiled program. sequence/: what is split by
-tokens, attention above all. pipeline/: layers in stages.
+back. fsdp: matrices in parts over `data`. joined: parameters whole again, to be written. beside:
+new adapters, to be trained. local: what one device computes with. layout: which axes divide a
+call's rows, layers and tokens, and the call. meshed: the model. counts: the collectives of a
+compiled program. sequence/: what is split by tokens, attention above all. pipeline/: layers in
+stages.
 
 To add an axis: its name in `axes.AXES` and field in `Axes` (order is nearness: the last are
 neighbours), what it divides as rows of `rules` or as specs, and what the module inside has to say

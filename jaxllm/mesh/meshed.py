@@ -1,6 +1,6 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.beside import beside
 from jaxllm.mesh.fsdp import Divided
 from jaxllm.mesh.joined import joined
 from jaxllm.mesh.layout import Layout
@@ -24,14 +25,13 @@ from jaxllm.mesh.local import Local, staged
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared
-from jaxllm.mesh.rules import GROUPS, HEADS, fitted, share_of, split_of
+from jaxllm.mesh.rules import GROUPS, HEADS, fitted, share_of
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import check
 from jaxllm.mesh.sequence.writing import SplitSlots
 from jaxllm.models.layers import Trace
-from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.linear import ROUNDED
-from jaxllm.weights.paths import InRounds, Params, Placed, flatten, map_leaves
+from jaxllm.weights.paths import InRounds, Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
 
 
@@ -139,26 +139,8 @@ class Meshed(nn.Module, Placed, InRounds):
         return joined(params, self.names)
 
     @nn.nowrap
-    def beside(self, params: Params) -> Params:
-        if self.axes.stage > 1:
-            raise ConfigError(
-                "an adapter is trained on a mesh with stage=1: stages are of models whose weights"
-                " are trained"
-            )
-        for path, leaf in flatten(params):
-            if isinstance(leaf, Adapted) and leaf.dropout and self.axes.sequence > 1:
-                raise ConfigError(
-                    "dropout is drawn for rows of whole texts, and sequence divides them: leave it"
-                    " out, or use a mesh with sequence=1"
-                )
-            parts = self.axes.over(split_of(self.config, self.exact, path).over)
-            dora = isinstance(leaf, Adapted) and leaf.magnitude is not None
-            if dora and leaf.site == "rows" and parts > 1:
-                raise ConfigError(
-                    f"{path}: lengths of the columns of a table whose rows are divided are not"
-                    " trained: leave it out of DoRA's targets, or use a mesh with tensor=1"
-                )
-        return map_leaves(self.reader().beside, params)
+    def beside(self, params: Params, around: Callable[[str, Any], Any]) -> Params:
+        return beside(self, params, around)
 
     @nn.nowrap
     def check_rows(self, rows: int) -> None:
