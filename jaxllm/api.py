@@ -43,6 +43,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Placed, flatten
+from jaxllm.weights.precision import exactly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,6 +302,7 @@ class LM:
         precision, params = self.model.precision, self.params
         if isinstance(self.model, Placed):
             params = self.model.whole(params)
+            precision = exactly(params, precision)  # shares of nf4 have scales of another form
         opened = checkpoint.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe
         )

@@ -193,7 +193,7 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host, but for quantized `Shares`."""
+        """Parameters as a model of one device has them, on the host."""
 
         return joined(params, self.names)
 

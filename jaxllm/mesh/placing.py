@@ -104,10 +104,14 @@ class Shared(Whole):
         return self._adapted(path, weight, split, bare(weight))
 
     def tensor(
-        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        apart: tuple[int, ...],
     ) -> Weight:
         split = split_of(self._config, self._exact, path)
-        if split is WHOLE or (split.axis == 1 and not exact):
+        if split is WHOLE or split.axis not in apart:
             return self.leaf(path, read(tensor))
         if split.stack and self._axes.expert > 1:
 

@@ -42,7 +42,7 @@ class Placed:
         raise NotImplementedError
 
     def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host; quantized ones as they are."""
+        """Parameters as a model of one device has them, on the host."""
         raise NotImplementedError
 
     def beside(self, params: Params) -> Params:
