@@ -284,7 +284,7 @@ class LM:
         Raises TokenError for what is no prompt, CapacityError for one longer than the context,
         NonFiniteError when the model returns NaN.
         """
-        return log_probs(self.model, self.params, self.encode(text))
+        return log_probs(self.model, self.params, [self.encode(text)])[0]
 
     def save(self, directory: str | Path, *, show_progress: bool | None = None) -> None:
         """Write the model in jaxllm's own form, tokenizer and all; `load` reads it.

@@ -84,6 +84,14 @@ def batch(
     group: Annotated[
         int, typer.Option(min=1, help="How many rows are given to a worker, and kept, as one.")
     ] = 64,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="End a worker that has had no answer for so long to a group, or to a row by itself"
+            " (compiling counts): its rows are tried once more, one by one, then they have failed.",
+        ),
+    ] = None,
     max_new_tokens: NewTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -104,6 +112,7 @@ def batch(
     file, with the same bits for any number of workers; a row that fails has its error in its place.
     """
     from jaxllm.fleet.job import Job
+    from jaxllm.fleet.processes import Processes
     from jaxllm.fleet.running import run, stream
     from jaxllm.fleet.tasks import check_task
     from jaxllm.fleet.written import line
@@ -149,7 +158,14 @@ def batch(
         "self_extend": self_extend,
     }
     where, threads = _workers(load, workers, threads, ray, -(-len(found) // group))
-    job = Job(task=task, options=options, rows=rows, group=group, threads=threads, about=about)
+    if timeout is not None and not isinstance(where, Processes):
+        raise ConfigError(
+            "--timeout ends processes of this machine: --workers from 1, without --ray"
+        )
+    job = Job(
+        task=task, options=options, rows=rows, group=group, threads=threads, about=about,
+        timeout=timeout, tries=3 if timeout is None else 1,
+    )  # fmt: skip
     if out is not None:
         ran = run(found, job, where, out, resume=resume, say=note)
         answered, failed = ran.rows, ran.failed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import check_writable, dtype_named
+from jaxllm.cli.options import check_writable, dtype_named, load_model
 from jaxllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Options:
         str | None,
         typer.Option(
             metavar="AXES",
-            help="Of full and lora: train on many devices, as data=2,stage=2,tensor=2: rows,"
-            " layers, and heads, MLPs and vocabulary.",
+            help="Train on many devices, as data=2,stage=2,tensor=2: rows, layers, and heads, MLPs"
+            " and vocabulary.",
         ),
     ] = None
     fsdp: Annotated[
@@ -136,22 +136,15 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def check(
-    target: Path, options: Options, result: str | None = "config.json", *, meshes: bool = False
-) -> None:
+def check(target: Path, options: Options, result: str | None = "config.json") -> None:
     """What can be refused before anything is loaded. result: the file that makes OUT complete;
-    None: it is a file itself. meshes: whether this kind of training runs on one.
+    None: it is a file itself.
     """
     from jaxllm.files import check_vacant, is_there
     from jaxllm.mesh.axes import parse
     from jaxllm.train.optimizer import check_optax
 
     check_optax()
-    if options.mesh is not None and not meshes:
-        raise ConfigError(
-            "--mesh is of train full, and of train lora without --prefix: this kind of training is"
-            " on one device"
-        )
     if options.fsdp and (options.mesh is None or parse(options.mesh).data == 1):
         raise ConfigError("--fsdp divides weights over data: give --mesh data=N, N from 2 up")
     if result is None and is_there(target):
@@ -231,6 +224,11 @@ def trained(
     was = "" if run.before is None else f" (before: {run.before:.4f})"
     write(f"{target}: loss {loss:.4f}{was} after step {last.step}\n")
     return run
+
+
+def loaded(model: str, options: Options, dtype: str | None = None, **more: Any) -> "LM":
+    """A model on the mesh that the options name, by default in the format that it is to run in."""
+    return load_model(model, dtype or options.dtype, mesh=options.mesh, fsdp=options.fsdp, **more)
 
 
 def parts_of(target: Path) -> Path:

@@ -17,13 +17,13 @@ from jaxllm.config import ModelConfig
 from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
-from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.axes import Axes, mesh_of, parse
 from jaxllm.mesh.fsdp import Divided, over_data, scattered
 from jaxllm.mesh.joined import joined
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked, unfolded
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
-from jaxllm.mesh.placing import Shared
+from jaxllm.mesh.placing import Shared, everywhere
 from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, Split, fitted, share_of, split_of
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import check, way_of
@@ -181,6 +181,15 @@ class Meshed(nn.Module, Placed, InRounds):
         """Parameters that are whole, as this model takes them."""
         reader = self.reader()
         return reader.finished(map_leaves(reader.leaf, params))
+
+    @nn.nowrap
+    def everywhere(self, tree: Any) -> Any:
+        return jax.tree.map(partial(everywhere, mesh_of(self.axes)), tree)
+
+    @nn.nowrap
+    def like(self, config: ModelConfig) -> "Meshed":
+        given = {"exact": self.exact, "chunks": self.course.chunks, "fsdp": self.fsdp}
+        return meshed(config, self.precision, parse(str(self.axes)), **given)
 
     @nn.nowrap
     def names(self, path: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from jaxllm.train.data.rows import Rows
 from jaxllm.train.frozen import frozen
 from jaxllm.train.objective import Measured, Objective
 from jaxllm.train.optimizer import check_optax
-from jaxllm.train.trained import Trained, join
+from jaxllm.train.trained import Trained, join, own
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import Params, Placed, map_leaves, put
 
@@ -107,7 +107,10 @@ def train_step(
     """
     optax = check_optax()
     key = jax.random.fold_in(key, state.step)
-    batches, still = rows.token_BT.shape[0], frozen(rest)
+    batches, names = rows.token_BT.shape[0], own
+    if isinstance(setup.model, Placed):
+        names = setup.model.names
+    still = frozen(rest, names)
 
     def total(trained: Trained, rows: Rows, key: jax.Array) -> tuple[jax.Array, Measured]:
         used, own = jax.random.split(key)

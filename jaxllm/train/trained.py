@@ -43,12 +43,13 @@ def trainable(params: Mapping[str, Any]) -> Trained:
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def _own(path: str) -> tuple[str, ...]:
+def own(path: str) -> tuple[str, ...]:
+    """The names of what is on one device: its path."""
     return (path,)
 
 
 def split(
-    params: Params, rules: Rules = ALL, like: Params | None = None, names: Names = _own
+    params: Params, rules: Rules = ALL, like: Params | None = None, names: Names = own
 ) -> tuple[Trained, Params]:
     """What is trained, in float32 (the masters), and the rest, with a `Hole` for each of them.
 

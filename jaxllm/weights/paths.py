@@ -45,6 +45,23 @@ class Placed:
         """Parameters as a model of one device has them, on the host."""
         raise NotImplementedError
 
+    def shared(self, params: Params) -> Params:
+        """Parameters that are whole, as this model takes them."""
+        raise NotImplementedError
+
+    def everywhere(self, tree: V) -> V:
+        """Arrays that are none of its parameters (a prompt that is trained), all of each where any
+        of it runs.
+        """
+        raise NotImplementedError
+
+    def like(self, config: Any) -> Any:
+        """A model of another configuration that is spread as this one is.
+
+        Raises ConfigError where it cannot be.
+        """
+        raise NotImplementedError
+
     def beside(self, params: Params) -> Params:
         """Parameters beside which something new stands (an adapter), which goes where it is to be.
 

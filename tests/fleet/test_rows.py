@@ -93,7 +93,8 @@ def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
     assert [a.get("tokens") for a in scored[:3]] == texts[:3]
     for answer, text in zip(scored[:3], texts, strict=False):
         expected = lm.log_probs(text)
-        assert np.array_equal(np.float32(answer["logprobs"]), expected)
+        # Rows that run together: the last bits are their neighbours'.
+        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=2e-6)
         assert answer["logprob"] == pytest.approx(float(expected.sum()), abs=1e-5)
     options = {"layer": 1, "normalize": True}
     embedded = list(stream(rows, job("embed", options=options), Here(lambda: lm)))
