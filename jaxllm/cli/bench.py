@@ -81,8 +81,9 @@ def bench(
     loaded = time.perf_counter() - start
     if sparse is not None:
         from jaxllm.compress.apply import pruned
+        from jaxllm.train.jobs import alone, spread_as
 
-        lm = pruned(lm, sparse)
+        lm = spread_as(pruned(alone(lm), sparse), lm)
         note(f"pruned by magnitude to {sparse}, for this timing alone: nothing it says is any good")
     context = lm.config.context_length
     asked = timing.tests_of(lengths, decode, levels, rows_at_once)

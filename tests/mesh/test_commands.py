@@ -9,9 +9,11 @@ import pytest
 
 import jaxllm
 from jaxllm import located
+from jaxllm.adapters import LoraConfig, write_adapter
 from jaxllm.cache import load_cache
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import flatten
+from tests.adapters.made import random_adapter
 from tests.conftest import Run
 
 pytestmark = pytest.mark.devices
@@ -122,3 +124,27 @@ def test_what_would_be_rounded_in_two_places_is_refused(
     given = ("--data", text, *SMALL)
     status, _, err = run("train", "qat", "demo:llama", tmp_path / "out", *given, *more)
     assert (status, said in err) == (1, True), err
+
+
+def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(
+    run: Run, text: Path, tmp_path: Path
+) -> None:
+    lm, adapter = jaxllm.load("demo:llama", dtype="float32"), tmp_path / "adapter"
+    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
+    made = random_adapter(lm.config, lm.params, lora, spread=0.1)
+    write_adapter(adapter, made, lm.config)
+    found = []
+    for name, more in (("one", ()), ("many", ("--mesh", "data=2,tensor=2"))):
+        given = ("--adapter", adapter, "--text", text, "--dtype", "float32", "--format", "int8")
+        status, _, err = run("merge", "demo:llama", tmp_path / name, *given, *more)
+        assert status == 0, err
+        found.append(float(err.split("beside it: ")[1].split()[0]))
+    assert found[1] == pytest.approx(found[0], rel=1e-2) and found[0] > 0
+    for mine, theirs in zip(_weights(tmp_path / "many"), _weights(tmp_path / "one"), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_recipe_is_for_one_device(run: Run, text: Path, tmp_path: Path) -> None:
+    recipe = ("--step", "quantize: gptq int4-g32", "--text", text)
+    status, _, err = run("compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2")
+    assert (status, "run what it writes with --mesh data=2" in err) == (1, True), err
