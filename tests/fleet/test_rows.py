@@ -95,7 +95,7 @@ def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
     for answer, text in zip(scored[:3], texts, strict=False):
         expected = lm.log_probs(text)
         # Rows that run together: the last bits are their neighbours'.
-        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
         assert answer["logprob"] == pytest.approx(float(expected.sum()), abs=1e-5)
     options = {"layer": 1, "normalize": True}
     embedded = list(stream(rows, job("embed", options=options), Here(lambda: lm)))
@@ -117,7 +117,7 @@ def test_texts_of_like_lengths_are_scored_together_in_few_shapes(lm: Any) -> Non
     assert embed._log_probs._cache_size() - before <= 3  # 8 rows of 8, 16 and 32 columns
     for answer, text in zip(found, texts, strict=True):
         expected = lm.log_probs(text)
-        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
 
 
 def test_options_that_no_row_could_have_are_refused_at_once(lm: Any) -> None:

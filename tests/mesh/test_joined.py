@@ -10,7 +10,11 @@ import pytest
 import jaxllm
 from jaxllm.adapters import LoraConfig
 from jaxllm.train import jobs
+from jaxllm.train.fake.job import qat
 from jaxllm.train.keeping import journal_of
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.prompts import prompt
+from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_leaf, parse
 from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.paths import Params, flatten, map_leaves
@@ -95,12 +99,19 @@ def test_a_model_that_was_quantized_on_a_mesh_is_saved_for_one_device(
     np.testing.assert_array_equal(*logits)
 
 
-def test_an_adapter_on_integers_goes_on_on_another_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "qat", "prompt"])
+def test_what_is_trained_goes_on_on_another_mesh(kind: str, tmp_path: Path) -> None:
     """The digest of a run that is kept is of whole weights, whatever mesh has shares of them."""
     found = set()
     for mesh in (None, "data=2", "tensor=2"):
-        lm = jaxllm.load("demo:gpt2", dtype="float32", quantize="int8", mesh=mesh)
-        job = jobs.lora(lm, LoraConfig(r=2, target_modules="all-linear"))
-        params = jobs.whole(lm.model, job.params)
-        found.add(journal_of(params, None, ("the same",), tmp_path).digest)
+        base = None if kind == "qat" else "int8"
+        lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
+        job = {
+            "lora": lambda: jobs.lora(lm, LoraConfig(r=2, target_modules="all-linear")),
+            "qat": lambda: qat(lm, "int4-g32", starts=1),
+            "prompt": lambda: prompt(lm, [5, 6, 7]),
+        }[kind]()
+        plain = jobs.plain(Setup(job.model, job.objective, Optimizer(steps=1)))
+        params = jobs.whole(job.model, job.params)
+        found.add(journal_of(params, job.given, (plain,), tmp_path).digest)
     assert len(found) == 1
