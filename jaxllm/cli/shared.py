@@ -1,4 +1,4 @@
-"""Options that commands have in common, each set of them once: dataclasses whose fields are flags."""
+"""Options that commands have in common, a set at a time: dataclasses whose fields are flags."""
 
 import dataclasses
 import functools
@@ -102,10 +102,10 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(*args: Any, **given: Any) -> None:
-        made = {
-            name: kind(**{f.name: given.pop(f.name) for f in dataclasses.fields(kind) if f.name in given})
-            for name, kind in sets.items()
-        }
+        made = {}
+        for name, kind in sets.items():
+            names = [field.name for field in dataclasses.fields(kind) if field.name in given]
+            made[name] = kind(**{field: given.pop(field) for field in names})
         function(*args, **given, **made)
 
     arguments = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import waiting
+from jaxllm.cli.shared import with_options
 from jaxllm.cli.training import (
     Options,
     Target,
@@ -13,7 +14,6 @@ from jaxllm.cli.training import (
     check,
     loaded,
     trained,
-    with_options,
 )
 from jaxllm.errors import ConfigError
 

@@ -1,13 +1,11 @@
 """What all kinds of training have in common: their options, once, and how a job is run."""
 
 import dataclasses
-import functools
-import inspect
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -110,30 +108,6 @@ class Options:
         Path | None, typer.Option(help="Write every step's numbers to this file, as JSON.")
     ] = None
     plot: Annotated[Path | None, typer.Option(help="Draw the losses, as a PNG file.")] = None
-
-
-def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of `Options` in place of its argument `options`."""
-    hints = get_type_hints(function, include_extras=True)
-    fields = {f.name: f for f in dataclasses.fields(Options)}
-    types = get_type_hints(Options, include_extras=True)
-    own = [p for p in inspect.signature(function).parameters.values() if p.name != "options"]
-
-    def parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(field.name, kind, default=default, annotation=types[field.name])
-
-    @functools.wraps(function)
-    def command(*args: Any, **given: Any) -> None:
-        shared = {name: given.pop(name) for name in fields if name in given}
-        function(*args, **given, options=Options(**shared))
-
-    arguments = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]
-    spliced = [*arguments, *map(parameter, fields.values())]
-    command.__signature__ = inspect.Signature(spliced)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in spliced}
-    return command
 
 
 def check(target: Path, options: Options, result: str | None = "config.json") -> None:
