@@ -90,7 +90,7 @@ class Processes(NamedTuple):
                 for done in ready:
                     slot, group = busy.pop(done)
                     ended = isinstance(done.exception(), BrokenProcessPool)
-                    found = None if ended else done.result()  # or what loading raised
+                    found: Any = None if ended else done.result()  # or what loading raised
                     if ended:
                         pools[slot].shutdown()
                         if group is not None:

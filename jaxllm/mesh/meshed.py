@@ -188,8 +188,8 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def like(self, config: ModelConfig) -> "Meshed":
-        given = {"exact": self.exact, "chunks": self.course.chunks, "fsdp": self.fsdp}
-        return meshed(config, self.precision, parse(str(self.axes)), **given)
+        axes, chunks = parse(str(self.axes)), self.course.chunks
+        return meshed(config, self.precision, axes, exact=self.exact, chunks=chunks, fsdp=self.fsdp)
 
     @nn.nowrap
     def names(self, path: str) -> tuple[str, ...]:

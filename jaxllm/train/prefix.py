@@ -45,7 +45,7 @@ from jaxllm.weights.paths import Params, Placed
 from jaxllm.whole import check_ids
 
 PROMPT = "prompt"
-_ENTRIES = tuple(field.name for field in dataclasses.fields(Segment))  # type: ignore[arg-type]
+_ENTRIES = tuple(field.name for field in dataclasses.fields(Segment))
 PROMPT_RULES: Rules = ((r"prompt\..*", True),)  # the prompt is trained, the model is not
 
 
