@@ -1,6 +1,6 @@
 """Where on a mesh the arrays are that a model is given and gives back: a `PartitionSpec` for each.
 
-rows: the axis over which rows of a batch are split, None where they are not.
+rows: the axes over which rows of a batch are split, None where they are not.
 """
 
 import re
@@ -27,6 +27,14 @@ Rows = tuple[str, ...] | None
 KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
 BY_MODEL = rf"{KEYS_VALUES}|memory\."  # what only the model reads
 MARKS = ("position_BS", "token_BS", "patched_BS")
+ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
+
+
+def rows_over(axes: Axes, batch: int) -> Rows:
+    """The axes over which so many rows are split: `data` and `expert` where those divide them, or
+    `data` alone; None: each device runs all of them.
+    """
+    return next((over for over in ROWS if batch % axes.over(over) == 0), None)
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:

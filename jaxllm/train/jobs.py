@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
-from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
+from jaxllm.adapters import Adapter, LoraConfig, around, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
 from jaxllm.train.constraints import KeepZeros, keep_zeros
@@ -92,9 +92,10 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     new one. Raises ConfigError for targets that are not there.
     """
     adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
-    attachment = attached(lm.config, lm.params, adapter)
     if isinstance(lm.model, Placed):
-        attachment = lm.model.beside(attachment)
+        attachment = lm.model.beside(lm.params, around(lm.config, adapter))
+    else:
+        attachment = attached(lm.config, lm.params, adapter)
 
     def finish(params: Params, directory: Path) -> None:
         found = taken(lm.config, whole(lm.model, params), config)

@@ -62,10 +62,11 @@ class Placed:
         """
         raise NotImplementedError
 
-    def beside(self, params: Params) -> Params:
-        """Parameters beside which something new stands (an adapter), which goes where it is to be.
+    def beside(self, params: Params, around: Callable[[str, Any], Any]) -> Params:
+        """Parameters with something new beside them (an adapter), which goes where it is to be.
 
-        Raises ConfigError where it has no place.
+        around: the leaf that stands for one at a path of a model of one device; that itself where
+        nothing is beside it. Raises ConfigError where it has no place.
         """
         raise NotImplementedError
 
@@ -80,6 +81,16 @@ class Placed:
     def kept(self) -> tuple[int, int]:
         """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
         raise NotImplementedError
+
+
+def own_name(path: str) -> tuple[str, ...]:
+    """The names of a parameter of one device's model."""
+    return (path,)
+
+
+def names_of(model: Any) -> Callable[[str], tuple[str, ...]]:
+    """Of the path of a model's parameter, those in a model of one device of what it holds."""
+    return model.names if isinstance(model, Placed) else own_name
 
 
 class InRounds:

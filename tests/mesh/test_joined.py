@@ -1,5 +1,6 @@
 """What was cut for a mesh is written as it was before: whole weights, each in its format."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "gpt2": {"n_embd": 256, "n_inner": 256},
+}
+BEGUN: dict[str, Callable[[jaxllm.LM], jobs.Job]] = {
+    "lora": lambda lm: jobs.lora(lm, LoraConfig(r=2, target_modules="all-linear")),
+    "qat": lambda lm: qat(lm, "int4-g32", starts=1),
+    "prompt": lambda lm: prompt(lm, [5, 6, 7]),
 }
 FORMATS = (
     "bf16-packed", "int8", "int8-g64", "int4", "int4-g32-zp", "int3-g64-f16", "int2-g32", "nf4-f32",
@@ -106,11 +112,7 @@ def test_what_is_trained_goes_on_on_another_mesh(kind: str, tmp_path: Path) -> N
     for mesh in (None, "data=2", "tensor=2"):
         base = None if kind == "qat" else "int8"
         lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
-        job = {
-            "lora": lambda: jobs.lora(lm, LoraConfig(r=2, target_modules="all-linear")),
-            "qat": lambda: qat(lm, "int4-g32", starts=1),
-            "prompt": lambda: prompt(lm, [5, 6, 7]),
-        }[kind]()
+        job = BEGUN[kind](lm)
         plain = jobs.plain(Setup(job.model, job.objective, Optimizer(steps=1)))
         params = jobs.whole(job.model, job.params)
         found.add(journal_of(params, job.given, (plain,), tmp_path).digest)

@@ -106,7 +106,7 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
 
     def together(path: str, nodes: Sequence[Any]) -> Any:
         if not isinstance(nodes[0], Mapping):
-            return _joined(path, nodes, mesh)
+            return stack_of(path, nodes, mesh)
         return {k: together(f"{path}.{k}", [node[k] for node in nodes]) for k in nodes[0]}
 
     for place, numbers in enumerate(zip(*table, strict=True)):
@@ -115,7 +115,8 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
     return found
 
 
-def _joined(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
+def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
+    """One leaf of one of each stage's. Raises ConfigError where they are kept differently."""
     if any(isinstance(x, Adapted) and x.owner is not None for x in leaves):
         raise ConfigError("several adapters do not go with stages of a pipeline: load one of them")
 
