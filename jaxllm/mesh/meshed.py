@@ -16,7 +16,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
-from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.axes import Axes, mesh_of, parse
 from jaxllm.mesh.beside import beside
 from jaxllm.mesh.fsdp import Divided
 from jaxllm.mesh.joined import joined
@@ -24,7 +24,7 @@ from jaxllm.mesh.layout import Layout
 from jaxllm.mesh.local import Local, staged
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
-from jaxllm.mesh.placing import Shared
+from jaxllm.mesh.placing import Shared, everywhere
 from jaxllm.mesh.rules import GROUPS, HEADS, fitted, share_of
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import check
@@ -124,6 +124,15 @@ class Meshed(nn.Module, Placed, InRounds):
         return reader.finished(map_leaves(reader.leaf, params))
 
     @nn.nowrap
+    def everywhere(self, tree: Any) -> Any:
+        return jax.tree.map(partial(everywhere, mesh_of(self.axes)), tree)
+
+    @nn.nowrap
+    def like(self, config: ModelConfig) -> "Meshed":
+        axes, chunks = parse(str(self.axes)), self.course.chunks
+        return meshed(config, self.precision, axes, exact=self.exact, chunks=chunks, fsdp=self.fsdp)
+
+    @nn.nowrap
     def names(self, path: str) -> tuple[str, ...]:
         """The paths of what stands side by side in the parameter at `path`, one for each stage."""
         if not staged(self.config, self.axes, path):
@@ -134,7 +143,7 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host, but for quantized `Shares`."""
+        """Parameters as a model of one device has them, on the host."""
 
         return joined(params, self.names)
 

@@ -14,7 +14,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
-from jaxllm.mesh.placing import adapted_splits, spec_of
+from jaxllm.mesh.placing import adapted_splits, spec_of, split_within
 from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
 from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.models.layers import Attended, Layer, Trace
@@ -52,7 +52,13 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
     if isinstance(leaf, Wrapped) and leaf.nests:
         nested: Any = leaf
-        return nested.replace(weight=of_parameter(path, nested.weight, split, axes, rows))
+        each = {"weight": nested.weight, **nested.others()}
+        return nested.replace(
+            **{
+                name: of_parameter(f"{path}.{name}", x, split_within(leaf, name, split), axes, rows)
+                for name, x in each.items()
+            }
+        )
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
         stack = (EXPERTS,) if split.stack else ()

@@ -6,7 +6,7 @@ All weights and adapters are here; `fake.job`, `distill.job` and `prompts` have 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -24,6 +24,7 @@ from jaxllm.train.trained import ALL, Rules, trainable
 from jaxllm.weights.paths import Params, Placed
 from jaxllm.weights.precision import cast
 
+V = TypeVar("V")
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
@@ -160,6 +161,31 @@ def run(
             show_progress=show_progress,
             say=say,
         )
+
+
+def shared(model: nn.Module, params: Params) -> Params:
+    """Parameters of a model of one device as `model` takes them."""
+    return model.shared(params) if isinstance(model, Placed) else params
+
+
+def everywhere(model: nn.Module, tree: V) -> V:
+    """What is trained beside a model's own parameters, where the model runs."""
+    return model.everywhere(tree) if isinstance(model, Placed) else tree
+
+
+def alone(lm: LM) -> LM:
+    """A model on one device, whatever it was on: its parameters whole, on the host."""
+    if not isinstance(lm.model, Placed):
+        return lm
+    return dataclasses.replace(lm, model=lm.model.plain(), params=lm.model.whole(lm.params))
+
+
+def spread_as(lm: LM, other: LM) -> LM:
+    """A model of one device on the mesh of another model, if that is on one."""
+    if not isinstance(other.model, Placed):
+        return lm
+    model = other.model.like(lm.config).clone(precision=lm.model.precision)
+    return dataclasses.replace(lm, model=model, params=model.shared(lm.params))
 
 
 def whole(model: nn.Module, params: Params) -> Params:

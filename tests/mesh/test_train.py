@@ -324,8 +324,6 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
         assert status == 0, err
         found.append({p: np.asarray(x) for p, x in flatten(jaxllm.load(out).params)})
     assert_alike(found[1], found[0], off=3e-4)  # two steps at 1e-4, wherever Adam goes
-    status, _, err = run("train", "qat", "demo:llama", tmp_path / "q", *given, "--mesh", "data=2")
-    assert (status, "--mesh is of train full" in err) == (1, True), err
     status, _, err = run(
         "train", "full", "demo:llama", tmp_path / "p", *given, "--pipeline", "1f1b"
     )

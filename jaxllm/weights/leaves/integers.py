@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     collected,
+    joined,
     on_borders,
     on_device,
     or_nan,
@@ -159,6 +160,21 @@ class QTensor(Leaf, struct.PyTreeNode):
             scale = self.scale[..., mine]
             zero = None if self.zero is None else self.zero[..., mine]
         return QTensor(self.data[..., lie], scale, zero, self.bits, self.group, end - begin)
+
+    def with_more(self, after: Sequence["QTensor"], axis: int) -> "QTensor":
+        parts = [self, *after]
+        if axis == 0:
+            return joined(parts)
+        codes = joined([x.codes[..., : x.columns] for x in parts], 1)
+        scale, zero = self.scale, self.zero
+        if self.group is not None:
+            scale = joined([x.own_groups(x.scale) for x in parts], 1)
+            zero = None if zero is None else joined([x.own_groups(x.zero) for x in parts], 1)
+        return self.kind.of(codes, scale, zero)
+
+    def own_groups(self, x_OG: Any) -> Any:
+        """What groups have, `[..., O, G]`, without those that are added to the last chunk."""
+        return x_OG[..., : -(-self.columns // self.kind.size(self.columns))]
 
     def pieces(self) -> dict[str, jax.Array]:
         parts = {".data": self.data, ".scale": self.scale, ".zero": self.zero}

@@ -5,7 +5,7 @@ those of bitsandbytes. Blocks of 64 run along the matrix as it lies, row after r
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     aligned,
+    joined,
     on_borders,
     on_device,
     or_nan,
@@ -115,6 +116,11 @@ class NF4(Leaf, struct.PyTreeNode):
         data, absmax = self._in_rows()
         mine = on_borders(self.format, begin, end, self.columns, BLOCK)
         return self._of(data[..., mine, :], absmax[..., mine])
+
+    def with_more(self, after: Sequence["NF4"], axis: int) -> "NF4":
+        """As `with_rows`."""
+        data, absmax = zip(*(x._in_rows() for x in (self, *after)), strict=True)
+        return self._of(jnp.concatenate(data, axis=axis - 3), joined(absmax, axis))
 
     def _in_rows(self) -> tuple[jax.Array, jax.Array]:
         """Blocks `[..., O, I / 64, 32]` and their absmax, float32 `[..., O, I / 64]`.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -97,6 +97,10 @@ class Sparse(Leaf, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> "Sparse":
         return sparse_of(as_leaf(self.filled()).with_columns(begin, end), self.pattern)
+
+    def with_more(self, after: Sequence["Sparse"], axis: int) -> "Sparse":
+        first, *others = (as_leaf(x.filled()) for x in (self, *after))
+        return sparse_of(first.with_more(others, axis), self.pattern)
 
     def pieces(self) -> dict[str, jax.Array]:
         parts = {f".{name}": getattr(self, name) for name in ("mask", "values", "begin", "scale")}

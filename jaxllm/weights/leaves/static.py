@@ -4,7 +4,7 @@ The product is of integers with integers: with input codes q, `x' = step (q - ze
 `x' @ w.T = step (q @ w.T - zero sum_i w_i)`, where the sums of the weight's rows are known.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,13 @@ class Static(Wrapped, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> "Static":
         return Static.of(self.weight.with_columns(begin, end), self.step, self.zero)
+
+    def with_more(self, after: Sequence["Static"], axis: int) -> "Static":
+        weight = self.weight.with_more([x.weight for x in after], axis)
+        if axis:
+            return Static.of(weight, self.step, self.zero)
+        sums = [x.sum for x in (self, *after)]
+        return self.replace(weight=weight, sum=jnp.concatenate(sums, axis=-1))
 
     def beside(self) -> dict[str, jax.Array]:
         return {".step": self.step, ".zero": self.zero, ".sum": self.sum}
