@@ -13,7 +13,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxllm import process
@@ -28,6 +29,7 @@ PIECE = 1 << 20  # characters of a text that are told at once: a call takes 4 MB
 MOST = 1 << 16  # processes
 
 _numbers = itertools.count()
+_asked: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)  # by who asks
 
 
 class Group(NamedTuple):
@@ -120,13 +122,17 @@ def told(make: Callable[[], str]) -> str:
     return text
 
 
-def each(mine: Any) -> list[Any]:
-    """What every process has, in order: plain data, as JSON has it."""
+def each(mine: Any, among: Sequence[int] | None = None) -> list[Any]:
+    """What every process has, in order: plain data, as JSON has it. among: the numbers of those
+    that ask, of which this is one; by default all.
+    """
     if not several():
         return [mine]
-    client, key = _state().client, f"jaxllm/each/{next(_numbers)}"
+    client, asking = _state().client, tuple(among or range(_state().num_processes))
+    whose = hashlib.sha256(repr(asking).encode()).hexdigest()[:16]
+    key = f"jaxllm/each/{whose}/{next(_asked[asking])}"
     client.key_value_set(f"{key}/{_state().process_id}", json.dumps(mine))
-    names = [f"{key}/{n}" for n in range(_state().num_processes)]
+    names = [f"{key}/{n}" for n in asking]
     return [json.loads(client.blocking_key_value_get(name, DAY)) for name in names]
 
 
@@ -145,6 +151,30 @@ def fetched(tree: Any) -> Any:
 
         tree = jax.tree.map(gathered, tree)
     return jax.device_get(tree)
+
+
+def at_first(x: Any) -> Any:
+    """An array on the host of the first process, all of it; in the others one of its shape that
+    has no numbers and takes no room. All ask for it together.
+    """
+    import numpy as np
+
+    array = np.asarray(fetched(x))
+    return array if process.leads() else np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
+def from_first(x: Any) -> Any:
+    """The first process's array on the host of each. x: in the others what has its shape and format
+    alone. All ask for it together.
+    """
+    import numpy as np
+
+    if not several():
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    mine = np.asarray(x) if process.leads() else np.zeros(x.shape, x.dtype)
+    return np.asarray(multihost_utils.broadcast_one_to_all(mine))
 
 
 def agree(about: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
@@ -47,8 +46,9 @@ class Meshed(nn.Module, Placed, InRounds):
     a batch are split over `data` and `expert` where they divide, or over `data` alone; otherwise
     each of its devices runs all of them.
     exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
-    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). Made by `meshed`, which
-    checks.
+    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). apart: whether each of
+    several processes has its own rows of what comes out, as a training wants it; otherwise each has
+    all, to be read on the host. Made by `meshed`, which checks.
     """
 
     config: ModelConfig
@@ -58,6 +58,7 @@ class Meshed(nn.Module, Placed, InRounds):
     course: Stages = Stages(1)
     fsdp: bool = False
     remat: bool = False
+    apart: bool = False
 
     @nn.nowrap
     def apply(  # type: ignore[override]
@@ -86,7 +87,8 @@ class Meshed(nn.Module, Placed, InRounds):
             "column_B": column_B,
             **given,
         }
-        by_row = way.laid_out(jax.tree.map(self._by_all, named))
+        by_all = partial(specs.by_all, axes=self.axes)
+        by_row = way.laid_out(jax.tree.map(by_all, named))
         whole = [specs.slot_axis(self.axes, s.position_BS.shape[1]) is None for s in segments]
         past = jnp.any(jnp.array([(s.position_BS >= 0).any() for s in segments]))
 
@@ -138,9 +140,10 @@ class Meshed(nn.Module, Placed, InRounds):
             check_vma=False,
         )
         trace: Trace = way.cut(spread(params, by_row, segments, memory, past), column_B is not None)
-        seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
-        layers = tuple(layer._replace(x=self._by_all(layer.x)) for layer in trace.layers)
-        trace = trace.replace(layers=layers, **seen)
+        if not self.apart:
+            seen = {n: by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
+            layers = tuple(layer._replace(x=by_all(layer.x)) for layer in trace.layers)
+            trace = trace.replace(layers=layers, **seen)
         return trace if self.axes.stage == 1 else unfolded(trace, self.table, attention_mass)
 
     @property
@@ -270,13 +273,6 @@ class Meshed(nn.Module, Placed, InRounds):
         return next((over for over in ROWS if batch % self.axes.over(over) == 0), None)
 
     @nn.nowrap
-    def _by_all(self, x: jax.Array) -> jax.Array:
-        """What is read on the host, by each of several processes: all rows for each of them."""
-        if self.axes.data == 1 or not several():
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(self.axes), P()))
-
-    @nn.nowrap
     def _staged(self, path: str) -> bool:
         """Whether the parameter at `path` is one of each stage's."""
         layers = models.family(self.config.model_type).layers
@@ -335,8 +331,6 @@ def meshed(
     check(share_of(config, axes), axes, exact)
     megatron.check(config, axes, exact)
     mesh_of(axes)
-    if several() and axes.stage * axes.expert * axes.sequence > 1:
-        raise ConfigError(f"mesh {axes}: over several processes data and tensor alone are divided")
     if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
         raise ConfigError(
             f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"

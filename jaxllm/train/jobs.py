@@ -11,9 +11,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from jaxllm import process
 from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
+from jaxllm.distributed import agree
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
 from jaxllm.train.keeping import journal_of
@@ -135,10 +137,12 @@ def run(
 
     Raises what `loop.train` raises.
     """
-    model = job.model.clone(remat=remat)
+    own = {"apart": True} if isinstance(job.model, Placed) else {}
+    model = job.model.clone(remat=remat, **own)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
     digests = [None if some is None else some.digest for some in (data, held_out)]
+    agree({"data": digests})
     facts = (plain(setup), plan, job.rules, job.prepare, digests)
     journal = Journal()
     if directory is not None:
@@ -174,6 +178,8 @@ def plain(setup: Setup) -> Setup:
 
 def forget(directory: Path) -> None:
     """Remove the state that a run has kept there: its result is written."""
+    if not process.leads():
+        return
     journal = Journal(directory)
     with journal.kept():
         journal.forget()
