@@ -106,6 +106,11 @@ def several() -> bool:
     return "jax" in sys.modules and _state().client is not None and _state().num_processes > 1
 
 
+def number() -> int:
+    """Which of several processes this is, from 0."""
+    return int(_state().process_id) if several() else 0
+
+
 def told(make: Callable[[], str]) -> str:
     """What `make` gives in the first process; of one alone, in it."""
     if not several():
