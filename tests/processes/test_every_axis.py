@@ -66,7 +66,7 @@ def both(model: Path, devices: int, meshes: Sequence[str], **options: Any) -> li
     ]
     found = []
     for process in processes:
-        out, err = process.communicate(timeout=3 * WITHIN)
+        out, err = process.communicate(timeout=4 * WITHIN)
         assert process.returncode == 0, err
         found.append(json.loads(out.splitlines()[-1]))
     return found
@@ -89,7 +89,7 @@ def expected(model: Path, **options: Any) -> Any:
             "gpt2",
             {},
             2,
-            ["data=2,stage=2", "stage=2,tensor=2", "data=2,sequence=2", "sequence=2,tensor=2"],
+            ["data=2,stage=2", "sequence=2,tensor=2"],
             {},
             marks=pytest.mark.full,
         ),
@@ -100,7 +100,7 @@ def expected(model: Path, **options: Any) -> Any:
             "mixtral",
             {"num_local_experts": 4},
             2,
-            ["data=2,expert=2", "stage=2,expert=2", "expert=4"],
+            ["data=2,expert=2", "stage=2,expert=2"],
             {"quantize": "int8"},
             marks=pytest.mark.full,
         ),
