@@ -46,7 +46,7 @@ def run(
     """What came of it; None where it stopped after so many steps, whose state is kept."""
     loop.KEEP_SECONDS = loop.KEEP_SHARE = 0  # type: ignore[assignment]
     lm, said = jaxllm.load(model, dtype="float32", **how), list[str]()
-    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), use_dora=True)
+    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), use_dora=kind == "dora")
     job = jobs.full(lm) if kind == "full" else jobs.lora(lm, lora, seed=1)
     optimizer = Optimizer(steps=STEPS, rate=0.01, clip=0.5, decay=0.1, eps=1e-3)
 
