@@ -220,7 +220,8 @@ class Meshed(nn.Module, Placed, InRounds):
                     f"{path}: lengths of the columns of a table whose rows are divided are not"
                     " trained: leave it out of DoRA's targets, or use a mesh with tensor=1"
                 )
-        return map_leaves(self.reader().beside, params)
+        reader = self.reader()
+        return map_leaves(lambda path, leaf: _unmeasured(reader.beside(path, leaf)), params)
 
     @nn.nowrap
     def check_rows(self, rows: int) -> None:
@@ -377,6 +378,13 @@ def _apart(leaf: Any, apart: tuple[tuple[str, ...], tuple[str, ...]]) -> Any:
     if not isinstance(leaf, Adapted):
         return leaf
     return leaf.replace(apart=apart, weight=_apart(leaf.weight, apart))
+
+
+def _unmeasured(leaf: Any) -> Any:
+    """An adapted weight whose lengths change in training: they are measured when it is used."""
+    if not isinstance(leaf, Adapted):
+        return leaf
+    return leaf.replace(norm=None, weight=_unmeasured(leaf.weight))
 
 
 def _summed(trace: Any) -> Any:
