@@ -1,15 +1,17 @@
 """Several processes that run one command, each with devices of its own: `jax.distributed`.
 
 Every process runs all of the command, on the same whole arrays of which each holds its share, so
-all must come to the same decisions. What only one can know (stdin, a random seed) the first tells
-the others (`told`); what each has by itself (versions, files) is compared (`agree`). JAX ends a
-process from C++ when another is gone; `jaxllm.guard` says then in a line what happened.
+all must come to the same decisions. What only one can know (stdin, a random seed, the clock) the
+first tells the others (`told`, `from_first`); what each has by itself (versions, files) is compared
+(`agree`, `weights.copies`). What is written, the first has whole (`at_first`). JAX ends a process
+from C++ when another is gone; `jaxllm.guard` says then in a line what happened.
 """
 
 import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -147,15 +149,24 @@ def fetched(tree: Any) -> Any:
     """
     import jax
 
-    if several():
-        from jax.experimental import multihost_utils
+    return jax.device_get(jax.tree.map(_gathered, tree) if several() else tree)
 
-        def gathered(x: Any) -> Any:
-            near = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-            return x if near else multihost_utils.process_allgather(x, tiled=True)
 
-        tree = jax.tree.map(gathered, tree)
-    return jax.device_get(tree)
+def _gathered(x: Any) -> Any:
+    """An array as it is where all of it is here, else from all processes, bit for bit: what sums of
+    zeros and it would be, -0 is not.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return multihost_utils.process_allgather(x, tiled=True)
+    bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return np.asarray(multihost_utils.process_allgather(bits, tiled=True)).view(x.dtype)
 
 
 def at_first(x: Any) -> Any:
@@ -178,8 +189,14 @@ def from_first(x: Any) -> Any:
         return np.asarray(x)
     from jax.experimental import multihost_utils
 
-    mine = np.asarray(x) if process.leads() else np.zeros(x.shape, x.dtype)
-    return np.asarray(multihost_utils.broadcast_one_to_all(mine))
+    size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
+    mine = (
+        np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        if process.leads()
+        else np.zeros(size, np.uint8)
+    )
+    bits = np.asarray(multihost_utils.broadcast_one_to_all(mine))
+    return bits.view(x.dtype).reshape(x.shape)
 
 
 def agree(about: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from jaxllm import distributed, guard, process
 from jaxllm.errors import ConfigError
 
 # The commands whose model can be on a mesh, and whose outcome all processes come to together.
-COMMANDS = ("generate", "embed", "perplexity", "train full", "train lora")
+COMMANDS = ("generate", "embed", "perplexity", "recall", "bench", "train full", "train lora")
 
 Address = Annotated[
     str | None,

@@ -142,7 +142,11 @@ class Meshed(nn.Module, Placed, InRounds):
         trace: Trace = way.cut(spread(params, by_row, segments, memory, past), column_B is not None)
         if not self.apart:
             seen = {n: by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
-            layers = tuple(layer._replace(x=by_all(layer.x)) for layer in trace.layers)
+            masses = [jax.tree.map(by_all, layer.attention.mass) for layer in trace.layers]
+            layers = tuple(
+                layer._replace(x=by_all(layer.x), attention=layer.attention._replace(mass=mass))
+                for layer, mass in zip(trace.layers, masses, strict=True)
+            )
             trace = trace.replace(layers=layers, **seen)
         return trace if self.axes.stage == 1 else unfolded(trace, self.table, attention_mass)
 

@@ -23,7 +23,8 @@ from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
-from jaxllm.weights.paths import Params, Placed
+from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import cast
 
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -98,7 +99,8 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         attachment = lm.model.beside(attachment)
 
     def finish(params: Params, directory: Path) -> None:
-        found = taken(lm.config, whole(lm.model, params), config)
+        beside = map_leaves(lambda _, leaf: _adapters_of(leaf), params)
+        found = taken(lm.config, whole(lm.model, beside), config)
         write_adapter(directory, found, lm.config, base=str(lm.path))
 
     return Job(
@@ -108,6 +110,11 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         rules=_ADAPTERS,
         finish=finish,
     )
+
+
+def _adapters_of(leaf: Any) -> Any:
+    """What stands beside a weight, without it."""
+    return leaf.replace(weight=_adapters_of(leaf.weight)) if isinstance(leaf, Adapted) else None
 
 
 def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:

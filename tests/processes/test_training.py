@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import jaxllm
+from tests.conftest import Run
+from tests.processes import training
 from tests.processes.conftest import WITHIN, Start, ended, free_port, kill, together
-from tests.processes.training import run
 from tests.twins import save_random
 
 ROOT = Path(__file__).parents[2]
@@ -71,11 +73,88 @@ def test_two_processes_train_as_one_and_go_on_from_its_state(
     """
     model, alone, out = (tmp_path / name for name in ("model", "alone", "out"))
     save_random(model, "llama", num_hidden_layers=2)
-    expected = run(str(model), alone, kind=kind)
-    assert kind == "dora" or run(str(model), out, kind=kind, stop=1) is None
+    expected = training.run(str(model), alone, kind=kind)
+    assert kind == "dora" or training.run(str(model), out, kind=kind, stop=1) is None
     found = both(model, out, devices, *({"kind": kind, **how} for how in hows))
     assert found[:-1] == [None] * (len(hows) - 1)
     assert found[-1]["said"].startswith("going on after step ")
     assert_as_alone(found[-1], expected, out, alone, kind)
     assert not out.with_name("out.parts").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model", "out"]
+
+
+STORY = "Once there was a little girl who had a red ball and a big dog.\n"
+
+
+@pytest.fixture
+def asked(shallow_demos: Path, tmp_path: Path) -> tuple[str, ...]:
+    """A command that trains, but for where to and how long."""
+    text = tmp_path / "story.txt"
+    text.write_text("".join(f"{number}. {STORY}" for number in range(24)), "utf-8")
+    given = "--data", str(text), "--length", "32", "--batch", "4", "--mesh", "data=2", "--fsdp"
+    return "train", "full", str(shallow_demos / "llama"), *given
+
+
+@pytest.mark.full
+def test_the_command_writes_once_and_is_refused_in_both_where_it_has(
+    start: Start, run: Run, asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    train, kind, model, *more = asked
+    out, one, report, other, plot = (
+        tmp_path / name for name in ("out", "one", "report.json", "other.json", "plot.png")
+    )
+    given = train, kind, model, str(out), *more, "--steps", "2"
+    shown = "--report", str(report), "--plot", str(plot), "--sample", "Once"
+    first, second = together(start, *given, *shown)
+    assert first.status == 0, first.err
+    assert first.out.startswith(f"{out}: loss ") and "  Once" in first.err
+    assert second == (0, "", "")
+    status, _, err = run(train, kind, model, one, *more[:-3], "--steps", "2", "--report", other)
+    assert status == 0, err
+    mine, theirs = (json.loads(file.read_text())["steps"] for file in (report, other))
+    losses = [[step["loss"] for step in steps] for steps in (mine, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    learned, others = (jaxllm.load(folder).params["norm"]["weight"] for folder in (out, one))
+    np.testing.assert_allclose(learned, others, atol=3e-4)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*part*"))
+    for again in together(start, *given):
+        assert (again.status, again.out) == (1, "")
+        assert again.err.startswith(f"jaxllm: {out} already holds a result"), again.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_if_one_is_killed_in_training_the_other_ends_with_a_line(
+    start: Start, asked: tuple[str, ...], tmp_path: Path, killed: int
+) -> None:
+    train, kind, model, *more = asked
+    given = train, kind, model, str(tmp_path / "out"), *more
+    port = free_port()
+    shown = "--steps", "100000", "--evaluate-every", "1"
+    every = [start(port, 2, number, *given, *shown) for number in (0, 1)]
+    assert every[0].stderr is not None
+    while not every[0].stderr.readline().startswith("step 1:"):
+        assert every[0].poll() is None
+    kill(every[killed].pid)
+    status, _, err = ended(every[1 - killed])
+    assert status == 1, err
+    last = err.splitlines()[-1]
+    assert last.startswith("jaxllm: ") and "gone" in last, err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_processes_with_other_data_refuse_each_other(
+    start: Start, asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    folders, (train, kind, model, *more) = [tmp_path / "0", tmp_path / "1"], asked
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "story.txt").write_text(STORY * (20 + number))
+    given = train, kind, model, "out", "--data", "story.txt", *more[2:], "--steps", "2"
+    port = free_port()
+    for process in [start(port, 2, n, *given, cwd=folder) for n, folder in enumerate(folders)]:
+        status, _, err = ended(process)
+        assert status == 1, err
+        assert "processes must have the same of everything: data: " in err
