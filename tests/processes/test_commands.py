@@ -14,7 +14,7 @@ def test_recall_counts_what_one_process_counts(
     start: Start, run: Run, shallow_demos: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "recall.json"
-    asked = "recall", str(shallow_demos / "llama"), "--lengths", "40,56", "--tries", "4"
+    asked = "recall", str(shallow_demos / "llama"), "--lengths", "56,72", "--tries", "4"
     more = "--texts", "story", "--policies", "full,heavy,pooled", "--depths", "0,1", "--slots", "32"
     status, said, err = run(*asked, *more, "--json")
     assert status == 0, err
@@ -26,7 +26,10 @@ def test_recall_counts_what_one_process_counts(
     assert other == (0, "", "")
     assert json.loads(out.read_text()) == json.loads(said)
     assert json.loads(said)["cells"] == [
-        {name: pytest.approx(x) if isinstance(x, float) else x for name, x in cell.items()}
+        {
+            name: pytest.approx(x, rel=1e-4) if isinstance(x, float) else x
+            for name, x in cell.items()
+        }
         for cell in expected
     ]
 
