@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
@@ -32,7 +33,12 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
         if config.num_hidden_layers % stage or experts % expert:
             continue
         for exchange in (False, True) if sequence > 1 else (False,):
-            sizes = {"data": data, "stage": stage, "sequence": sequence, "expert": expert}
+            sizes: dict[str, Any] = {
+                "data": data,
+                "stage": stage,
+                "sequence": sequence,
+                "expert": expert,
+            }
             try:
                 yield fitted(Axes(**sizes, tensor=tensor, exchange=exchange), config)
             except ConfigError:
