@@ -32,9 +32,16 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
         if config.num_hidden_layers % stage or experts % expert:
             continue
         for exchange in (False, True) if sequence > 1 else (False,):
-            sizes = {"data": data, "stage": stage, "sequence": sequence, "expert": expert}
+            axes = Axes(
+                data=data,
+                stage=stage,
+                sequence=sequence,
+                expert=expert,
+                tensor=tensor,
+                exchange=exchange,
+            )
             try:
-                yield fitted(Axes(**sizes, tensor=tensor, exchange=exchange), config)
+                yield fitted(axes, config)
             except ConfigError:
                 continue
 

@@ -98,7 +98,7 @@ def form(name: str, shape: tuple[int, ...]) -> Any:
     format = parse(name)
     if isinstance(getattr(format, "inner", format), REMADE):
         return None
-    pieces = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.expected(shape).items()}  # type: ignore[arg-type]
+    pieces = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.expected(shape).items()}
     return jax.eval_shape(lambda pieces: format.of_pieces(shape, pieces), pieces)
 
 
