@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape, rows_of
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape, check_finite, rows_of
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "offset/"
@@ -86,10 +86,8 @@ class OffsetFormat(WrappedFormat):
     def around(
         self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
     ) -> Offset:
-        offset = pieces[".offset"]
-        if not np.isfinite(offset).all():
-            raise CheckpointError(f"{path}.offset holds NaN or infinity")
-        return Offset(weight, jax.device_put(offset, may_alias=True))
+        check_finite(path, pieces, ".offset")
+        return Offset(weight, jax.device_put(pieces[".offset"], may_alias=True))
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:
