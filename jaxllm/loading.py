@@ -1,13 +1,10 @@
 """From a checkpoint's files to a language model: which, in what precision, and where to."""
 
 import dataclasses
-import hashlib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxllm import checkpoint, distributed
 from jaxllm.adapters.load import Adapters, with_directories
@@ -16,6 +13,7 @@ from jaxllm.forms import open_path, read_texts
 from jaxllm.located import resolve
 from jaxllm.mesh import Axes, placed
 from jaxllm.settings import UNSUPPORTED
+from jaxllm.weights.copies import check_same
 from jaxllm.weights.paths import Place, map_leaves
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
@@ -62,7 +60,8 @@ def load(
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
-    distributed.agree(_identity(opened, precision, quantize, mesh, exact))
+    distributed.agree(_identity(opened, precision, quantize, mesh, exact, fsdp))
+    check_same(opened.tensors, opened.directory, show_progress)
     model, into = placed(opened.config, precision, place, mesh, exact, fsdp)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
         reading = beside.submit(read_texts, opened)
@@ -88,21 +87,17 @@ def load(
 
 
 def _identity(opened: checkpoint.Checkpoint, *asked: Any) -> dict[str, str]:
-    """What says of a checkpoint and of how it is to be read whether another process has the same.
-
-    Of each tensor's numbers it is the first row: no process reads what it has no share of.
+    """What says of a checkpoint and of how it is to be read whether another process has the same,
+    but for its numbers.
     """
     if not distributed.several():
         return {}
-    weights = hashlib.sha256()
-    for name, tensor in sorted(opened.tensors.items()):
-        weights.update(repr((name, tensor.shape, str(tensor.dtype))).encode())
-        weights.update(next(tensor.blocks(1), np.zeros(0)).tobytes())
     kept = opened.generation, opened.precision, opened.formats, opened.form
+    named = [(n, t.shape, str(t.dtype)) for n, t in sorted(opened.tensors.items())]
     return {
         "model's configuration": repr(opened.config),
         "model's precision and settings": repr((kept, asked)),
-        "weights (SHA-256 of each tensor's first row)": weights.hexdigest()[:16],
+        "weights' names, shapes and formats": repr(named),
     }
 
 

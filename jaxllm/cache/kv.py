@@ -15,6 +15,7 @@ from flax import struct
 from jaxllm.cache.equal import same
 from jaxllm.cache.show import Shown, marked_text
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import fetched
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
@@ -123,9 +124,9 @@ class KVCache(struct.PyTreeNode):
     def tokens(self, row: int = 0) -> list[int]:
         """The ids of a row's text, in the order of their positions."""
         check_usable(self)
-        position_S = np.asarray(self.position_BS)[row]
+        position_S = fetched(self.position_BS)[row]
         order = np.argsort(position_S, kind="stable")
-        return np.asarray(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
+        return fetched(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
 
     def show(self, tokenizer: Any) -> Shown:
         """Each row's text, what was culled as [-...-], what was patched as {+...+}.
@@ -136,7 +137,7 @@ class KVCache(struct.PyTreeNode):
         arrays = (self.position_BS, self.token_BS, self.patched_BS)
         return Shown(
             marked_text(position_S, token_S, patched_S, tokenizer)
-            for position_S, token_S, patched_S in zip(*map(np.asarray, arrays), strict=True)
+            for position_S, token_S, patched_S in zip(*map(fetched, arrays), strict=True)
         )
 
     def __eq__(self, other: object) -> bool:
@@ -252,6 +253,11 @@ def where_placed(cache: KVCache, model: Any) -> KVCache:
     placed = [jax.lax.with_sharding_constraint(x, model.place(path, x)) for path, x in named]
     made: KVCache = jax.tree.unflatten(structure, placed)
     return made
+
+
+def back_in_place(cache: KVCache, model: Any) -> KVCache:
+    """A cache that surgery has changed, on the devices that its model says; most say nothing."""
+    return put(cache, model.place) if isinstance(model, Placed) else cache
 
 
 _EMPTY_CACHE = Program(_empty_cache, static=(0, 1, 2, 3, 4))

@@ -37,7 +37,7 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
             )
         _check(model, path, found[0])
         if len(names) == 1:
-            return reader.beside(path, found[0])
+            return _unmeasured(reader.beside(path, found[0]))
         each = [
             Shared.beside(reader, name, x.replace(weight=None))
             for name, x in zip(names, found, strict=True)
@@ -45,6 +45,13 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
         return stack_of("/".join(names), each, mesh_of(model.axes)).replace(weight=weight)
 
     return map_leaves(leaf, params)
+
+
+def _unmeasured(leaf: Any) -> Any:
+    """An adapted weight whose lengths change in training: they are measured when it is used."""
+    if not isinstance(leaf, Adapted):
+        return leaf
+    return leaf.replace(norm=None, weight=_unmeasured(leaf.weight))
 
 
 def _check(model: "Meshed", path: str, adapted: Adapted) -> None:

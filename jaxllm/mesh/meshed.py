@@ -13,10 +13,9 @@ from jax.sharding import NamedSharding
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
-from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.axes import Axes, mesh_of, parse
 from jaxllm.mesh.beside import beside
 from jaxllm.mesh.fsdp import Divided
 from jaxllm.mesh.joined import joined
@@ -24,7 +23,7 @@ from jaxllm.mesh.layout import Layout
 from jaxllm.mesh.local import Local, staged
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
-from jaxllm.mesh.placing import Shared
+from jaxllm.mesh.placing import Shared, everywhere
 from jaxllm.mesh.rules import GROUPS, HEADS, fitted, share_of
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import check
@@ -43,8 +42,9 @@ class Meshed(nn.Module, Placed, InRounds):
     a call is whose is its `Layout`, what of the parameters its `Local`.
 
     exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
-    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). Made by `meshed`, which
-    checks.
+    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). apart: whether each of
+    several processes has its own rows of what comes out, as a training wants it; otherwise each has
+    all, to be read on the host. Made by `meshed`, which checks.
     """
 
     config: ModelConfig
@@ -54,6 +54,7 @@ class Meshed(nn.Module, Placed, InRounds):
     course: Stages = Stages(1)
     fsdp: bool = False
     remat: bool = False
+    apart: bool = False
 
     @nn.nowrap
     def apply(  # type: ignore[override]
@@ -80,7 +81,9 @@ class Meshed(nn.Module, Placed, InRounds):
         cached = {"segments": segments} | ({"memory": memory} if memory else {})
         (batch, columns), mass = token_BT.shape, attention_mass
         picked = column_B is not None
-        layout = Layout(self.config, self.axes, self.table, batch, columns, picked, mass)
+        layout = Layout(
+            self.config, self.axes, self.table, batch, columns, picked, mass, self.apart
+        )
         local = self.local(variables["params"], layout.rows, layout.stream)
         apply = partial(module_of(self).apply, attention_mass=mass)
         return layout.run(apply, local, by_row, cached)
@@ -124,6 +127,15 @@ class Meshed(nn.Module, Placed, InRounds):
         return reader.finished(map_leaves(reader.leaf, params))
 
     @nn.nowrap
+    def everywhere(self, tree: Any) -> Any:
+        return jax.tree.map(partial(everywhere, mesh_of(self.axes)), tree)
+
+    @nn.nowrap
+    def like(self, config: ModelConfig) -> "Meshed":
+        axes, chunks = parse(str(self.axes)), self.course.chunks
+        return meshed(config, self.precision, axes, exact=self.exact, chunks=chunks, fsdp=self.fsdp)
+
+    @nn.nowrap
     def names(self, path: str) -> tuple[str, ...]:
         """The paths of what stands side by side in the parameter at `path`, one for each stage."""
         if not staged(self.config, self.axes, path):
@@ -134,7 +146,7 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host, but for quantized `Shares`."""
+        """Parameters as a model of one device has them, on the host."""
 
         return joined(params, self.names)
 
@@ -196,8 +208,6 @@ def meshed(
     check(share_of(config, axes), axes, exact)
     megatron.check(config, axes, exact)
     mesh_of(axes)
-    if several() and axes.stage * axes.expert * axes.sequence > 1:
-        raise ConfigError(f"mesh {axes}: over several processes data and tensor alone are divided")
     if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
         raise ConfigError(
             f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"

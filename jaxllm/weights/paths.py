@@ -42,7 +42,24 @@ class Placed:
         raise NotImplementedError
 
     def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host; quantized ones as they are."""
+        """Parameters as a model of one device has them, on the host."""
+        raise NotImplementedError
+
+    def shared(self, params: Params) -> Params:
+        """Parameters that are whole, as this model takes them."""
+        raise NotImplementedError
+
+    def everywhere(self, tree: V) -> V:
+        """Arrays that are none of its parameters (a prompt that is trained), all of each where any
+        of it runs.
+        """
+        raise NotImplementedError
+
+    def like(self, config: Any) -> Any:
+        """A model of another configuration that is spread as this one is.
+
+        Raises ConfigError where it cannot be.
+        """
         raise NotImplementedError
 
     def beside(self, params: Params, around: Callable[[str, Any], Any]) -> Params:

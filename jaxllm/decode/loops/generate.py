@@ -13,7 +13,7 @@ from flax import struct
 
 from jaxllm.cache.kv import KVCache, check_usable, init_cache
 from jaxllm.decode.loops import rounds
-from jaxllm.decode.loops.overflow import Full, Overflow
+from jaxllm.decode.loops.overflow import Full, Overflow, made_room
 from jaxllm.decode.loops.room import check_going_on, check_room, recent_part, texts
 from jaxllm.decode.loops.state import Fixed, Limits, State, advance, running, sample, until_ended
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, new_tokens, padded_eos
@@ -101,7 +101,7 @@ def generate(
         cache, state = _run(loop, model, params, limits, cache, state, mass)
         if overflow is None or not running(state):
             return _generated(state, cache, options)
-        cache, total = overflow(Full(model, params, cache, state.context, state.mass))
+        cache, total = made_room(overflow, Full(model, params, cache, state.context, state.mass))
         state = state.replace(mass=total)
 
 
@@ -251,7 +251,7 @@ def _steps(
         if not running(state):
             return
         if overflow is not None and int(cache.cursor) >= cache.capacity:
-            cache, total = overflow(Full(model, params, cache, state.context, total))
+            cache, total = made_room(overflow, Full(model, params, cache, state.context, total))
             state = state.replace(mass=total)
         cache, state = _run(_one, model, params, limits, cache, state, mass)
         if total is not None and state.mass is not None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxllm.weights.leaves.leaf import (
     check_finite,
     check_signs,
     collected,
+    joined,
     on_borders,
     on_device,
     or_nan,
@@ -162,6 +163,21 @@ class QTensor(Leaf, struct.PyTreeNode):
             zero = None if self.zero is None else self.zero[..., mine]
         return QTensor(self.data[..., lie], scale, zero, self.bits, self.group, end - begin)
 
+    def with_more(self, after: Sequence["QTensor"], axis: int) -> "QTensor":
+        parts = [self, *after]
+        if axis == 0:
+            return joined(parts)
+        codes = joined([x.codes[..., : x.columns] for x in parts], 1)
+        scale, zero = self.scale, self.zero
+        if self.group is not None:
+            scale = joined([x.own_groups(x.scale) for x in parts], 1)
+            zero = None if zero is None else joined([x.own_groups(x.zero) for x in parts], 1)
+        return self.kind.of(codes, scale, zero)
+
+    def own_groups(self, x_OG: Any) -> Any:
+        """What groups have, `[..., O, G]`, without those that are added to the last chunk."""
+        return x_OG[..., : -(-self.columns // self.kind.size(self.columns))]
+
     def pieces(self) -> dict[str, jax.Array]:
         parts = {".data": self.data, ".scale": self.scale, ".zero": self.zero}
         return {name: part for name, part in parts.items() if part is not None}
@@ -225,7 +241,7 @@ class Integer(Affine):
             made = rounded(jax.device_put(block, may_alias=True), self)
             return made if self.zero_point else made[:2]
 
-        return self._of(collected(self._pieces(shape), blocks(), make), shape[-1])
+        return self.of_pieces(shape, on_device(collected(self._pieces(shape), blocks(), make)))
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return dict(self._pieces(shape))
@@ -244,10 +260,9 @@ class Integer(Affine):
         if not shape[-1]:
             raise ConfigError(f"{self.name} needs columns to scale, the matrix is {shape}")
 
-    def _of(self, pieces: Mapping[str, np.ndarray], columns: int) -> QTensor:
-        device = on_device(pieces)
-        scale, zero = device[".scale"], device.get(".zero")
-        return QTensor(device[".data"], scale, zero, self.bits, self.group, columns)
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> QTensor:
+        scale, zero = pieces[".scale"], pieces.get(".zero")
+        return QTensor(pieces[".data"], scale, zero, self.bits, self.group, shape[-1])
 
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
@@ -260,7 +275,7 @@ class Integer(Affine):
             )
         if self.levels[0] < 0:
             check_signs(path, pieces, ".data")
-        return self._of(pieces, shape[-1])
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> Integer | None:
