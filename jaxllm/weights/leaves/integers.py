@@ -21,6 +21,8 @@ from jaxllm.weights.leaves.leaf import (
     Blocks,
     Leaf,
     Shape,
+    check_finite,
+    check_signs,
     collected,
     joined,
     on_borders,
@@ -266,14 +268,13 @@ class Integer(Affine):
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> QTensor:
         zero = pieces.get(".zero")
-        if not np.isfinite(pieces[".scale"].astype(np.float32)).all():
-            raise CheckpointError(f"{path}.scale holds NaN or infinity")
+        check_finite(path, pieces, ".scale")
         if zero is not None and zero.max(initial=0) > self.levels[1]:
             raise CheckpointError(
                 f"{path}.zero holds {zero.max()}: a zero point is at most {self.levels[1]}"
             )
-        if self.levels[0] < 0 and pieces[".data"].min(initial=0) < -127:
-            raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
+        if self.levels[0] < 0:
+            check_signs(path, pieces, ".data")
         return self.of_pieces(shape, on_device(pieces))
 
 
