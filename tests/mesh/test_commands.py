@@ -44,7 +44,12 @@ def trained(run: Run, text: Path, out: Path, kind: str, *more: object) -> list[d
     [
         ("prompt", "data=2,tensor=2", ("--begin", "Once upon a time")),
         ("qat", "data=2,tensor=2", ("--format", "int4-g32", "--float-steps", 1)),
-        ("distill", "data=2,tensor=2", ("--layers", 1, "--hidden", "mse", "--on-policy", 0.5)),
+        pytest.param(
+            "distill",
+            "data=2,tensor=2",
+            ("--layers", 1, "--hidden", "mse", "--on-policy", 0.5),
+            marks=FULL,
+        ),
         pytest.param("prompt", "data=2,tensor=2", ("--begin", "Once", "--entries"), marks=FULL),
         pytest.param("prompt", "stage=2,tensor=2", ("--begin", "Once upon"), marks=FULL),
         pytest.param("qat", "data=2", ("--format", "int8", "--learned-scales"), marks=FULL),
