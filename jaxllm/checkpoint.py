@@ -31,7 +31,7 @@ from jaxllm.files import (
 from jaxllm.progress import bytes_bar
 from jaxllm.weights import ahead
 from jaxllm.weights.files import write_tensors
-from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
+from jaxllm.weights.formats import Weight, apart, as_leaf, dense, format_of, parse
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, flatten, map_leaves
@@ -215,7 +215,7 @@ def load_params(
                 path,
                 tensor,
                 lambda some: read_leaf(path, some, formats, complaints),
-                exact=formats[-1] in DTYPES,
+                apart(formats[-1]),
             )
             advance(tensor.nbytes)
             return made

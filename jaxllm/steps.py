@@ -14,16 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import (
-    Delta,
-    KVCache,
-    Segment,
-    check_fits,
-    check_usable,
-    settle,
-    unchecked_commit,
-    where_placed,
-)
+from jaxllm.cache.growth import check_fits, settle, unchecked_commit
+from jaxllm.cache.kv import Delta, KVCache, Segment, check_usable, where_placed
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.inputs import Array, as_array, checked, is_concrete, numpy_for, positions, shape_of

@@ -38,9 +38,13 @@ class Divided(Shared):
         return self._divided(path, super().beside(path, weight))
 
     def tensor(
-        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        apart: tuple[int, ...],
     ) -> Weight:
-        return self._divided(path, super().tensor(path, tensor, read, exact))
+        return self._divided(path, super().tensor(path, tensor, read, apart))
 
     def _divided(self, path: str, weight: Weight) -> Weight:
         if isinstance(weight, Elsewhere):

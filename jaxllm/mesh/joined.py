@@ -17,7 +17,7 @@ from jaxllm.weights.paths import Params, map_leaves
 
 
 def joined(params: Params, names: Callable[[str], tuple[str, ...]]) -> Params:
-    """The same on the host: shares joined, but for quantized ones, and layers of stages apart.
+    """The same on the host: shares joined, each in its format, and layers of stages apart.
 
     names: the paths of what stands in one place, one for each stage.
     """
@@ -41,7 +41,9 @@ def _whole(stage: int | None, _: str, leaf: Any) -> Any:
 
 def _of_shares(x: Any) -> Any:
     """Joined by the host, bit for bit: what devices join they may add up, and -0 is then 0."""
-    if not isinstance(x, Shares) or isinstance(x.parts, Leaf):
+    if not isinstance(x, Shares):
         return x
+    if isinstance(x.parts, Leaf):
+        return x.joined()
     rows = x.parts.reshape(-1, *x.parts.shape[2:])
     return at_first(rows[x.places(rows.ndim)])

@@ -6,6 +6,7 @@ is a weight of its own, and they are `Shares`. Of an adapted weight the adapter'
 beside it.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ from jaxllm.weights.lazy import LazyTensor, joined
 from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
+from jaxllm.weights.leaves.wrapped import Wrapped
 from jaxllm.weights.paths import Params
 from jaxllm.weights.reading import Elsewhere, Whole
 
@@ -71,6 +73,17 @@ class Cut:
         every = np.concatenate([np.arange(*some) for some in self.ranges(number)])
         return np.pad(every, (0, self.each * self.split.runs - every.size), mode="edge")
 
+    def share(self, weight: Weight, number: int) -> Weight:
+        """One of the shares. Raises ConfigError where the weight's format is not taken apart there:
+        by path and axes.
+        """
+        leaf = as_leaf(weight)
+        with _named(self):
+            if self.split.axis == 1:
+                ((begin, end),) = self.ranges(number)
+                return leaf.with_columns(begin, end)
+            return leaf.with_rows(self.numbers(number))
+
 
 def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
     """Raises ConfigError for a size that does not divide, by path, size and axis."""
@@ -98,10 +111,12 @@ class Shared(Whole):
 
     def leaf(self, path: str, weight: Weight) -> Weight:
         if not self.here(path):
-            return Elsewhere()
+            return Elsewhere()  # type: ignore[return-value]
         split = split_of(self._config, self._exact, path)
         if isinstance(weight, Adapted):
             return self._adapted(path, weight, split, self._split(path, bare(weight), split))
+        if isinstance(weight, Wrapped) and weight.nests:
+            return self._nested(path, weight, split)
         if split.stack and self._axes.expert > 1:
 
             def some(begin: int, end: int, mesh: Mesh) -> Weight:
@@ -113,14 +128,20 @@ class Shared(Whole):
     def beside(self, path: str, weight: Weight) -> Weight:
         if not isinstance(weight, Adapted):
             return weight
+        if not self.here(path):
+            return Elsewhere()  # type: ignore[return-value]
         split = split_of(self._config, self._exact, path)
         return self._adapted(path, weight, split, bare(weight))
 
     def tensor(
-        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        apart: tuple[int, ...],
     ) -> Weight:
         split = split_of(self._config, self._exact, path)
-        if split is WHOLE or (split.axis == 1 and not exact):
+        if split is WHOLE or split.axis not in apart:
             return self.leaf(path, read(tensor))
         if split.stack and self._axes.expert > 1:
 
@@ -182,22 +203,11 @@ class Shared(Whole):
     def _split(self, path: str, weight: Weight, split: Split, mesh: Mesh | None = None) -> Weight:
         mesh = mesh or self._mesh(path)
         if split is WHOLE:
-            placed: Weight = jax.tree.map(partial(_everywhere, mesh), weight)
+            placed: Weight = jax.tree.map(partial(everywhere, mesh), weight)
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
-        leaf = as_leaf(fetched(weight) if several() else weight)
-
-        def share(number: int) -> Weight:
-            try:
-                if split.axis == 1:
-                    ((begin, end),) = cut.ranges(number)
-                    return leaf.with_columns(begin, end)
-                return leaf.with_rows(cut.numbers(number))
-            except ConfigError as error:
-                over = "x".join(split.over)
-                raise ConfigError(f"{path} over {over}={cut.parts}: {error}") from None
-
-        return self._of(cut, weight.shape, share, mesh)
+        weight = fetched(weight) if several() else weight
+        return self._of(cut, weight.shape, partial(cut.share, weight), mesh)
 
     def _of(
         self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight], mesh: Mesh
@@ -238,6 +248,25 @@ class Shared(Whole):
         )
         return Shares(parts, split.axis, split.runs, cut.size)
 
+    def _nested(self, path: str, weight: Wrapped, split: Split) -> Weight:
+        """A weight with what is beside it, each cut by itself."""
+        if split.axis == 1:
+            cut = cut_of(path, weight.shape, split, self._axes)
+            for number in range(cut.parts):
+                ((begin, end),) = cut.ranges(number)
+                with _named(cut):
+                    weight.check_columns(begin, end)
+        each = {"weight": weight.weight, **weight.others()}
+        found: Weight = weight.replace(  # type: ignore[attr-defined]
+            **{
+                name: self._split(
+                    f"{path}.{name}", x, split_within(weight, name, split), self._mesh(path)
+                )
+                for name, x in each.items()
+            }
+        )
+        return found
+
     def _adapted(self, path: str, weight: Adapted, split: Split, inner: Weight) -> Adapted:
         """An adapter's pieces beside a weight, `inner`, that is where it is to be."""
         measured = weight.magnitude is not None and weight.norm is None
@@ -251,6 +280,16 @@ class Shared(Whole):
             inner = self._adapted(path, weight.weight, split, inner)
         adapted: Adapted = known.replace(weight=inner, **fields)
         return adapted
+
+
+@contextlib.contextmanager
+def _named(cut: Cut) -> Iterator[None]:
+    """What is refused in the block is so by the parameter's path and the axes that divide it."""
+    try:
+        yield
+    except ConfigError as error:
+        over = "x".join(cut.split.over)
+        raise ConfigError(f"{cut.path} over {over}={cut.parts}: {error}") from None
 
 
 def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
@@ -270,7 +309,7 @@ def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
     return LazyTensor(stack.dtype, shape, read, stack.release, parts)
 
 
-def _everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
+def everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
     """All of an array on each device."""
     sharding = NamedSharding(mesh, P())
     if not several():
@@ -287,6 +326,11 @@ def spec_of(split: Split, ndim: int) -> P:
     if split.stack:
         return P(EXPERTS, *before[1:], split.over)
     return P(*before, split.over)
+
+
+def split_within(weight: Wrapped, name: str, split: Split) -> Split:
+    """How a field of a weight that nests goes, beside a weight that is split so."""
+    return split if name == "weight" or name in weight.alike else WHOLE
 
 
 def adapted_splits(weight: Adapted, split: Split) -> dict[str, Split]:

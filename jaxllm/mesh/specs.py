@@ -1,6 +1,6 @@
 """Where on a mesh the arrays are that a model is given and gives back: a `PartitionSpec` for each.
 
-rows: the axis over which rows of a batch are split, None where they are not.
+rows: the axes over which rows of a batch are split, None where they are not.
 """
 
 import re
@@ -15,7 +15,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
-from jaxllm.mesh.placing import adapted_splits, spec_of
+from jaxllm.mesh.placing import adapted_splits, spec_of, split_within
 from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
 from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.models.layers import Attended, Layer, Trace
@@ -28,6 +28,14 @@ Rows = tuple[str, ...] | None
 KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
 BY_MODEL = rf"{KEYS_VALUES}|memory\."  # what only the model reads
 MARKS = ("position_BS", "token_BS", "patched_BS")
+ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
+
+
+def rows_over(axes: Axes, batch: int) -> Rows:
+    """The axes over which so many rows are split: `data` and `expert` where those divide them, or
+    `data` alone; None: each device runs all of them.
+    """
+    return next((over for over in ROWS if batch % axes.over(over) == 0), None)
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
@@ -45,7 +53,13 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
     if isinstance(leaf, Wrapped) and leaf.nests:
         nested: Any = leaf
-        return nested.replace(weight=of_parameter(path, nested.weight, split, axes, rows))
+        each = {"weight": nested.weight, **nested.others()}
+        return nested.replace(
+            **{
+                name: of_parameter(f"{path}.{name}", x, split_within(leaf, name, split), axes, rows)
+                for name, x in each.items()
+            }
+        )
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
         stack = (EXPERTS,) if split.stack else ()

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from jaxllm.config import Rope
-from jaxllm.models.decoder import Decoder, MixedConfig, family
+from jaxllm.models.decoder import Decoder, family
+from jaxllm.models.layer_types import MixedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

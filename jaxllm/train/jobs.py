@@ -6,13 +6,13 @@ All weights and adapters are here; `fake.job`, `distill.job` and `prompts` have 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 
 from jaxllm import process
-from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
+from jaxllm.adapters import Adapter, LoraConfig, around, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
 from jaxllm.distributed import agree
@@ -27,6 +27,7 @@ from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import cast
 
+V = TypeVar("V")
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
@@ -94,9 +95,10 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     new one. Raises ConfigError for targets that are not there.
     """
     adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
-    attachment = attached(lm.config, lm.params, adapter)
     if isinstance(lm.model, Placed):
-        attachment = lm.model.beside(attachment)
+        attachment = lm.model.beside(lm.params, around(lm.config, adapter))
+    else:
+        attachment = attached(lm.config, lm.params, adapter)
 
     def finish(params: Params, directory: Path) -> None:
         beside = map_leaves(lambda _, leaf: _adapters_of(leaf), params)
@@ -144,7 +146,7 @@ def run(
 
     Raises what `loop.train` raises.
     """
-    own = {"apart": True} if isinstance(job.model, Placed) else {}
+    own: dict[str, Any] = {"apart": True} if isinstance(job.model, Placed) else {}
     model = job.model.clone(remat=remat, **own)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
@@ -170,6 +172,31 @@ def run(
             show_progress=show_progress,
             say=say,
         )
+
+
+def shared(model: nn.Module, params: Params) -> Params:
+    """Parameters of a model of one device as `model` takes them."""
+    return model.shared(params) if isinstance(model, Placed) else params
+
+
+def everywhere(model: nn.Module, tree: V) -> V:
+    """What is trained beside a model's own parameters, where the model runs."""
+    return model.everywhere(tree) if isinstance(model, Placed) else tree
+
+
+def alone(lm: LM) -> LM:
+    """A model on one device, whatever it was on: its parameters whole, on the host."""
+    if not isinstance(lm.model, Placed):
+        return lm
+    return dataclasses.replace(lm, model=lm.model.plain(), params=lm.model.whole(lm.params))
+
+
+def spread_as(lm: LM, other: LM) -> LM:
+    """A model of one device on the mesh of another model, if that is on one."""
+    if not isinstance(other.model, Placed):
+        return lm
+    model = other.model.like(lm.config).clone(precision=lm.model.precision)
+    return dataclasses.replace(lm, model=model, params=model.shared(lm.params))
 
 
 def whole(model: nn.Module, params: Params) -> Params:

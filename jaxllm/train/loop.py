@@ -24,7 +24,7 @@ from jaxllm.train.keeping import keep, keep_best, kept, kept_best
 from jaxllm.train.spread import Form
 from jaxllm.train.step import Metrics, Setup, measure, start, train_step
 from jaxllm.train.trained import ALL, Rules, Trained, join, split
-from jaxllm.weights.paths import Params, Placed
+from jaxllm.weights.paths import Params, Placed, names_of
 
 KEEP_SECONDS = 30.0  # between two states that are kept,
 KEEP_SHARE = 20  # and so many times what keeping the last one took
@@ -118,9 +118,7 @@ def train(
         raise ConfigError("patience needs held-out data, whose loss it waits for")
     if isinstance(setup.model, Placed):
         setup.model.check_rows(data.batch(0).token_BT.shape[0])
-        trained, rest = split(params, rules, like, setup.model.names)
-    else:
-        trained, rest = split(params, rules, like)
+    trained, rest = split(params, rules, like, names_of(setup.model))
     form = Form.of(setup.model, rest)
     state, journal, key = start(trained, setup), journal or Journal(), jax.random.key(plan.seed)
     del trained

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxllm.distributed import at_first, from_first, several
 from jaxllm.train.trained import Hole, Trained
 from jaxllm.weights.leaves.parted import Shares
-from jaxllm.weights.paths import Params, Placed, named_arrays
+from jaxllm.weights.paths import Params, named_arrays, names_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Form:
         found, _ = named_arrays(rest, is_leaf=lambda x: isinstance(x, Hole | Shares))
         shares = {p: x for p, x in found if isinstance(x, Shares) and isinstance(x.parts, Hole)}
         paths = [path for path, x in found if isinstance(x, Hole)] + [*shares]
-        names = model.names if isinstance(model, Placed) else lambda path: (path,)
+        names = names_of(model)
         return cls({path: names(path) for path in paths}, shares)
 
     @property

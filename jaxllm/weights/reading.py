@@ -47,10 +47,14 @@ class Whole:
         return params
 
     def tensor(
-        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        apart: tuple[int, ...],
     ) -> Weight:
-        """The same of what `read` makes of a tensor. exact: whether it makes of a part of it the
-        part of what it makes of all of it, whichever columns are left out.
+        """The same of what `read` makes of a tensor. apart: the axes along which it makes of a part
+        of it the part of what it makes of all of it (`formats.apart`).
         """
         return self.leaf(path, read(tensor))
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, unchecked_commit, where_placed
+from jaxllm.cache.growth import unchecked_commit
+from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, where_placed
 from jaxllm.cache.rows import select
 from jaxllm.cache.surgery import slot_order
 from jaxllm.decode.loops.room import check_going_on

@@ -19,7 +19,7 @@ from jaxllm.mesh.axes import mesh_of
 from jaxllm.mesh.pipeline.stages import AXIS
 from jaxllm.models.layers import Scope, run_blocks
 from jaxllm.ops.entries import cast
-from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.paths import Params
 
 
 def tick(
@@ -35,7 +35,8 @@ def tick(
 ) -> tuple[jax.Array, jax.Array, Segment]:
     """What a model's `tick` gives (`weights.paths.InRounds`). inner: what one device runs."""
     batch, stages = token_B.shape[0], model.axes.stage
-    rows = model.rows_over(batch)
+    rows = specs.rows_over(model.axes, batch)
+    local = model.local(params, rows)
     ring = [(i, (i + 1) % stages) for i in range(stages)]
 
     def run(
@@ -66,7 +67,7 @@ def tick(
         # All stages look up what enters: the table is divided among them.
         position_G1 = mine(position_B, group)[:, None]
         trace: Any = inner.clone(course=course).apply(
-            {"params": map_leaves(lambda path, x: model.local(rows, where[path], path, x), params)},
+            {"params": local(params)},
             mine(token_B, number % stages)[:, None],
             position_G1,
             position_G1[:, 0] + 1,
@@ -93,14 +94,12 @@ def tick(
         logits_BV = jax.lax.dynamic_update_slice(logits_BV, trace.logits[:, 0], (leaving, 0))
         return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), (k, v)
 
-    placed = model.parameter_specs(params, rows)
-    where = dict(flatten(placed))
     in_segments = tuple(specs.of_segment(segment, batch, rows, model.axes) for segment in segments)
     spread = jax.shard_map(
         run,
         mesh=mesh_of(model.axes),
         in_specs=(
-            placed,
+            local.specs,
             in_segments,
             P(rows, None, AXIS),
             P(rows),

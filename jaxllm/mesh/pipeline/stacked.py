@@ -125,7 +125,7 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
 
     def together(path: str, nodes: Sequence[Any]) -> Any:
         if not isinstance(nodes[0], dict):
-            return _joined(path, nodes, mesh)
+            return stack_of(path, nodes, mesh)
         names = [*nodes[0]]
         return {k: together(f"{path}.{k}", [node.pop(k) for node in nodes]) for k in names}
 
@@ -135,7 +135,8 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
     return found
 
 
-def _joined(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
+def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
+    """One leaf of one of each stage's. Raises ConfigError where they are kept differently."""
     if any(isinstance(x, Adapted) and x.owner is not None for x in leaves):
         raise ConfigError("several adapters do not go with stages of a pipeline: load one of them")
 

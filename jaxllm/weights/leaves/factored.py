@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,11 @@ class Factored(Leaf, struct.PyTreeNode):
     def with_columns(self, begin: int, end: int) -> "Factored":
         return self.replace(right=as_leaf(self.right).with_columns(begin, end))
 
+    def with_more(self, after: Sequence["Factored"], axis: int) -> "Factored":
+        name = "right" if axis else "left"
+        first, *others = (as_leaf(getattr(x, name)) for x in (self, *after))
+        return self.replace(**{name: first.with_more(others, axis)})
+
     def pieces(self) -> dict[str, jax.Array]:
         sides = {".left": as_leaf(self.left), ".right": as_leaf(self.right)}
         return {f"{s}{name}": x for s, leaf in sides.items() for name, x in leaf.pieces().items()}
@@ -130,20 +135,31 @@ class LowRank:
             **{f".right{name}": piece for name, piece in self.inner.expected(right).items()},
         }
 
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Factored:
+        each = self._each(shape, pieces)
+        return Factored(**{side: self.inner.of_pieces(form, mine) for side, form, mine in each})
+
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> Factored:
         if complaint := self._complaint(shape):
             raise CheckpointError(f"{path}: {complaint}")
-        made = {}
+        return Factored(
+            **{
+                side: self.inner.assemble(f"{path}.{side}", form, mine)
+                for side, form, mine in self._each(shape, pieces)
+            }
+        )
+
+    def _each(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Iterator[Any]:
+        """Of each factor its name, its shape and its pieces."""
         for side, form in zip(("left", "right"), self._sides(shape), strict=True):
             mine = {
                 name.removeprefix(f".{side}"): piece
                 for name, piece in pieces.items()
                 if name.startswith(f".{side}")
             }
-            made[side] = self.inner.assemble(f"{path}.{side}", form, mine)
-        return Factored(**made)
+            yield side, form, mine
 
     def _sides(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         *stack, rows, columns = shape

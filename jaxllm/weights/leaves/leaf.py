@@ -4,7 +4,7 @@ A leaf stands for an array `[..., O, I]`: a matrix, or a stack of them. Products
 matrix; `jax.vmap` takes a stack apart.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
@@ -122,6 +122,14 @@ class Leaf:
         """
         raise ConfigError(f"columns of {self.format} cannot be taken apart")
 
+    def with_more(self, after: Sequence[Any], axis: int) -> Any:
+        """The weight of whose rows (axis 0) or columns (axis 1) it and those `after` it are parts,
+        in this order: the way back from `with_rows` and `with_columns`, bit for bit.
+
+        Raises ConfigError where they cannot be put together.
+        """
+        raise ConfigError(f"parts of {self.format} cannot be put together")
+
 
 class Format(Protocol):
     """A format that a weight can have: how leaves of it are made, from numbers or from a file.
@@ -149,6 +157,10 @@ class Format(Protocol):
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         """The shape and dtype of each piece of a leaf of `shape`."""
+        ...
+
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
+        """The leaf of `shape` that these pieces make: nothing of them is checked."""
         ...
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Any:
@@ -197,6 +209,17 @@ def rows_of(tree: V, index: np.ndarray) -> V:
     """Pieces `[..., O, X]` with these rows alone."""
     taken: V = jax.tree.map(lambda x: x[..., index, :], tree)
     return taken
+
+
+def joined(parts: Sequence[V], axis: int = 0) -> V:
+    """Pieces `[..., O, X]` of several, their rows (axis 0) or columns (axis 1) side by side."""
+    whole: V = jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis - 2), *parts)
+    return whole
+
+
+def filled(x_OG: jax.Array, groups: int) -> jax.Array:
+    """What groups have, `[..., O, G]`, with 0 for those that are added to the last chunk."""
+    return jnp.pad(x_OG, [*[(0, 0)] * (x_OG.ndim - 1), (0, groups - x_OG.shape[-1])])
 
 
 def on_borders(name: str, begin: int, end: int, columns: int, group: int) -> slice:

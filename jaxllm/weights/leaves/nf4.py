@@ -5,7 +5,7 @@ those of bitsandbytes. Blocks of 64 run along the matrix as it lies, row after r
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     aligned,
+    joined,
     on_borders,
     on_device,
     or_nan,
@@ -116,6 +117,11 @@ class NF4(Leaf, struct.PyTreeNode):
         mine = on_borders(self.format, begin, end, self.columns, BLOCK)
         return self._of(data[..., mine, :], absmax[..., mine])
 
+    def with_more(self, after: Sequence["NF4"], axis: int) -> "NF4":
+        """As `with_rows`."""
+        data, absmax = zip(*(x._in_rows() for x in (self, *after)), strict=True)
+        return self._of(jnp.concatenate(data, axis=axis - 3), joined(absmax, axis))
+
     def _in_rows(self) -> tuple[jax.Array, jax.Array]:
         """Blocks `[..., O, I / 64, 32]` and their absmax, float32 `[..., O, I / 64]`.
 
@@ -183,7 +189,7 @@ class NormalFloat:
         if self.double:
             codes, scale, mean = map(np.asarray, _doubly(jnp.asarray(absmax)))
             pieces = {".data": data, ".absmax": codes, ".scale": scale, ".mean": mean}
-        return self._of(shape, pieces)
+        return self.of_pieces(shape, on_device(pieces))
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         *stack, rows, columns = shape
@@ -201,12 +207,11 @@ class NormalFloat:
         for name in (".scale", ".mean") if self.double else (".absmax",):
             if not np.isfinite(pieces[name]).all():
                 raise CheckpointError(f"{path}{name} holds NaN or infinity")
-        return self._of(shape, pieces)
+        return self.of_pieces(shape, on_device(pieces))
 
-    def _of(self, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> NF4:
-        on = on_device(pieces)
-        beside = (on.get(".scale"), on.get(".mean"))
-        return NF4(on[".data"], on[".absmax"], *beside, rows=shape[-2], columns=shape[-1])
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> NF4:
+        beside = (pieces.get(".scale"), pieces.get(".mean"))
+        return NF4(pieces[".data"], pieces[".absmax"], *beside, rows=shape[-2], columns=shape[-1])
 
 
 def parse(name: str) -> NormalFloat | None:

@@ -5,7 +5,7 @@ are held bit for bit. The product is one with the integers, by the kernels that 
 of the sums of each group's inputs with what is added: `x @ w.T = x @ (q s).T + sum_g(x) @ b.T`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape, rows_of
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape, filled, joined, rows_of
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "offset/"
@@ -54,8 +54,15 @@ class Offset(Wrapped, struct.PyTreeNode):
     def with_columns(self, begin: int, end: int) -> "Offset":
         part, group = self.weight.with_columns(begin, end), self.weight.kind.size(end)
         offset = self.offset[..., begin // group : -(-end // group)]
-        missing = part.scale.shape[-1] - offset.shape[-1]  # of what is added to the last chunk
-        return Offset(part, jnp.pad(offset, [*[(0, 0)] * (offset.ndim - 1), (0, missing)]))
+        return Offset(part, filled(offset, part.scale.shape[-1]))
+
+    def with_more(self, after: Sequence["Offset"], axis: int) -> "Offset":
+        parts = [self, *after]
+        if axis == 0:
+            return joined(parts)
+        weight = self.weight.with_more([x.weight for x in after], axis)
+        offset = joined([x.weight.own_groups(x.offset) for x in parts], 1)
+        return Offset(weight, filled(offset, weight.scale.shape[-1]))
 
     def beside(self) -> dict[str, jax.Array]:
         return {".offset": self.offset}
@@ -83,13 +90,12 @@ class OffsetFormat(WrappedFormat):
         scale, _ = self.inner.expected(shape)[".scale"]
         return {".offset": (scale, np.float32)}
 
-    def around(
-        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
-    ) -> Offset:
-        offset = pieces[".offset"]
-        if not np.isfinite(offset).all():
+    def around(self, weight: Any, pieces: Mapping[str, Any]) -> Offset:
+        return Offset(weight, pieces[".offset"])
+
+    def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
+        if not np.isfinite(pieces[".offset"]).all():
             raise CheckpointError(f"{path}.offset holds NaN or infinity")
-        return Offset(weight, jax.device_put(offset, may_alias=True))
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:

@@ -3,7 +3,7 @@
 GPTQ's act-order ("desc_act") rounds columns by falling importance, and groups them so.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,11 @@ class Ordered(Wrapped, struct.PyTreeNode):
             " together: they cannot be taken apart (rows can: a mesh's exact mode takes rows alone)"
         )
 
+    def with_more(self, after: Sequence["Ordered"], axis: int) -> "Ordered":
+        if axis:
+            raise ConfigError(f"columns of {self.format} have one order: they cannot be joined")
+        return self.replace(weight=self.stored.with_more([x.stored for x in after], axis))
+
     def beside(self) -> dict[str, jax.Array]:
         return {".order": self.order}
 
@@ -72,13 +77,12 @@ class OrderedFormat(WrappedFormat):
     def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return {".order": (shape[-1:], np.int32)}
 
-    def around(
-        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
-    ) -> Ordered:
-        order = pieces[".order"]
-        if not np.array_equal(np.sort(order), np.arange(shape[-1])):
+    def around(self, weight: Any, pieces: Mapping[str, Any]) -> Ordered:
+        return Ordered(weight, pieces[".order"])
+
+    def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
+        if not np.array_equal(np.sort(pieces[".order"]), np.arange(shape[-1])):
             raise CheckpointError(f"{path}.order is no order of {shape[-1]} columns")
-        return Ordered(weight, jax.device_put(order, may_alias=True))
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OrderedFormat | None:

@@ -1,7 +1,7 @@
 """bfloat16 weights stored losslessly in 12 bits."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     collected,
+    joined,
     on_device,
     or_nan,
     up,
@@ -88,6 +89,9 @@ class Packed(Leaf, struct.PyTreeNode):
     def with_columns(self, begin: int, end: int) -> "Packed":
         return Bfloat16Packed().make(self.dense()[..., begin:end])
 
+    def with_more(self, after: Sequence["Packed"], axis: int) -> "Packed":
+        return Bfloat16Packed().make(joined([x.dense() for x in (self, *after)], axis))
+
     def pieces(self) -> dict[str, jax.Array]:
         return {f".{name}": getattr(self, name) for name in _PIECES}
 
@@ -136,13 +140,16 @@ class Bfloat16Packed:
             ".escape_value": ((None,), DTYPES["bfloat16"]),
         }
 
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Packed:
+        widest = int(np.diff(np.asarray(pieces[".escape_begin"])).max(initial=0))
+        fields = {key.removeprefix("."): value for key, value in pieces.items()}
+        return Packed(**fields, columns=shape[-1], widest=widest)
+
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> Packed:
         _check_packed(path, shape[-1], pieces)
-        widest = int(np.diff(pieces[".escape_begin"]).max(initial=0))
-        fields = {key.removeprefix("."): value for key, value in on_device(pieces).items()}
-        return Packed(**fields, columns=shape[-1], widest=widest)
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> Bfloat16Packed | None:

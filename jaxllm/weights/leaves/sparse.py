@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -97,6 +97,10 @@ class Sparse(Leaf, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> "Sparse":
         return sparse_of(as_leaf(self.filled()).with_columns(begin, end), self.pattern)
+
+    def with_more(self, after: Sequence["Sparse"], axis: int) -> "Sparse":
+        first, *others = (as_leaf(x.filled()) for x in (self, *after))
+        return sparse_of(first.with_more(others, axis), self.pattern)
 
     def pieces(self) -> dict[str, jax.Array]:
         parts = {f".{name}": getattr(self, name) for name in ("mask", "values", "begin", "scale")}
@@ -225,7 +229,7 @@ class SparseFormat:
                 f"{self.name}: in {crowded} of {total * up(columns, 4) // 4} groups of 4 columns"
                 f" more than 2 weights are not 0; prune the matrix {shape} to 2:4 first"
             )
-        return self._of(pieces, columns)
+        return self.of_pieces(shape, on_device(pieces))
 
     def _sizes(self, shape: tuple[int, ...], values: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         *rows, columns = shape
@@ -245,12 +249,10 @@ class SparseFormat:
             found[".values"] = ((None,), found[".values"][1])
         return found
 
-    def _of(self, pieces: Mapping[str, np.ndarray], columns: int) -> Sparse:
-        device = on_device(pieces)
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Sparse:
         kind = SparseInt8 if self.dtype == "int8" else Sparse
-        return kind(
-            device[".mask"], device[".values"], device.get(".begin"), device.get(".scale"), columns
-        )
+        beside = pieces.get(".begin"), pieces.get(".scale")
+        return kind(pieces[".mask"], pieces[".values"], *beside, shape[-1])
 
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
@@ -265,7 +267,7 @@ class SparseFormat:
             raise CheckpointError(f"{path}.scale holds NaN or infinity")
         if self.dtype == "int8" and values.min(initial=0) < -127:
             raise CheckpointError(f"{path}.values holds -128: integers run from -127 to 127")
-        return self._of(pieces, shape[-1])
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> SparseFormat | None:
