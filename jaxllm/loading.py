@@ -9,14 +9,16 @@ from typing import Any
 from jaxllm import checkpoint, distributed
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.api import LM
+from jaxllm.errors import ConfigError
 from jaxllm.forms import open_path, read_texts
 from jaxllm.located import resolve
 from jaxllm.mesh import Axes, placed
 from jaxllm.settings import UNSUPPORTED
 from jaxllm.weights.copies import check_same
-from jaxllm.weights.paths import Place, map_leaves
+from jaxllm.weights.paths import Place, flatten, map_leaves
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
+from jaxllm.weights.reading import Elsewhere
 
 
 def load(
@@ -67,6 +69,11 @@ def load(
         reading = beside.submit(read_texts, opened)
         params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)
     texts = reading.result()
+    if adapters and any(isinstance(leaf, Elsewhere) for _, leaf in flatten(params)):
+        raise ConfigError(
+            "an adapter stands beside all layers, and these processes have stages of them: merge it"
+            " into the weights first (jaxllm merge), or use a mesh with stage=1"
+        )
     params, names = with_directories(opened.config, params, adapters)
     if into is not None and names:
         params = map_leaves(into.beside, params)

@@ -128,6 +128,8 @@ class Shared(Whole):
     def beside(self, path: str, weight: Weight) -> Weight:
         if not isinstance(weight, Adapted):
             return weight
+        if not self.here(path):
+            return Elsewhere()  # type: ignore[return-value]
         split = split_of(self._config, self._exact, path)
         return self._adapted(path, weight, split, bare(weight))
 

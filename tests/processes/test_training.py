@@ -62,6 +62,7 @@ def assert_as_alone(found: Any, expected: Any, out: Path, alone: Path, kind: str
         (1, "full", [{"mesh": "stage=2", "stop": 1}, {"mesh": "data=2"}]),
         (2, "full", [{"mesh": "data=2,tensor=2", "fsdp": True}]),
         (1, "lora", [{"mesh": "tensor=2", "stop": 2}, {"mesh": "data=2"}]),
+        (1, "lora", [{"mesh": "stage=2"}]),
         (1, "dora", [{"mesh": "tensor=2", "stop": 1}, {"mesh": "tensor=2"}]),
     ],
 )

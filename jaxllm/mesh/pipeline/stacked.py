@@ -6,7 +6,7 @@ and the stages' follow one another on the third axis: rows and slots stay where 
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -119,7 +119,8 @@ def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) ->
 
 def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
     """The same with one entry for each place in a stage, of all stages. Nothing is sent: each
-    array's shares stay on the devices of their stage.
+    array's shares stay on the devices of their stage. The layers are taken out of `params`, one
+    array at a time, so that none is there twice for long.
 
     Raises ConfigError for layers in one place of two stages that are kept in different formats.
     """
@@ -127,13 +128,14 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
     found = {name: value for name, value in params.items() if name not in layers}
 
     def together(path: str, nodes: Sequence[Any]) -> Any:
-        if not isinstance(nodes[0], Mapping):
+        if not isinstance(nodes[0], dict):
             return stack_of(path, nodes, mesh)
-        return {k: together(f"{path}.{k}", [node[k] for node in nodes]) for k in nodes[0]}
+        names = [*nodes[0]]
+        return {k: together(f"{path}.{k}", [node.pop(k) for node in nodes]) for k in names}
 
     for place, numbers in enumerate(zip(*table, strict=True)):
         names = [f"{prefix}.{i}" for i in numbers]
-        found[f"{prefix}.{place}"] = together("/".join(names), [params[name] for name in names])
+        found[f"{prefix}.{place}"] = together("/".join(names), [params.pop(name) for name in names])
     return found
 
 
