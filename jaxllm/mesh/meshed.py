@@ -184,7 +184,7 @@ class Meshed(nn.Module, Placed, InRounds):
         return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array, rows, self.axes))
 
     @nn.nowrap
-    def apart(self, columns: int) -> bool:
+    def splits(self, columns: int) -> bool:
         return columns > 1 and (self.axes.stream or self.axes.sequence > 1)
 
     @property

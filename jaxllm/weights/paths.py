@@ -37,7 +37,7 @@ class Placed:
         """Of the one at `path`, whose shape `array` has."""
         raise NotImplementedError
 
-    def apart(self, columns: int) -> bool:
+    def splits(self, columns: int) -> bool:
         """Whether devices each have some of so many columns."""
         raise NotImplementedError
 
