@@ -73,12 +73,12 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def _each_at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
-    new = _waiting(new, after[0]) if after else new
+    new = waiting(new, after[0]) if after else new
     written: T = jax.tree.map(lambda old, x: window_at_cursor(old, x, cursor), tail, new)
     return written
 
 
-def _waiting(new: T, after_BTX: jax.Array) -> T:
+def waiting(new: T, after_BTX: jax.Array) -> T:
     """Keys and values that are not there before `after` is. Without an order between reading a tail
     and writing into it XLA copies all of it first.
     """
