@@ -43,6 +43,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Placed, flatten
+from jaxllm.weights.precision import exactly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +284,7 @@ class LM:
         Raises TokenError for what is no prompt, CapacityError for one longer than the context,
         NonFiniteError when the model returns NaN.
         """
-        return log_probs(self.model, self.params, self.encode(text))
+        return log_probs(self.model, self.params, [self.encode(text)])[0]
 
     def save(self, directory: str | Path, *, show_progress: bool | None = None) -> None:
         """Write the model in jaxllm's own form, tokenizer and all; `load` reads it.
@@ -301,6 +302,7 @@ class LM:
         precision, params = self.model.precision, self.params
         if isinstance(self.model, Placed):
             params = self.model.whole(params)
+            precision = exactly(params, precision)  # shares of nf4 have scales of another form
         opened = checkpoint.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe
         )

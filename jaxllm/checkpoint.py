@@ -31,12 +31,12 @@ from jaxllm.files import (
 from jaxllm.progress import bytes_bar
 from jaxllm.weights import ahead
 from jaxllm.weights.files import write_tensors
-from jaxllm.weights.formats import Weight, as_leaf, dense, format_of, parse
+from jaxllm.weights.formats import Weight, apart, as_leaf, dense, format_of, parse
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.reading import Whole, read_leaf
+from jaxllm.weights.reading import Elsewhere, Whole, read_leaf
 
 FORMAT = "jaxllm"
 VERSION = 1
@@ -202,7 +202,9 @@ def load_params(
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
 
-        def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
+        def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight | Elsewhere:
+            if not placed.here(path):
+                return Elsewhere()
             if path in checkpoint.formats:
                 leaf = precision.cast(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)
@@ -213,7 +215,7 @@ def load_params(
                 path,
                 tensor,
                 lambda some: read_leaf(path, some, formats, complaints),
-                exact=formats[-1] in DTYPES,
+                apart(formats[-1]),
             )
             advance(tensor.nbytes)
             return made

@@ -21,6 +21,8 @@ from jaxllm.steps import run
 from jaxllm.weights.paths import Params
 from jaxllm.whole import check_ids, is_whole, whole, whole_array
 
+LOGITS = 1 << 28  # bytes of the float32 logits of texts that run together
+
 
 @partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
 def embed(
@@ -66,7 +68,7 @@ def embeddings(
     NonFiniteError for hidden states that are NaN or infinite.
     """
     layer = _checked_options(model, layer, pooling, batch)
-    ids = [_checked_text(model, number, text) for number, text in enumerate(texts)]
+    ids = [checked_text(model, number, text) for number, text in enumerate(texts)]
     found = np.zeros((len(ids), model.config.hidden_size), np.float32)
     groups = list(_groups([len(text) for text in ids], batch))
     with steps_bar("embedding", len(groups), show_progress) as advance:
@@ -89,16 +91,27 @@ def embeddings(
     return found
 
 
-def log_probs(model: nn.Module, params: Params, ids: Sequence[int]) -> np.ndarray:
-    """The log-probability of each token but the first given those before it, float32 `[T - 1]`.
+def log_probs(
+    model: nn.Module, params: Params, texts: Sequence[Sequence[int]], *, batch: int = 16
+) -> list[np.ndarray]:
+    """The log-probability of each token but the first given those before it, float32 `[T - 1]` each
+    text.
 
-    Widths are powers of two, so that few programs are compiled. Raises as `embeddings` does.
+    batch: at most so many run together, as in `embeddings`, of long ones fewer: their float32
+    logits are to fit `LOGITS`. Neighbours may move the last bits. Raises as `embeddings` does.
     """
-    text = _checked_text(model, 0, ids)
-    token_BT, position_BT = pad_texts([text], width=power_of_two(len(text), 8))
-    found = np.asarray(_log_probs(model, params, token_BT, position_BT))[: len(text) - 1]
-    if not np.isfinite(found).all():
-        raise NonFiniteError("the model returned NaN or infinite logits")
+    ids = [checked_text(model, number, text) for number, text in enumerate(texts)]
+    found = [np.zeros(0, np.float32)] * len(ids)
+    size = 4 * model.config.vocab_size
+    for members, width in _groups([len(text) for text in ids], batch, LOGITS // size):
+        rows = min(batch, power_of_two(len(members)))
+        texts_B: list[Any] = [ids[member] for member in members] + [[]] * (rows - len(members))
+        token_BT, position_BT = pad_texts(texts_B, width=width)
+        logprob_BT = np.asarray(_log_probs(model, params, token_BT, position_BT))
+        for row, member in enumerate(members):
+            found[member] = logprob_BT[row, : len(ids[member]) - 1]
+            if not np.isfinite(found[member]).all():
+                raise NonFiniteError("the model returned NaN or infinite logits")
     return found
 
 
@@ -106,18 +119,26 @@ def log_probs(model: nn.Module, params: Params, ids: Sequence[int]) -> np.ndarra
 def _log_probs(
     model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
-    logits_TV = run(model, params, (), token_BT, position_BT)[0].logits[0, :-1]
-    logprob_TV = jax.nn.log_softmax(logits_TV, axis=-1)
-    return jnp.take_along_axis(logprob_TV, token_BT[0, 1:, None], axis=1)[:, 0]
+    logits_BTV = run(model, params, (), token_BT, position_BT)[0].logits[:, :-1]
+    logprob_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
+    return jnp.take_along_axis(logprob_BTV, token_BT[:, 1:, None], axis=2)[..., 0]
 
 
-def _groups(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
-    """Which texts run together, the shortest first, and how wide."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    for start in range(0, len(order), batch):
-        members = order[start : start + batch]
-        longest = lengths[members[-1]]
-        yield members, power_of_two(longest, 8)
+def _groups(
+    lengths: list[int], batch: int, most: int | None = None
+) -> Iterator[tuple[list[int], int]]:
+    """Which texts run together, the shortest first, and how wide. most: columns of several rows."""
+    left = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    while left:
+        count = min(batch, len(left))
+        while most is not None and count > 1 and count * _width(lengths[left[count - 1]]) > most:
+            count -= 1
+        members, left = left[:count], left[count:]
+        yield members, _width(lengths[members[-1]])
+
+
+def _width(length: int) -> int:
+    return power_of_two(length, 8)
 
 
 def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> int:
@@ -131,7 +152,8 @@ def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> 
     return int(layer) % count
 
 
-def _checked_text(model: nn.Module, number: int, text: Any) -> np.ndarray:
+def checked_text(model: nn.Module, number: int, text: Any) -> np.ndarray:
+    """A text's ids. Raises TokenError and CapacityError as `embeddings`, with its number."""
     ids, config = whole_array(f"text {number}", text, TokenError), model.config
     if ids.ndim != 1 or not ids.size:
         raise TokenError(f"text {number} must be token ids, at least one; got {text!r:.60}")

@@ -4,7 +4,7 @@ Step 0 is the model itself: one of the two matrices is zero.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,7 @@ def fresh(
     """A new adapter, under which the model is as without it (see `LoraConfig`).
 
     dtype: "float32" or "bfloat16", of the matrices. params: what DoRA's lengths are those of.
+    Raises ConfigError where they are not there.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"an adapter's dtype is one of {', '.join(DTYPES)}, got {dtype!r:.40}")
@@ -74,7 +75,13 @@ def fresh(
         a_KI, b_OK = jax.device_put((a_KI.astype(kept), np.zeros((rows, rank), kept)))
         matrices = Matrices(a_KI, b_OK, None)
         if lora.use_dora:
-            leaf = leaf_of(weights[low.target.path], low, matrices, lora)
+            weight = weights.get(low.target.path)
+            if weight is None or weight.shape != low.target.shape:  # in a pipeline's stages
+                raise ConfigError(
+                    f"DoRA begins with the lengths of the rows of {low.target.path}, which these"
+                    " parameters have not by itself: train LoRA, or use a mesh with stage=1"
+                )
+            leaf = leaf_of(weight, low, matrices, lora)
             matrices = matrices._replace(magnitude=norms(leaf))
         made[module] = matrices
     return Adapter(lora, made)
@@ -85,17 +92,25 @@ def attached(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
 
     Raises ConfigError where they have one already.
     """
-    lows = plan(config, adapter.config)
+    return map_leaves(around(config, adapter), params)
 
-    def around(path: str, weight: Any) -> Any:
+
+def around(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any], Any]:
+    """The leaf of a path's weight with its adapter; the weight itself where it has none.
+
+    It raises ConfigError for a weight that has one already.
+    """
+    lows = [(low, adapter.matrices[name]) for name, low in plan(config, adapter.config).items()]
+
+    def of(path: str, weight: Any) -> Any:
         if isinstance(weight, Adapted):
             raise ConfigError(f"{path} has an adapter already: train it, or merge it first")
-        for module, low in lows.items():
+        for low, matrices in lows:
             if low.target.path == path:
-                weight = leaf_of(weight, low, adapter.matrices[module], adapter.config)
+                weight = leaf_of(weight, low, matrices, adapter.config)
         return weight
 
-    return map_leaves(around, params)
+    return of
 
 
 def taken(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:

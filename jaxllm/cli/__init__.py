@@ -3,9 +3,9 @@
 generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
 infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a
 command for each kind of training).
-Shared: options (flags of generation), corpus (flags of texts), calibration (what a recipe sees),
-training (flags of every training), console (what is said, and errors), compiled (programs kept for
-the next process), group (several processes).
+Shared: options (single flags), shared (sets of them: sampling, loading), corpus (flags of texts),
+calibration (what a recipe sees), training (flags of every training), console (what is said, and
+errors), compiled (programs kept for the next process), group (several processes).
 """
 
 import sys

@@ -8,29 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, read_stdin, write
-from jaxllm.cli.options import (
-    Adapters,
-    CacheDtype,
-    Dtype,
-    Exact,
-    Mesh,
-    Model,
-    More,
-    NewTokens,
-    PrecisionFile,
-    Quantize,
-    Seed,
-    SelfExtend,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    check_writable,
-    load_model,
-    read_json_option,
-    read_more,
-    read_options,
-)
+from jaxllm.cli.options import Model, Stop, check_writable, read_more, read_options
+from jaxllm.cli.shared import Loading, Sampling, with_options
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +25,10 @@ Examples:
 """
 
 
+@with_options
 def batch(
+    sampling: Sampling,
+    loading: Loading,
     file: Annotated[
         str, typer.Argument(help="Rows: JSON lines, or .parquet; - reads lines from stdin.")
     ],
@@ -84,26 +66,21 @@ def batch(
     group: Annotated[
         int, typer.Option(min=1, help="How many rows are given to a worker, and kept, as one.")
     ] = 64,
-    max_new_tokens: NewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="End a worker that has had no answer for so long to a group, or to a row by itself"
+            " (compiling counts): its rows are tried once more, one by one, then they have failed.",
+        ),
+    ] = None,
     stop: Stop = None,
-    more: More = None,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    cache_dtype: CacheDtype = None,
-    quantize: Quantize = None,
-    precision: PrecisionFile = None,
-    adapter: Adapters = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
-    self_extend: SelfExtend = None,
 ) -> None:
     """Generate from, score or embed every row of a file. Each is answered once, in the order of the
     file, with the same bits for any number of workers; a row that fails has its error in its place.
     """
     from jaxllm.fleet.job import Job
+    from jaxllm.fleet.processes import Processes
     from jaxllm.fleet.running import run, stream
     from jaxllm.fleet.tasks import check_task
     from jaxllm.fleet.written import line
@@ -114,42 +91,24 @@ def batch(
     check_writable("--out", out)
     options = _options(
         task,
-        more,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        sampling.more,
+        **sampling.named,
         stop_strings=stop,
-        seed=seed if task == "generate" else None,
+        seed=sampling.seed if task == "generate" else None,
     )
     check_task(task, options)
     found = _rows(file, field)
-    load = partial(
-        load_model,
-        model,
-        dtype,
-        cache_dtype,
-        quantize=quantize,
-        precision=precision,
-        adapters=adapter,
-        mesh=mesh,
-        exact=exact,
-        self_extend=self_extend,
-        show_progress=False if workers != 0 else None,
-    )
-    about = {
-        "model": model,
-        "dtype": dtype,
-        "cache_dtype": cache_dtype,
-        "quantize": quantize,
-        "precision": precision and read_json_option("--precision", precision),
-        "adapter": adapter,
-        "mesh": mesh,
-        "exact": exact,
-        "self_extend": self_extend,
-    }
+    load = partial(loading.load, model, show_progress=False if workers != 0 else None)
     where, threads = _workers(load, workers, threads, ray, -(-len(found) // group))
-    job = Job(task=task, options=options, rows=rows, group=group, threads=threads, about=about)
+    if timeout is not None and not isinstance(where, Processes):
+        raise ConfigError(
+            "--timeout ends processes of this machine: --workers from 1, without --ray"
+        )
+    job = Job(
+        task=task, options=options, rows=rows, group=group, threads=threads,
+        timeout=timeout, tries=3 if timeout is None else 1,
+        about={"model": model, **loading.facts()},
+    )  # fmt: skip
     if out is not None:
         ran = run(found, job, where, out, resume=resume, say=note)
         answered, failed = ran.rows, ran.failed

@@ -5,42 +5,28 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import (
-    Adapters,
-    CacheDtype,
-    Dtype,
-    Exact,
-    Mesh,
-    Model,
-    PrecisionFile,
-    Quantize,
-    load_model,
-)
+from jaxllm.cli.options import Model
+from jaxllm.cli.shared import Loading, with_options
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench -m ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
 
 
+@with_options
 def bench(
+    loading: Loading,
     model: Model = "demo:llama",
     prompts: Annotated[str, typer.Option(help="Lengths of prompts to read.")] = "128,512",
     decode: Annotated[int, typer.Option(help="How many tokens to decode.")] = 32,
     depths: Annotated[str, typer.Option(help="Tokens in the cache before decoding.")] = "0,1024",
     batches: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1,4,8,16",
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Of each test.")] = 5,
-    dtype: Dtype = None,
-    cache_dtype: CacheDtype = None,
-    quantize: Quantize = None,
     sparse: Annotated[
         str | None,
         typer.Option(
             help="Prune by magnitude to bfloat16-2:4, int8-bitmap, ... first: for timing alone."
         ),
     ] = None,
-    precision: PrecisionFile = None,
-    adapter: Adapters = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
     int8_inputs: Annotated[
         bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
     ] = False,
@@ -51,7 +37,7 @@ def bench(
         raise ConfigError(f"--output is md, csv or json, got {form!r}")
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be at least 1, got {repetitions}")
-    if sparse is not None and quantize is not None:
+    if sparse is not None and loading.quantize is not None:
         raise ConfigError("--sparse says what the weights become: leave --quantize out")
     lengths, levels, rows_at_once = map(_numbers, (prompts, depths, batches))
 
@@ -66,23 +52,14 @@ def bench(
         from jaxllm.progress import steps_bar
 
     start = time.perf_counter()
-    lm = load_model(
-        model,
-        dtype,
-        cache_dtype,
-        quantize=quantize,
-        precision=precision,
-        int8_inputs=int8_inputs,
-        adapters=adapter,
-        mesh=mesh,
-        exact=exact,
-        reuse_compiled=False,  # compiling is timed too
-    )
+    # Compiling is timed too.
+    lm = loading.load(model, int8_inputs=int8_inputs, reuse_compiled=False)
     loaded = time.perf_counter() - start
     if sparse is not None:
         from jaxllm.compress.apply import pruned
+        from jaxllm.train.jobs import alone, spread_as
 
-        lm = pruned(lm, sparse)
+        lm = spread_as(pruned(alone(lm), sparse), lm)
         note(f"pruned by magnitude to {sparse}, for this timing alone: nothing it says is any good")
     context = lm.config.context_length
     asked = timing.tests_of(lengths, decode, levels, rows_at_once)

@@ -10,26 +10,8 @@ import typer
 
 from jaxllm import process
 from jaxllm.cli.console import decoded, note, waiting, write
-from jaxllm.cli.options import (
-    Adapters,
-    CacheDtype,
-    Dtype,
-    Exact,
-    Mesh,
-    Model,
-    More,
-    NewTokens,
-    Overflow,
-    PrecisionFile,
-    Quantize,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    begin_reading,
-    load_model,
-    read_options,
-)
+from jaxllm.cli.options import Model, Overflow, read_options
+from jaxllm.cli.shared import Loading, Sampling, with_options
 from jaxllm.errors import CapacityError, JaxllmError
 
 if TYPE_CHECKING:
@@ -46,49 +28,22 @@ HELP = """\
 Messages = list[dict[str, str]]
 
 
+@with_options
 def chat(
+    sampling: Sampling,
+    loading: Loading,
     model: Model = "demo:llama",
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_new_tokens: NewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
     overflow: Overflow = None,
-    more: More = None,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    cache_dtype: CacheDtype = None,
-    quantize: Quantize = None,
-    precision: PrecisionFile = None,
-    adapter: Adapters = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
 ) -> None:
     """Talk with a model in its chat template, a line at a time; /help says what else there is.
 
     Ctrl-C stops an answer, not the chat. A talk that outgrows the context is refused a further
     line, and can go on after /reset; with --overflow slide its oldest turns are forgotten.
     """
-    begin_reading(model, dtype, quantize, precision, mesh)
-    options = read_options(
-        more,
-        kind="stream",
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        overflow=overflow,
-    )
-    lm = load_model(
-        model,
-        dtype,
-        cache_dtype,
-        quantize=quantize,
-        precision=precision,
-        adapters=adapter,
-        mesh=mesh,
-        exact=exact,
-    )
+    loading.begin(model)
+    options = read_options(sampling.more, kind="stream", overflow=overflow, **sampling.named)
+    lm = loading.load(model)
     opening = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*opening, {"role": "user", "content": "?"}])  # refuse before the first line
     messages, failed = opening, False
@@ -99,7 +54,9 @@ def chat(
         try:
             asked = [*messages, {"role": "user", "content": line}]
             asked, prompt = _fitting(lm, asked, len(opening), options)
-            answer, options["cache"] = _answer(lm, prompt, {**options, "seed": seed + turn})
+            answer, options["cache"] = _answer(
+                lm, prompt, {**options, "seed": sampling.seed + turn}
+            )
         except JaxllmError as error:  # the talk is as it was before this line
             note(f"jaxllm: {error}")
             failed = True

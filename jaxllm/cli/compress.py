@@ -48,6 +48,14 @@ def _listed(asked: bool) -> None:
         raise typer.Exit
 
 
+def _on_one_device(mesh: str | None) -> None:
+    if mesh is not None:
+        raise ConfigError(
+            "compress runs on one device, in the memory of a layer: its steps look at whole inputs"
+            f" and whole matrices. Leave out --mesh, and run what it writes with --mesh {mesh}"
+        )
+
+
 def compress(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
@@ -96,6 +104,15 @@ def compress(
         Path | None, typer.Option(help="Also draw quality against bytes, as a PNG file.")
     ] = None,
     dtype: Dtype = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            callback=_on_one_device,
+            help="Not here: a recipe sees one whole layer after the other. What runs its result"
+            " takes --mesh.",
+        ),
+    ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Do a step that was done to this model already.")
     ] = False,

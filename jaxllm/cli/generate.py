@@ -10,29 +10,8 @@ import typer
 
 from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, waiting, write
-from jaxllm.cli.options import (
-    Adapters,
-    CacheDtype,
-    Dtype,
-    Exact,
-    Mesh,
-    Model,
-    More,
-    NewTokens,
-    Overflow,
-    PrecisionFile,
-    Quantize,
-    Seed,
-    SelfExtend,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    begin_reading,
-    check_writable,
-    load_model,
-    read_options,
-)
+from jaxllm.cli.options import Model, Overflow, Stop, check_writable, load_model, read_options
+from jaxllm.cli.shared import Loading, Sampling, with_options
 from jaxllm.errors import CacheMismatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -42,27 +21,16 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate -m demo:gpt2 -p - -n 80"
 
 
+@with_options
 def generate(
+    sampling: Sampling,
+    loading: Loading,
     model: Model = "demo:llama",
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")
     ] = "",
-    max_new_tokens: NewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
     stop: Stop = None,
     overflow: Overflow = None,
-    more: More = None,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    cache_dtype: CacheDtype = None,
-    quantize: Quantize = None,
-    precision: PrecisionFile = None,
-    adapter: Adapters = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
-    self_extend: SelfExtend = None,
     prompt_cache: Annotated[
         Path | None,
         typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
@@ -78,16 +46,13 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
-    begin_reading(model, dtype, quantize, precision, mesh)
+    loading.begin(model)
     options = read_options(
-        more,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        sampling.more,
         stop_strings=stop,
         overflow=overflow,
-        seed=seed,
+        seed=sampling.seed,
+        **sampling.named,
     )
 
     if distributed.several():
@@ -98,24 +63,14 @@ def generate(
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if prompt == "-" else prompt
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
-    lm = load_model(
-        model,
-        dtype,
-        cache_dtype,
-        quantize=quantize,
-        precision=precision,
-        adapters=adapter,
-        mesh=mesh,
-        exact=exact,
-        self_extend=self_extend,
-    ).using(options.pop("adapter", None))
+    lm = loading.load(model).using(options.pop("adapter", None))
     if prompt_cache:
         options["cache"] = _read_cache(lm, text, prompt_cache)
     loaded = time.perf_counter()
     if echo and not as_json:
         write(text)
     if draft:
-        options["assistant_model"] = load_model(draft, dtype, cache_dtype)
+        options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
     if not _streams(options):
         return _several(lm, text, options, as_json)
     pieces: list[Piece] = []

@@ -8,7 +8,7 @@ import typer
 
 from jaxllm.cli.console import note, waiting
 from jaxllm.cli.corpus import Text, bos_id, described, make_loader, read_corpus
-from jaxllm.cli.options import Dtype, Quantize, load_model
+from jaxllm.cli.options import Dtype, Exact, Mesh, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,12 +34,15 @@ def merge(
     ] = "float32",
     dtype: Dtype = None,
     quantize: Quantize = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     text: Text = None,
 ) -> None:
     """Write a model with an adapter merged into its weights, and say how far it is from the two.
 
     The KL divergence is that of the merged model from the model with the adapter beside it, over
-    --text, or else over what the latter says by itself. The rest keeps its format.
+    --text, or else over what the latter says by itself. The rest keeps its format. A mesh is for
+    these passes: the sum itself is made on one device.
     """
     with waiting("starting"):  # JAX is imported
         from jaxllm.checkpoint import claim
@@ -48,16 +51,18 @@ def merge(
     parse(format)
     claim(target)  # before the work, not after it
     corpus = None if text is None else read_corpus(text, None, False)
-    lm = load_model(model, dtype, quantize=quantize, adapters=[adapter])
+    lm = load_model(model, dtype, quantize=quantize, adapters=[adapter], mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.divergence import divergence
+    from jaxllm.train.jobs import alone, spread_as
 
-    made = merged_model(lm, format)
+    made = merged_model(alone(lm), format)
+    there = spread_as(made, lm)
     if corpus is None:
         loader, measured = _said(lm), f"{ROWS} texts that it says by itself"
     else:
         loader, facts = make_loader(lm, corpus, window=None)
         measured = described(facts)
-    both = divergence(lm.model, lm.params, made.model, made.params, loader)
+    both = divergence(lm.model, lm.params, there.model, there.params, loader)
     made.save(target)
     note(
         f"{target}: {lm.adapter} merged, in {format}. KL divergence from the model with the adapter"

@@ -18,7 +18,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, check_writable, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
@@ -42,6 +42,8 @@ def sensitivity(
     batch: Rows = None,
     limit: Annotated[int, typer.Option(help="Only the first so many windows.")] = 8,
     dtype: Dtype = None,
+    mesh: Mesh = None,
+    exact: Exact = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ranking as a PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -52,7 +54,7 @@ def sensitivity(
     """
     check_writable("--plot", plot)
     corpus = read_corpus(text, documents, separate=False)
-    lm = load_model(model, dtype)
+    lm = load_model(model, dtype, mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.sensitivity import plot as draw
     from jaxllm.evaluate.likelihood.sensitivity import sensitivity
     from jaxllm.files import finite_json

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import waiting
-from jaxllm.cli.options import load_model
-from jaxllm.cli.training import Options, Target, TrainedModel, check, trained, with_options
+from jaxllm.cli.shared import with_options
+from jaxllm.cli.training import (
+    Options,
+    Target,
+    TrainedModel,
+    check,
+    loaded,
+    trained,
+)
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,8 +88,8 @@ def full(
         from jaxllm.train.scheduled import Scheduled
         from jaxllm.train.trained import ALL
 
-        check(target, options, meshes=True)
-    lm = load_model(model, "float32", mesh=options.mesh, fsdp=options.fsdp)
+        check(target, options)
+    lm = loaded(model, options, "float32")
     rules = tuple((regex, True) for regex in only) if only else ALL
     scheduled = None if pipeline is None else Scheduled(pipeline, microbatches)
     if scheduled is not None:
@@ -143,7 +150,7 @@ def lora(
         from jaxllm.train import jobs, prompts
         from jaxllm.train.routing import balanced
 
-        check(target, options, "adapter_config.json", meshes=prefix is None)
+        check(target, options, "adapter_config.json")
     config = LoraConfig(
         r=rank,
         lora_alpha=2.0 * rank if alpha is None else alpha,
@@ -152,7 +159,7 @@ def lora(
         use_dora=dora,
         use_rslora=rslora,
     )
-    lm = load_model(model, options.dtype, quantize=quantize, mesh=options.mesh, fsdp=options.fsdp)
+    lm = loaded(model, options, quantize=quantize)
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if prefix is None else lm.encode(read_text(prefix))
 
@@ -185,7 +192,7 @@ def prompt(
         from jaxllm.train import prompts
 
         check(target, options, None)
-    lm = load_model(model, options.dtype)
+    lm = loaded(model, options)
     tokens = lm.encode(begin)
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
@@ -225,8 +232,12 @@ def qat(
         from jaxllm.train.fake.job import qat as job_of
 
         check(target, options)
+    if options.fsdp:
+        raise ConfigError(
+            "train qat rounds weights where they are: without --fsdp (--mesh tensor=N divides them)"
+        )
     wanted = name if rules is None else read_rules(rules)
-    lm = load_model(model, "float32")
+    lm = loaded(model, options, "float32")
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
         return job_of(
@@ -294,11 +305,11 @@ def distill(
         raise ConfigError(
             "give --student DIR, or what of the teacher stays: --layers N and the like"
         )
-    teacher = load_model(model, options.dtype)
+    teacher = loaded(model, options)
     directory = target.with_name(f"{target.name}.taught")
 
     def made(data: "Data", held_out: "Data | None") -> "Job":
-        taught = None if student is None else load_model(student, options.dtype)
+        taught = None if student is None else loaded(student, options)
         taught = taught or teachers.part_of(teacher, part, data)
         return job_of(
             teacher, taught, data, asked, held_out=held_out, directory=directory,

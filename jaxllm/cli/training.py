@@ -1,18 +1,16 @@
 """What all kinds of training have in common: their options, once, and how a job is run."""
 
 import dataclasses
-import functools
-import inspect
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import check_writable, dtype_named
+from jaxllm.cli.options import check_writable, dtype_named, load_model
 from jaxllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -86,8 +84,8 @@ class Options:
         str | None,
         typer.Option(
             metavar="AXES",
-            help="Of full and lora: train on many devices, as data=2,stage=2,tensor=2: rows,"
-            " layers, and heads, MLPs and vocabulary.",
+            help="Train on many devices, as data=2,stage=2,tensor=2: rows, layers, and heads, MLPs"
+            " and vocabulary.",
         ),
     ] = None
     fsdp: Annotated[
@@ -112,46 +110,15 @@ class Options:
     plot: Annotated[Path | None, typer.Option(help="Draw the losses, as a PNG file.")] = None
 
 
-def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of `Options` in place of its argument `options`."""
-    hints = get_type_hints(function, include_extras=True)
-    fields = {f.name: f for f in dataclasses.fields(Options)}
-    types = get_type_hints(Options, include_extras=True)
-    own = [p for p in inspect.signature(function).parameters.values() if p.name != "options"]
-
-    def parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(field.name, kind, default=default, annotation=types[field.name])
-
-    @functools.wraps(function)
-    def command(*args: Any, **given: Any) -> None:
-        shared = {name: given.pop(name) for name in fields if name in given}
-        function(*args, **given, options=Options(**shared))
-
-    arguments = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]
-    spliced = [*arguments, *map(parameter, fields.values())]
-    command.__signature__ = inspect.Signature(spliced)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in spliced}
-    return command
-
-
-def check(
-    target: Path, options: Options, result: str | None = "config.json", *, meshes: bool = False
-) -> None:
+def check(target: Path, options: Options, result: str | None = "config.json") -> None:
     """What can be refused before anything is loaded. result: the file that makes OUT complete;
-    None: it is a file itself. meshes: whether this kind of training runs on one.
+    None: it is a file itself.
     """
     from jaxllm.files import check_vacant, is_there
     from jaxllm.mesh.axes import parse
     from jaxllm.train.optimizer import check_optax
 
     check_optax()
-    if options.mesh is not None and not meshes:
-        raise ConfigError(
-            "--mesh is of train full, and of train lora without --prefix: this kind of training is"
-            " on one device"
-        )
     if options.fsdp and (options.mesh is None or parse(options.mesh).data == 1):
         raise ConfigError("--fsdp divides weights over data: give --mesh data=N, N from 2 up")
     if result is None and is_there(target):
@@ -231,6 +198,11 @@ def trained(
     was = "" if run.before is None else f" (before: {run.before:.4f})"
     write(f"{target}: loss {loss:.4f}{was} after step {last.step}\n")
     return run
+
+
+def loaded(model: str, options: Options, dtype: str | None = None, **more: Any) -> "LM":
+    """A model on the mesh that the options name, by default in the format that it is to run in."""
+    return load_model(model, dtype or options.dtype, mesh=options.mesh, fsdp=options.fsdp, **more)
 
 
 def parts_of(target: Path) -> Path:

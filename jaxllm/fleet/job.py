@@ -27,8 +27,9 @@ class Job:
 
     rows: how many run at once. group: how many rows are one unit of work, answered and kept as one.
     threads: of each worker; the last bits can depend on all three. tries: how often a row may end
-    its worker before it counts as failed. about: what else the answers depend on, as the model's
-    name: numbers and texts, for a run that goes on to be compared with.
+    its worker before it counts as failed. timeout: seconds that a group, or a row that runs by
+    itself, may take before its worker is ended; None: any time. about: what else the answers depend
+    on, as the model's name: numbers and texts, for a run that goes on to be compared with.
     """
 
     task: str
@@ -37,11 +38,14 @@ class Job:
     group: int = 64
     threads: int = 1
     tries: int = 3
+    timeout: float | None = None
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("rows", "group", "threads", "tries"):
             whole(name, getattr(self, name), 1, 1 << 20, CapacityError)
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"a timeout is of seconds above 0, got {self.timeout}")
         if self.task == "generate" and not is_whole(self.options.get("seed", 0)):
             raise SamplingError(
                 f"the seed must be a number, got {self.options['seed']!r:.40}: rows that run again"

@@ -5,10 +5,12 @@ process had; the others go on. Weights in jaxllm's own form are mapped from thei
 read the same pages.
 """
 
+import math
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -24,11 +26,14 @@ _HERE: list[Worker] = []  # of a worker's process: its one worker
 
 
 class Processes(NamedTuple):
-    """Groups over so many processes of this machine. say: told of those that end early."""
+    """Groups over so many processes of this machine. say: told of those that end early. clock: by
+    which the job's timeout goes, in seconds.
+    """
 
     load: Load
     workers: int
     say: Callable[[str], None] = lambda _: None
+    clock: Callable[[], float] = time.monotonic
 
     def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
         """The groups as they finish. folder: for notes of what was begun, empty.
@@ -39,6 +44,7 @@ class Processes(NamedTuple):
         cores = shares(self.workers, job.threads)
         pools: dict[int, ProcessPoolExecutor] = {}
         busy: dict[Future[Any], tuple[int, Group | None]] = {}  # None: it loads
+        pids, since = dict[int, int](), dict[int, tuple[list[str], float]]()
         unready = 0
 
         def start(slot: int) -> None:
@@ -58,16 +64,33 @@ class Processes(NamedTuple):
                 pools[slot].shutdown()
                 return False
             waiting.popleft()
+            since[slot] = [], self.clock()
             return True
+
+        def end_late() -> None:
+            """End each worker that has been at one thing for too long: its group comes back."""
+            for future, (slot, group) in busy.items():
+                if group is None or job.timeout is None or future.done():
+                    continue
+                now, there = self.clock(), tries.standing(group.number)
+                if there != since[slot][0]:
+                    since[slot] = there, now
+                elif now - since[slot][1] > job.timeout:
+                    since[slot] = there, math.inf  # it ends only once
+                    self.say(f"a worker had no answer in {job.timeout:g} s, and is ended")
+                    os.kill(pids[slot], signal.SIGKILL)
 
         try:
             for slot in range(min(self.workers, len(groups))):
                 start(slot)
             while busy:
-                for done in wait(busy, return_when=FIRST_COMPLETED).done:
+                look = None if job.timeout is None else min(1.0, job.timeout / 4)
+                ready = wait(busy, timeout=look, return_when=FIRST_COMPLETED).done
+                end_late()
+                for done in ready:
                     slot, group = busy.pop(done)
                     ended = isinstance(done.exception(), BrokenProcessPool)
-                    found = None if ended else done.result()  # or what loading raised
+                    found: Any = None if ended else done.result()  # or what loading raised
                     if ended:
                         pools[slot].shutdown()
                         if group is not None:
@@ -80,7 +103,7 @@ class Processes(NamedTuple):
                                 " model: is there too little memory? Give fewer --workers"
                             )
                     elif group is None:
-                        unready = 0
+                        unready, pids[slot], found = 0, found, None
                     if waiting and (ended or not give(slot)):
                         start(slot)
                     if found is not None:
@@ -132,8 +155,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _load(load: Load, job: Job, tries: Counted) -> None:  # a Worker is not to be sent back
+def _load(load: Load, job: Job, tries: Counted) -> int:
+    """The process that has loaded it: a Worker is not to be sent back."""
     _HERE[:] = [Worker(load, job, tries)]
+    return os.getpid()
 
 
 def _answered(group: Group) -> Answered:

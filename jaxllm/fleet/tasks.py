@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.api import LM
 from jaxllm.complete import Completion
+from jaxllm.embed import checked_text, log_probs
 from jaxllm.errors import ConfigError, JaxllmError, SamplingError, nearest
 from jaxllm.fleet.job import Job, seed_of
 from jaxllm.fleet.rows import Row
@@ -69,20 +70,44 @@ def _continued(found: Completion | JaxllmError) -> Answer:
 
 
 def score(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
-    """The log-probability of each token but the first, and their sum; each text by itself."""
-    return [_scored(lm, job, row) for row in rows]
+    """The log-probability of each token but the first, and their sum. Texts of one adapter run
+    together, those of like lengths.
+    """
+    answers, texts = dict[int, Answer](), dict[int, list[int]]()
+    alike: dict[str | None, list[int]] = {}
+    for n, row in enumerate(rows):
+        try:
+            _check_own(row, "score", ("adapter",))
+            adapter = row.request.get("adapter", job.options.get("adapter"))
+            lm.using(adapter)
+            texts[n] = lm.encode(row.request["prompt"])
+            checked_text(lm.model, 0, texts[n])
+        except JaxllmError as error:
+            answers[n] = {"error": str(error)}
+        else:
+            alike.setdefault(adapter, []).append(n)
+    for adapter, members in alike.items():
+        found = _scored(lm.using(adapter), [texts[n] for n in members], job.rows)
+        answers |= dict(zip(members, found, strict=True))
+    return [answers[n] for n in range(len(rows))]
 
 
-def _scored(lm: LM, job: Job, row: Row) -> Answer:
+def _scored(lm: LM, texts: Sequence[list[int]], batch: int) -> list[Answer]:
+    """Where a text's numbers are not finite, each runs by itself."""
     try:
-        _check_own(row, "score", ("adapter",))
-        ids = lm.encode(row.request["prompt"])
-        chosen = lm.using(row.request.get("adapter", job.options.get("adapter")))
-        logprob_T = chosen.log_probs(ids)
+        found = log_probs(lm.model, lm.params, texts, batch=batch)
     except JaxllmError as error:
-        return {"error": str(error)}
-    total = float(logprob_T.sum(dtype=np.float64))
-    return {"tokens": ids, "logprobs": _shortest(logprob_T), "logprob": total}
+        if len(texts) == 1:
+            return [{"error": str(error)}]
+        return [answer for ids in texts for answer in _scored(lm, [ids], batch)]
+    return [
+        {
+            "tokens": ids,
+            "logprobs": _shortest(logprob_T),
+            "logprob": float(logprob_T.sum(dtype=np.float64)),
+        }
+        for ids, logprob_T in zip(texts, found, strict=True)
+    ]
 
 
 def embed(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:

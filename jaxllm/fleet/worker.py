@@ -62,6 +62,10 @@ class Counted:
         """See `Tries`."""
         (self._folder / what).unlink(missing_ok=True)
 
+    def standing(self, group: int) -> list[str]:
+        """What of a group has begun and not ended: another list where there was progress."""
+        return sorted(x for x in os.listdir(self._folder) if x.partition(".")[0] == str(group))
+
 
 class Worker:
     """A loaded model with a job."""
@@ -111,7 +115,9 @@ class Worker:
     def _alone(self, what: str, row: Row) -> dict[str, Any]:
         """A row by itself, to find out whether it fails: its answer, or its error."""
         if self._tries.begin(what) > self._job.tries:
-            return {"error": f"line {row.line} ended its worker {self._job.tries} times"}
+            late = self._job.timeout
+            or_late = "" if late is None else f", or had no answer in {late:g} s"
+            return {"error": f"line {row.line} ended its worker {self._job.tries} times{or_late}"}
         try:
             (answer,) = self._answers([row])
         except Exception as error:

@@ -8,22 +8,24 @@ said by leaves around a share (`weights.leaves.parted`). Outside of `apply`, com
 beams, surgery and serving are ordinary compiled code on whole arrays that carry a sharding: logits
 come out whole, and the same random numbers choose the same tokens.
 
-Training runs on it as it is: gradients are one device's (why: in `Meshed.apply`) and come back
-where the weights are, and there is what an optimiser keeps. With `fsdp` matrices are divided over
-`data`, too, and gathered one product at a time.
+Training runs on it as it is: gradients are one device's (why: in `Layout.run`) and come back where
+the weights are, and there is what an optimiser keeps. With `fsdp` matrices are divided over `data`,
+too, and gathered one product at a time.
 
 axes: what users write, and the mesh of JAX's devices. rules: the table of shardings, made of what
 families say of themselves, and what of a configuration one device runs. placing: parameters cut and
 put there, one at a time as they are read. specs: where all else is that a model is given and gives
-back. fsdp: matrices in parts over `data`. joined: parameters whole again, to be written. meshed:
-the model. counts: the collectives of a compiled program. sequence/: what is split by tokens,
-attention above all. pipeline/: layers in stages.
+back. fsdp: matrices in parts over `data`. joined: parameters whole again, to be written. beside:
+new adapters, to be trained. local: what one device computes with. layout: which axes divide a
+call's rows, layers and tokens, and the call. meshed: the model. counts: the collectives of a
+compiled program. sequence/: what is split by tokens, attention above all. pipeline/: layers in
+stages.
 
 To add an axis: its name in `axes.AXES` and field in `Axes` (order is nearness: the last are
 neighbours), what it divides as rows of `rules` or as specs, and what the module inside has to say
-over it as a leaf or, where a whole stream is split, around `inner.apply` in `Meshed`, where the one
-`shard_map` is made. Meshes hash by their sizes, so what is compiled for one serves no other; on
-several devices no program is kept on disk (`programs`).
+over it as a leaf (`local`) or, where a whole stream is split, around the module's call
+(`Layout.run`). Meshes hash by their sizes, so what is compiled for one serves no other; on several
+devices no program is kept on disk (`programs`).
 """
 
 import flax.linen as nn

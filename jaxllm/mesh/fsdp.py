@@ -23,6 +23,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.leaves.scattered import Scattered
 from jaxllm.weights.leaves.wrapped import Wrapped
+from jaxllm.weights.reading import Elsewhere
 
 DATA = "data"
 
@@ -37,11 +38,17 @@ class Divided(Shared):
         return self._divided(path, super().beside(path, weight))
 
     def tensor(
-        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        apart: tuple[int, ...],
     ) -> Weight:
-        return self._divided(path, super().tensor(path, tensor, read, exact))
+        return self._divided(path, super().tensor(path, tensor, read, apart))
 
     def _divided(self, path: str, weight: Weight) -> Weight:
+        if isinstance(weight, Elsewhere):
+            return weight
         split, mesh = split_of(self._config, self._exact, path), self._mesh(path)
         specs = over_data(
             path, weight, of_parameter(path, weight, split, self._axes, None), self._axes

@@ -6,6 +6,7 @@ is a weight of its own, and they are `Shares`. Of an adapted weight the adapter'
 beside it.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +20,27 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
 from jaxllm.config import ModelConfig
-from jaxllm.distributed import each, several
+from jaxllm.distributed import fetched, several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
-from jaxllm.mesh.pipeline.stacked import AXIS, devices_of, side_by_side, stacked, stage_of
+from jaxllm.mesh.pipeline.stacked import (
+    AXIS,
+    alike_over,
+    devices_of,
+    is_here,
+    side_by_side,
+    stacked,
+    stage_of,
+)
 from jaxllm.mesh.rules import EXPERTS, WHOLE, Split, split_of
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.lazy import LazyTensor, joined
 from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Shares, alike, lengths
+from jaxllm.weights.leaves.parted import Shares
+from jaxllm.weights.leaves.wrapped import Wrapped
 from jaxllm.weights.paths import Params
-from jaxllm.weights.reading import Whole
+from jaxllm.weights.reading import Elsewhere, Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +78,11 @@ class Cut:
         by path and axes.
         """
         leaf = as_leaf(weight)
-        try:
+        with _named(self):
             if self.split.axis == 1:
                 ((begin, end),) = self.ranges(number)
-                found: Weight = leaf.with_columns(begin, end)
-            else:
-                found = leaf.with_rows(self.numbers(number))
-        except ConfigError as error:
-            over = "x".join(self.split.over)
-            raise ConfigError(f"{self.path} over {over}={self.parts}: {error}") from None
-        return found
+                return leaf.with_columns(begin, end)
+            return leaf.with_rows(self.numbers(number))
 
 
 def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
@@ -101,10 +106,17 @@ class Shared(Whole):
         self._config, self._axes, self._exact = config, axes, exact
         self._prefix, self._table = models.family(config.model_type).layers, table
 
+    def here(self, path: str) -> bool:
+        return is_here(self._mesh(path))
+
     def leaf(self, path: str, weight: Weight) -> Weight:
+        if not self.here(path):
+            return Elsewhere()  # type: ignore[return-value]
         split = split_of(self._config, self._exact, path)
         if isinstance(weight, Adapted):
             return self._adapted(path, weight, split, self._split(path, bare(weight), split))
+        if isinstance(weight, Wrapped) and weight.nests:
+            return self._nested(path, weight, split)
         if split.stack and self._axes.expert > 1:
 
             def some(begin: int, end: int, mesh: Mesh) -> Weight:
@@ -116,14 +128,20 @@ class Shared(Whole):
     def beside(self, path: str, weight: Weight) -> Weight:
         if not isinstance(weight, Adapted):
             return weight
+        if not self.here(path):
+            return Elsewhere()  # type: ignore[return-value]
         split = split_of(self._config, self._exact, path)
         return self._adapted(path, weight, split, bare(weight))
 
     def tensor(
-        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        apart: tuple[int, ...],
     ) -> Weight:
         split = split_of(self._config, self._exact, path)
-        if split is WHOLE or (split.axis == 1 and not exact):
+        if split is WHOLE or split.axis not in apart:
             return self.leaf(path, read(tensor))
         if split.stack and self._axes.expert > 1:
 
@@ -163,13 +181,11 @@ class Shared(Whole):
     def _stack(self, path: str, count: int, some: Callable[[int, int, Mesh], Weight]) -> Weight:
         """Whole experts of a stack to the devices that have them, and then what all have."""
         own, mesh = count // self._axes.expert, self._mesh(path)
-        parts = [
-            some(i * own, (i + 1) * own, devices_of(mesh, EXPERTS, i))
-            for i in range(self._axes.expert)
-        ]
+        owners = [devices_of(mesh, EXPERTS, i) for i in range(self._axes.expert)]
+        parts = [some(i * own, (i + 1) * own, o) for i, o in enumerate(owners) if is_here(o)]
         at = 1 if isinstance(parts[0], Shares) else 0
         joined: Weight = jax.tree.map(
-            lambda *arrays: side_by_side(arrays, mesh, EXPERTS, at), *alike(parts, lengths(parts))
+            lambda *arrays: side_by_side(arrays, mesh, EXPERTS, at), *alike_over(mesh, parts)
         )
         return joined
 
@@ -187,9 +203,10 @@ class Shared(Whole):
     def _split(self, path: str, weight: Weight, split: Split, mesh: Mesh | None = None) -> Weight:
         mesh = mesh or self._mesh(path)
         if split is WHOLE:
-            placed: Weight = jax.tree.map(partial(_everywhere, mesh), weight)
+            placed: Weight = jax.tree.map(partial(everywhere, mesh), weight)
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
+        weight = fetched(weight) if several() else weight
         return self._of(cut, weight.shape, partial(cut.share, weight), mesh)
 
     def _of(
@@ -216,7 +233,7 @@ class Shared(Whole):
 
             return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), block)
         made_here = [once(i) for i in numbers]
-        shares = alike(made_here, [max(of) for of in zip(*each(lengths(made_here)), strict=True)])
+        shares = alike_over(mesh, made_here)
         pieces = [jax.tree.leaves(x) for x in shares]
 
         def joint(*mine: jax.Array) -> jax.Array:
@@ -231,6 +248,25 @@ class Shared(Whole):
         )
         return Shares(parts, split.axis, split.runs, cut.size)
 
+    def _nested(self, path: str, weight: Wrapped, split: Split) -> Weight:
+        """A weight with what is beside it, each cut by itself."""
+        if split.axis == 1:
+            cut = cut_of(path, weight.shape, split, self._axes)
+            for number in range(cut.parts):
+                ((begin, end),) = cut.ranges(number)
+                with _named(cut):
+                    weight.check_columns(begin, end)
+        each = {"weight": weight.weight, **weight.others()}
+        found: Weight = weight.replace(  # type: ignore[attr-defined]
+            **{
+                name: self._split(
+                    f"{path}.{name}", x, split_within(weight, name, split), self._mesh(path)
+                )
+                for name, x in each.items()
+            }
+        )
+        return found
+
     def _adapted(self, path: str, weight: Adapted, split: Split, inner: Weight) -> Adapted:
         """An adapter's pieces beside a weight, `inner`, that is where it is to be."""
         measured = weight.magnitude is not None and weight.norm is None
@@ -244,6 +280,16 @@ class Shared(Whole):
             inner = self._adapted(path, weight.weight, split, inner)
         adapted: Adapted = known.replace(weight=inner, **fields)
         return adapted
+
+
+@contextlib.contextmanager
+def _named(cut: Cut) -> Iterator[None]:
+    """What is refused in the block is so by the parameter's path and the axes that divide it."""
+    try:
+        yield
+    except ConfigError as error:
+        over = "x".join(cut.split.over)
+        raise ConfigError(f"{cut.path} over {over}={cut.parts}: {error}") from None
 
 
 def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
@@ -263,7 +309,7 @@ def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
     return LazyTensor(stack.dtype, shape, read, stack.release, parts)
 
 
-def _everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
+def everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
     """All of an array on each device."""
     sharding = NamedSharding(mesh, P())
     if not several():
@@ -280,6 +326,11 @@ def spec_of(split: Split, ndim: int) -> P:
     if split.stack:
         return P(EXPERTS, *before[1:], split.over)
     return P(*before, split.over)
+
+
+def split_within(weight: Wrapped, name: str, split: Split) -> Split:
+    """How a field of a weight that nests goes, beside a weight that is split so."""
+    return split if name == "weight" or name in weight.alike else WHOLE
 
 
 def adapted_splits(weight: Adapted, split: Split) -> dict[str, Split]:

@@ -1,20 +1,21 @@
 """Where on a mesh the arrays are that a model is given and gives back: a `PartitionSpec` for each.
 
-rows: the axis over which rows of a batch are split, None where they are not.
+rows: the axes over which rows of a batch are split, None where they are not.
 """
 
 import re
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
-from jaxllm.mesh.axes import Axes
-from jaxllm.mesh.placing import adapted_splits, spec_of
+from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.placing import adapted_splits, spec_of, split_within
 from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
 from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.models.layers import Attended, Layer, Trace
@@ -27,6 +28,14 @@ Rows = tuple[str, ...] | None
 KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
 BY_MODEL = rf"{KEYS_VALUES}|memory\."  # what only the model reads
 MARKS = ("position_BS", "token_BS", "patched_BS")
+ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
+
+
+def rows_over(axes: Axes, batch: int) -> Rows:
+    """The axes over which so many rows are split: `data` and `expert` where those divide them, or
+    `data` alone; None: each device runs all of them.
+    """
+    return next((over for over in ROWS if batch % axes.over(over) == 0), None)
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
@@ -44,7 +53,13 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
     if isinstance(leaf, Wrapped) and leaf.nests:
         nested: Any = leaf
-        return nested.replace(weight=of_parameter(path, nested.weight, split, axes, rows))
+        each = {"weight": nested.weight, **nested.others()}
+        return nested.replace(
+            **{
+                name: of_parameter(f"{path}.{name}", x, split_within(leaf, name, split), axes, rows)
+                for name, x in each.items()
+            }
+        )
     parts = axes.over(split.over)
     if isinstance(leaf, Shares):
         stack = (EXPERTS,) if split.stack else ()
@@ -72,6 +87,13 @@ def slot_axis(axes: Axes, slots: int) -> str | None:
     if axes.sequence == 1 or axes.exchange or slots % axes.sequence:
         return None
     return SEQUENCE
+
+
+def by_all(x: jax.Array, axes: Axes) -> jax.Array:
+    """What is read on the host, by each of several processes: all of it for each of them."""
+    if not several():
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(axes), P()))
 
 
 def columns(name: str, axis: str | None) -> tuple[str | None, ...]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxllm.train.trained import Hole
+from jaxllm.train.trained import Hole, Names
 from jaxllm.weights.leaves.arrays import after, as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear
 from jaxllm.weights.leaves.wrapped import Wrapped
@@ -45,17 +45,21 @@ class Frozen(Wrapped, struct.PyTreeNode):
         return {}
 
 
-def frozen(rest: Params) -> Params:
-    """What is not trained with a `Frozen` around each matrix that nothing trained lies in."""
-    return map_leaves(lambda _, leaf: _around(leaf), rest)
+def frozen(rest: Params, names: Names) -> Params:
+    """What is not trained with a `Frozen` around each matrix that nothing trained lies in.
+
+    names: of a path, what stands side by side there (`Placed.names`): matrices of several stages
+    have one axis more.
+    """
+    return map_leaves(lambda path, leaf: _around(leaf, 3 if len(names(path)) > 1 else 2), rest)
 
 
-def _around(leaf: Any) -> Any:
+def _around(leaf: Any, ndim: int) -> Any:
     if not _has_holes(leaf):
-        return Frozen(leaf) if leaf.ndim == 2 else leaf
+        return Frozen(leaf) if leaf.ndim == ndim else leaf
     if isinstance(leaf, Wrapped) and not isinstance(leaf.weight, Hole):
         changed: Any = leaf
-        return changed.replace(weight=_around(leaf.weight))
+        return changed.replace(weight=_around(leaf.weight, ndim))
     return leaf
 
 

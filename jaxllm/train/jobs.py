@@ -6,14 +6,16 @@ All weights and adapters are here; `fake.job`, `distill.job` and `prompts` have 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 
-from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, taken, write_adapter
+from jaxllm import process
+from jaxllm.adapters import Adapter, LoraConfig, around, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
+from jaxllm.distributed import agree
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
 from jaxllm.train.keeping import journal_of
@@ -21,9 +23,11 @@ from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
-from jaxllm.weights.paths import Params, Placed
+from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import cast
 
+V = TypeVar("V")
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
@@ -91,12 +95,14 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     new one. Raises ConfigError for targets that are not there.
     """
     adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
-    attachment = attached(lm.config, lm.params, adapter)
     if isinstance(lm.model, Placed):
-        attachment = lm.model.beside(attachment)
+        attachment = lm.model.beside(lm.params, around(lm.config, adapter))
+    else:
+        attachment = attached(lm.config, lm.params, adapter)
 
     def finish(params: Params, directory: Path) -> None:
-        found = taken(lm.config, whole(lm.model, params), config)
+        beside = map_leaves(lambda _, leaf: _adapters_of(leaf), params)
+        found = taken(lm.config, whole(lm.model, beside), config)
         write_adapter(directory, found, lm.config, base=str(lm.path))
 
     return Job(
@@ -106,6 +112,11 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         rules=_ADAPTERS,
         finish=finish,
     )
+
+
+def _adapters_of(leaf: Any) -> Any:
+    """What stands beside a weight, without it."""
+    return leaf.replace(weight=_adapters_of(leaf.weight)) if isinstance(leaf, Adapted) else None
 
 
 def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:
@@ -135,10 +146,12 @@ def run(
 
     Raises what `loop.train` raises.
     """
-    model = job.model.clone(remat=remat)
+    own: dict[str, Any] = {"apart": True} if isinstance(job.model, Placed) else {}
+    model = job.model.clone(remat=remat, **own)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
     digests = [None if some is None else some.digest for some in (data, held_out)]
+    agree({"data": digests})
     facts = (plain(setup), plan, job.rules, job.prepare, digests)
     journal = Journal()
     if directory is not None:
@@ -161,6 +174,31 @@ def run(
         )
 
 
+def shared(model: nn.Module, params: Params) -> Params:
+    """Parameters of a model of one device as `model` takes them."""
+    return model.shared(params) if isinstance(model, Placed) else params
+
+
+def everywhere(model: nn.Module, tree: V) -> V:
+    """What is trained beside a model's own parameters, where the model runs."""
+    return model.everywhere(tree) if isinstance(model, Placed) else tree
+
+
+def alone(lm: LM) -> LM:
+    """A model on one device, whatever it was on: its parameters whole, on the host."""
+    if not isinstance(lm.model, Placed):
+        return lm
+    return dataclasses.replace(lm, model=lm.model.plain(), params=lm.model.whole(lm.params))
+
+
+def spread_as(lm: LM, other: LM) -> LM:
+    """A model of one device on the mesh of another model, if that is on one."""
+    if not isinstance(other.model, Placed):
+        return lm
+    model = other.model.like(lm.config).clone(precision=lm.model.precision)
+    return dataclasses.replace(lm, model=model, params=model.shared(lm.params))
+
+
 def whole(model: nn.Module, params: Params) -> Params:
     """Parameters as a model of one device has them."""
     return model.whole(params) if isinstance(model, Placed) else params
@@ -174,6 +212,8 @@ def plain(setup: Setup) -> Setup:
 
 def forget(directory: Path) -> None:
     """Remove the state that a run has kept there: its result is written."""
+    if not process.leads():
+        return
     journal = Journal(directory)
     with journal.kept():
         journal.forget()

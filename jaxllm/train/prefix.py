@@ -23,15 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import steps
-from jaxllm.cache.kv import (
-    Delta,
-    KVCache,
-    Segment,
-    check_no_memory,
-    check_usable,
-    commit,
-    init_cache,
-)
+from jaxllm.cache.growth import commit
+from jaxllm.cache.kv import Delta, KVCache, Segment, check_no_memory, check_usable, init_cache
 from jaxllm.cache.surgery import compact
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.models import family
@@ -41,10 +34,11 @@ from jaxllm.train.losses import cross_entropy
 from jaxllm.train.objective import Measured, run
 from jaxllm.train.trained import Rules
 from jaxllm.weights.formats import as_leaf
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, Placed
 from jaxllm.whole import check_ids
 
 PROMPT = "prompt"
+_ENTRIES = tuple(field.name for field in dataclasses.fields(Segment))
 PROMPT_RULES: Rules = ((r"prompt\..*", True),)  # the prompt is trained, the model is not
 
 
@@ -95,7 +89,8 @@ class AfterPrefix:
             )
         segments: steps.Segments = tuple(given or ())
         if PROMPT in params:
-            segments = (*segments, _prompt(model, params, segments))
+            made = _prompt(model, params, segments)
+            segments = (*segments, Segment(**{name: getattr(made, name) for name in _ENTRIES}))
         begin, position_BT = next_position(segments), jnp.asarray(rows.position_BT)
         position_BT = jnp.where(position_BT < 0, position_BT, position_BT + begin)
         moved = rows.replace(position_BT=position_BT)
@@ -115,8 +110,11 @@ def check_room(model: nn.Module, prefix: int, width: int) -> None:
 def with_soft_prompt(model: nn.Module, params: Params, tokens: Sequence[int]) -> Params:
     """The parameters with a prompt of embeddings, at first those of these tokens."""
     token_1P = _row(model, tokens)
+    path = family(model.config.model_type).tokens.split(".")
     table = params
-    for name in family(model.config.model_type).tokens.split("."):
+    if isinstance(model, Placed):
+        table = model.whole({path[0]: params[path[0]]})
+    for name in path:
         table = table[name]
     embeddings_PD = as_leaf(table["weight"]).take(jnp.asarray(token_1P))[0]
     return {**params, PROMPT: {"embeddings": embeddings_PD, "tokens": jnp.asarray(token_1P[0])}}

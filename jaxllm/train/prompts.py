@@ -12,9 +12,10 @@ from jaxllm.api import LM
 from jaxllm.cache.files import save_cache
 from jaxllm.cache.kv import KVCache
 from jaxllm.errors import ConfigError
-from jaxllm.train.jobs import Job
+from jaxllm.train.jobs import Job, alone, everywhere
 from jaxllm.train.objective import NextToken
 from jaxllm.train.prefix import (
+    PROMPT,
     PROMPT_RULES,
     AfterPrefix,
     prompt_cache,
@@ -24,7 +25,7 @@ from jaxllm.train.prefix import (
     with_trained_prefix,
     without_prompt,
 )
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, Placed
 
 # What of a prompt is trained, by name: its embeddings, or its keys and values.
 KINDS = {"embeddings": with_soft_prompt, "entries": with_trained_prefix}
@@ -57,15 +58,24 @@ def prompt(
     if kind not in KINDS:
         raise ConfigError(f"a prompt is trained in its {' or '.join(KINDS)}, got {kind!r:.40}")
     before = 0 if prefix is None else int(prefix.length_B[0])
+    many = isinstance(lm.model, Placed)
+    if many and prefix is not None:
+        raise ConfigError("a prompt after a prefix is trained on one device: leave out the mesh")
+    if many and kind == "entries" and lm.model.kept()[0] < lm.config.num_hidden_layers:
+        raise ConfigError(
+            "keys and values of stages stand side by side: train embeddings, or use a mesh with"
+            " stage=1"
+        )
+    params = KINDS[kind](lm.model, lm.params, tokens)
 
     def finish(params: Params, file: Path) -> None:
-        room = before + len(tokens)
-        cache = prompt_cache(lm.model, params, capacity=room, prefix=prefix)
-        save_cache(file, cache, lm.model, without_prompt(params))
+        room, one = before + len(tokens), alone(dataclasses.replace(lm, params=params))
+        cache = prompt_cache(one.model, one.params, capacity=room, prefix=prefix)
+        save_cache(file, cache, one.model, without_prompt(one.params))
 
     return Job(
         lm=lm,
-        params=KINDS[kind](lm.model, lm.params, tokens),
+        params={**params, PROMPT: everywhere(lm.model, params[PROMPT])},
         objective=AfterPrefix(),
         given=None if prefix is None else segments_of(prefix),
         rules=PROMPT_RULES,

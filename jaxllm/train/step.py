@@ -21,7 +21,7 @@ from jaxllm.train.objective import Measured, Objective
 from jaxllm.train.optimizer import check_optax
 from jaxllm.train.trained import Trained, join
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.paths import Params, Placed, map_leaves, put
+from jaxllm.weights.paths import Params, Placed, map_leaves, names_of, put
 
 
 class TrainState(struct.PyTreeNode):
@@ -107,7 +107,7 @@ def train_step(
     """
     optax = check_optax()
     key = jax.random.fold_in(key, state.step)
-    batches, still = rows.token_BT.shape[0], frozen(rest)
+    batches, still = rows.token_BT.shape[0], frozen(rest, names_of(setup.model))
 
     def total(trained: Trained, rows: Rows, key: jax.Array) -> tuple[jax.Array, Measured]:
         used, own = jax.random.split(key)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
-from jaxllm.weights.paths import Params, first_match, flatten, named_arrays
+from jaxllm.weights.paths import Params, first_match, flatten, named_arrays, own_name
 
 Trained = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]
@@ -43,12 +43,8 @@ def trainable(params: Mapping[str, Any]) -> Trained:
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def _own(path: str) -> tuple[str, ...]:
-    return (path,)
-
-
 def split(
-    params: Params, rules: Rules = ALL, like: Params | None = None, names: Names = _own
+    params: Params, rules: Rules = ALL, like: Params | None = None, names: Names = own_name
 ) -> tuple[Trained, Params]:
     """What is trained, in float32 (the masters), and the rest, with a `Hole` for each of them.
 
@@ -78,7 +74,8 @@ def split(
     }
     trained = {
         path: _in_rows(known[path].astype(jnp.float32), (path in shares) + (len(names(path)) > 1))
-        for path in chosen
+        for path in known  # in one order in all processes
+        if path in chosen
     }
     named, structure = _named(params if like is None else like)
     holed = [Hole(x.dtype.name, x.shape) if path in chosen else x for path, x in named]

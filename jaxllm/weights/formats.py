@@ -102,6 +102,16 @@ def form(name: str, shape: tuple[int, ...]) -> Any:
     return jax.eval_shape(lambda pieces: format.of_pieces(shape, pieces), pieces)
 
 
+def apart(name: str) -> tuple[int, ...]:
+    """The axes, 0 rows and 1 columns, along which what a format makes of a part of a matrix is the
+    part of what it makes of all of it.
+    """
+    found = parse(name)
+    if isinstance(found, arrays.Float):
+        return (0, 1)
+    return () if isinstance(found, nf4.NormalFloat | factored.LowRank) else (0,)
+
+
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:
     """The numbers of a weight as an array: of integers float32, of packed ones bfloat16."""
     return as_leaf(weight).dense(dtype)

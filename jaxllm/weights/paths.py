@@ -37,7 +37,7 @@ class Placed:
         """Of the one at `path`, whose shape `array` has."""
         raise NotImplementedError
 
-    def apart(self, columns: int) -> bool:
+    def splits(self, columns: int) -> bool:
         """Whether devices each have some of so many columns."""
         raise NotImplementedError
 
@@ -46,13 +46,31 @@ class Placed:
         raise NotImplementedError
 
     def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host; quantized ones as they are."""
+        """Parameters as a model of one device has them, on the host."""
         raise NotImplementedError
 
-    def beside(self, params: Params) -> Params:
-        """Parameters beside which something new stands (an adapter), which goes where it is to be.
+    def shared(self, params: Params) -> Params:
+        """Parameters that are whole, as this model takes them."""
+        raise NotImplementedError
 
-        Raises ConfigError where it has no place.
+    def everywhere(self, tree: V) -> V:
+        """Arrays that are none of its parameters (a prompt that is trained), all of each where any
+        of it runs.
+        """
+        raise NotImplementedError
+
+    def like(self, config: Any) -> Any:
+        """A model of another configuration that is spread as this one is.
+
+        Raises ConfigError where it cannot be.
+        """
+        raise NotImplementedError
+
+    def beside(self, params: Params, around: Callable[[str, Any], Any]) -> Params:
+        """Parameters with something new beside them (an adapter), which goes where it is to be.
+
+        around: the leaf that stands for one at a path of a model of one device; that itself where
+        nothing is beside it. Raises ConfigError where it has no place.
         """
         raise NotImplementedError
 
@@ -67,6 +85,16 @@ class Placed:
     def kept(self) -> tuple[int, int]:
         """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
         raise NotImplementedError
+
+
+def own_name(path: str) -> tuple[str, ...]:
+    """The names of a parameter of one device's model."""
+    return (path,)
+
+
+def names_of(model: Any) -> Callable[[str], tuple[str, ...]]:
+    """Of the path of a model's parameter, those in a model of one device of what it holds."""
+    return model.names if isinstance(model, Placed) else own_name
 
 
 class InRounds:

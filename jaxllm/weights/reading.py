@@ -18,11 +18,21 @@ from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import Params, Place, put
 
 
+class Elsewhere:
+    """In the place of a parameter of which this process has nothing, until all have come."""
+
+
 class Whole:
     """Where parameters go as they are read: each of them whole, where `place` says."""
 
     def __init__(self, place: Place | None = None) -> None:
         self._place = place
+
+    def here(self, path: str) -> bool:
+        """Whether this process has anything of the parameter at `path`; others read what it has
+        not.
+        """
+        return True
 
     def leaf(self, path: str, weight: Weight) -> Weight:
         """The parameter at `path`, where it is to be."""
@@ -37,10 +47,14 @@ class Whole:
         return params
 
     def tensor(
-        self, path: str, tensor: LazyTensor, read: Callable[[LazyTensor], Weight], exact: bool
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        apart: tuple[int, ...],
     ) -> Weight:
-        """The same of what `read` makes of a tensor. exact: whether it makes of a part of it the
-        part of what it makes of all of it, whichever columns are left out.
+        """The same of what `read` makes of a tensor. apart: the axes along which it makes of a part
+        of it the part of what it makes of all of it (`formats.apart`).
         """
         return self.leaf(path, read(tensor))
 

@@ -209,9 +209,9 @@ def test_lines_of_a_batch_name_their_adapters(folder: Path, demo: Path, run: Any
     lines = "\n".join(
         json.dumps({"prompt": "Once", "adapter": name}) for name in ("a", "b", "base")
     )
-    code, out, _ = run("generate", "-m", demo, "--batch", "-", "-n", 4, *beside, stdin=lines)
-    assert code == 0
-    answers = {a["line"]: a["tokens"] for a in map(json.loads, out.splitlines())}
-    for line, name in enumerate(("a", "b", "base"), start=1):
-        alone = lm.generate("Once", max_new_tokens=4, adapter=name)
-        assert answers[line] == alone.tokens, name
+    asked = ("batch", "-", "-m", demo, "-n", 4, "--workers", 0)
+    code, out, err = run(*asked, *beside, stdin=lines)
+    assert code == 0, err
+    answers = [row["tokens"] for row in map(json.loads, out.splitlines())]
+    for mine, name in zip(answers, ("a", "b", "base"), strict=True):
+        assert mine == lm.generate("Once", max_new_tokens=4, adapter=name).tokens, name

@@ -10,13 +10,15 @@ from typing import Any
 import jaxllm
 from jaxllm.api import LM
 
-KILLER, ONCE, RAISER, REFUSED = [13, 13], [14, 14], [15, 15], "x" * 3
+KILLER, ONCE, RAISER, HANGS, REFUSED = [13, 13], [14, 14], [15, 15], [16, 16], "x" * 3
 OPTIONS = {"max_new_tokens": 4, "temperature": 1.0, "seed": 5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fragile(LM):
-    """Some prompts end the process that serves them: always, the first time, or by an exception."""
+    """Some prompts end the process that serves them: always, the first time, or by an exception;
+    one is never answered.
+    """
 
     folder: Path = Path()
 
@@ -30,6 +32,10 @@ class Fragile(LM):
             os.kill(os.getpid(), signal.SIGKILL)
         if RAISER in prompts:
             raise MemoryError("no room")
+        if HANGS in prompts:
+            with open(self.folder / "hung", "a") as file:
+                file.write(".")
+            signal.pause()
         yield from super().serve(asked, **sizes)
 
 

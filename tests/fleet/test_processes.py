@@ -18,7 +18,7 @@ from jaxllm.fleet.rows import read_lines
 from jaxllm.fleet.running import run
 from tests.conftest import Run
 from tests.fleet.killing import alive, children, started
-from tests.fleet.loads import KILLER, ONCE, OPTIONS, RAISER, fragile
+from tests.fleet.loads import HANGS, KILLER, ONCE, OPTIONS, RAISER, fragile
 from tests.twins import save_random
 
 
@@ -49,6 +49,33 @@ def test_rows_that_end_workers_fail_alone_and_others_are_as_if_alone(
     for n in set(range(12)) - {5, 9}:
         alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n)})
         assert answers[n]["tokens"] == alone.tokens
+
+
+def test_a_row_that_is_never_answered_is_tried_twice_and_has_failed(
+    model: Path, tmp_path: Path
+) -> None:
+    """By a clock that goes on while the row hangs: no other is late, however slow the machine."""
+    hung, said, ticks = model / "hung", list[str](), [0]
+    late = "a worker had no answer in 0.4 s, and is ended"
+
+    def clock() -> float:
+        ticks[0] += hung.exists() and len(hung.read_bytes()) > said.count(late)
+        return 0.1 * ticks[0]
+
+    prompts = [[5 + n, 6] for n in range(6)]
+    prompts[4] = HANGS
+    rows = read_lines(map(json.dumps, prompts))
+    job = Job(task="generate", options=OPTIONS, rows=2, group=3, tries=1, timeout=0.4)
+    workers = Processes(partial(fragile, model), 1, said.append, clock)
+    assert run(rows, job, workers, tmp_path / "out") == (6, 1)
+    assert len(hung.read_bytes()) == 2
+    answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
+    error = "line 5 ended its worker 1 times, or had no answer in 0.4 s"
+    assert answers[4] == {"id": 4, "line": 5, "error": error}
+    for n in (0, 3, 5):
+        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n)})
+        assert answers[n]["tokens"] == alone.tokens
+    assert said == [late, "a worker has ended; lines 4 to 6 run again"] * 2
 
 
 def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None:

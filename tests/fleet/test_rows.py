@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 import jaxllm
+from jaxllm import embed
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.fleet.job import Job, seed_of
 from jaxllm.fleet.processes import Here
@@ -93,7 +94,8 @@ def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
     assert [a.get("tokens") for a in scored[:3]] == texts[:3]
     for answer, text in zip(scored[:3], texts, strict=False):
         expected = lm.log_probs(text)
-        assert np.array_equal(np.float32(answer["logprobs"]), expected)
+        # Rows that run together: the last bits are their neighbours'.
+        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
         assert answer["logprob"] == pytest.approx(float(expected.sum()), abs=1e-5)
     options = {"layer": 1, "normalize": True}
     embedded = list(stream(rows, job("embed", options=options), Here(lambda: lm)))
@@ -105,6 +107,17 @@ def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
     for task in ("score", "embed"):
         (answer,) = stream(odd, job(task), Here(lambda: lm))
         assert answer["error"] == f"line 1: {task} takes no temperature of a row"
+
+
+def test_texts_of_like_lengths_are_scored_together_in_few_shapes(lm: Any) -> None:
+    texts = [[(7 * n + i) % 100 for i in range(1 + n % 30)] for n in range(40)]
+    rows = read_lines(map(json.dumps, texts))
+    before = embed._log_probs._cache_size()
+    found = list(stream(rows, job("score", rows=8, group=40), Here(lambda: lm)))
+    assert embed._log_probs._cache_size() - before <= 3  # 8 rows of 8, 16 and 32 columns
+    for answer, text in zip(found, texts, strict=True):
+        expected = lm.log_probs(text)
+        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
 
 
 def test_options_that_no_row_could_have_are_refused_at_once(lm: Any) -> None:

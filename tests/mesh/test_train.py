@@ -11,7 +11,7 @@ import pytest
 
 import jaxllm
 from jaxllm import located
-from jaxllm.adapters import LoraConfig, attach
+from jaxllm.adapters import LoraConfig, around, attached, fresh, taken
 from jaxllm.compress.journal import Journal
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import Meshed, meshed
@@ -25,9 +25,9 @@ from jaxllm.train.loop import Plan, Run, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.spread import Form
-from jaxllm.train.step import Setup, start, train_step
+from jaxllm.train.step import Setup, measure, start, train_step
 from jaxllm.train.trained import ALL, Rules, join, split
-from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.paths import Params, flatten, names_of
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
 from tests.mesh.made import WIDE, one
@@ -66,8 +66,7 @@ def over(model: Any, mesh: str, fsdp: bool = False) -> Meshed:
 
 def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
     """Of the loss of a batch, for every parameter, in one device's form."""
-    names = [model.names] if isinstance(model, Meshed) else []
-    trained, rest = split(params, ALL, None, *names)
+    trained, rest = split(params, ALL, None, names_of(model))
     rows, key = Texts().batch(0), jax.random.key(0)
 
     def loss(trained: Any, rest: Any) -> jax.Array:
@@ -218,32 +217,46 @@ def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
         pytest.param("llama", "nf4", False, "data=4,tensor=2", marks=FULL),
         pytest.param("llama", None, True, "data=2,tensor=2", marks=FULL),
         pytest.param("gpt2", None, True, "data=2,tensor=4", marks=FULL),
+        ("gpt2", "int8", False, CUBE),
+        pytest.param("llama", "int4", False, "stage=2,tensor=2", marks=FULL),
+        pytest.param("llama", None, False, "stage=2", marks=FULL),
     ],
 )
 def test_adapters_and_what_they_drop_are_those_of_one_device(
     family: str, quantize: str | None, dora: bool, mesh: str
 ) -> None:
-    changes = {} if family == "gpt2" else {"num_hidden_layers": 1}
-    changes |= WIDE[family] if quantize == "nf4" else {}  # whose blocks are of whole rows
+    layers = 2 if "stage" in mesh else 1
+    changes = {} if family == "gpt2" else {"num_hidden_layers": layers}
+    changes |= WIDE[family] if quantize in ("int4", "nf4") else {}  # whose blocks are of whole rows
     model, params = one(family, Precision(quantize=quantize), **changes)
     modules = "all-linear" if family == "gpt2" or dora else ("q_proj", "down_proj")
-    lora = LoraConfig(r=3, target_modules=modules, lora_dropout=0.4, use_dora=dora)
+    dropout = 0.0 if "stage" in mesh else 0.4
+    lora = LoraConfig(r=3, target_modules=modules, lora_dropout=dropout, use_dora=dora)
     optimizer = Optimizer(steps=2, rate=0.01, eps=EPS)
     rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
     found = []
     for mine in (model, over(model, mesh, True)):
         base = mine.shared(params) if isinstance(mine, Meshed) else params
-        beside = attach(model.config, base, lora, jax.random.key(1))
-        beside = mine.beside(beside) if isinstance(mine, Meshed) else beside
-        trained, rest = split(beside, ADAPTERS)
+        adapter = fresh(model.config, base, lora, jax.random.key(1))
+        beside = (
+            mine.beside(base, around(model.config, adapter))
+            if isinstance(mine, Meshed)
+            else attached(model.config, base, adapter)
+        )
+        trained, rest = split(beside, ADAPTERS, None, names_of(mine))
         setup = Setup(mine, NextToken(), optimizer)
         state = start(trained, setup)
         for _ in range(2):
             args = (state, rest, None, rows, jax.random.key(7))
             state, metrics = train_step(*args, setup=setup)
-        found.append((Form.of(mine, rest).whole(state.trained), float(metrics.loss)))
-    (expected, loss), (mine, other) = found
-    assert other == pytest.approx(loss, rel=1e-5)
+        held = measure(state.trained, rest, None, Texts().batch(1), jax.random.key(7), setup=setup)
+        losses = float(metrics.loss), float(held.total / held.weight)
+        found.append((Form.of(mine, rest).whole(state.trained), losses))
+        params_of = join(state.trained, rest)
+        written = mine.whole(params_of) if isinstance(mine, Meshed) else params_of
+        assert taken(model.config, written, lora).size == adapter.size
+    (expected, losses), (mine, others) = found
+    assert others == pytest.approx(losses, rel=1e-5)
     assert_alike(mine, expected)
 
 
@@ -313,8 +326,6 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
         assert status == 0, err
         found.append({p: np.asarray(x) for p, x in flatten(jaxllm.load(out).params)})
     assert_alike(found[1], found[0], off=3e-4)  # two steps at 1e-4, wherever Adam goes
-    status, _, err = run("train", "qat", "demo:llama", tmp_path / "q", *given, "--mesh", "data=2")
-    assert (status, "--mesh is of train full" in err) == (1, True), err
     status, _, err = run(
         "train", "full", "demo:llama", tmp_path / "p", *given, "--pipeline", "1f1b"
     )
@@ -331,8 +342,18 @@ def test_what_cannot_be_trained_on_a_mesh_is_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"embed_tokens.weight: no size of .131, 40.*data=7"):
         over(model, "data=7", True).shared(params)
     staged = over(model, "stage=2")
-    with pytest.raises(ConfigError, match=r"adapter is trained on a mesh with stage=1"):
-        staged.beside(params)
+    for options, words in (
+        ({"lora_dropout": 0.1}, r"dropout is drawn for all rows.*stage=1"),
+        ({"layers_to_transform": [0]}, r"beside some of layers\.0.* stage=1"),
+        ({"use_dora": True}, r"DoRA takes the lengths.*stage=1"),
+    ):
+        config = LoraConfig(target_modules=("q_proj",), **options)
+        adapter = fresh(model.config, params, config, jax.random.key(0))
+        with pytest.raises(ConfigError, match=words):
+            staged.beside(staged.shared(params), around(model.config, adapter))
+        if config.use_dora:
+            with pytest.raises(ConfigError, match=r"lengths of the rows of layers"):
+                fresh(model.config, staged.shared(params), config, jax.random.key(0))
     with pytest.raises(ConfigError, match=r"train some of layers\.0.* stage=1"):
         split(staged.shared(params), ((r"layers\.0", True),), None, staged.names)
     eight = dataclasses.replace(model.precision, quantize="int8")

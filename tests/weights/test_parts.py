@@ -1,7 +1,9 @@
 """Rows and columns of a weight by themselves: the same numbers, bit for bit, in the same format."""
 
+import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,6 +80,10 @@ def test_columns_of_an_order_of_their_own_stay_together() -> None:
     np.testing.assert_array_equal(leaf.with_rows(np.array([3])).dense(), leaf.dense()[3:4])
     with pytest.raises(ConfigError, match="exact mode takes rows alone"):
         leaf.with_columns(0, 128)
+    one, *others = (leaf.with_rows(np.arange(i, i + 4)) for i in range(0, SHAPE[0], 4))
+    np.testing.assert_array_equal(one.with_more(others, 0).dense(), leaf.dense())
+    with pytest.raises(ConfigError, match="have one order: they cannot be joined"):
+        leaf.with_more([leaf], 1)
 
 
 @pytest.mark.parametrize("name", ["float32", "bf16-packed", "int4-g32", "int8-bitmap", "nf4"])
@@ -88,4 +94,41 @@ def test_shares_of_runs_are_the_whole_again(name: str) -> None:
     joint = Shares.of(shares, 0, 3, SHAPE[0])
     assert joint.shape == SHAPE
     np.testing.assert_array_equal(joint.dense(), whole.dense())
+    np.testing.assert_array_equal(as_leaf(joint.joined()).dense(), whole.dense())
     np.testing.assert_array_equal(as_leaf(joint.share(1)).dense(), as_leaf(shares[1]).dense())
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    ("axis", "borders"), [(0, (0, 5, 6, 12)), (1, (0, 128, 384)), (1, (0, 64, 192, 384))]
+)
+def test_parts_put_together_are_the_whole_bit_for_bit(
+    name: str, axis: int, borders: tuple[int, ...]
+) -> None:
+    whole = as_leaf(MADE[name]())
+    spans = list(itertools.pairwise(borders))
+    first, *others = (
+        as_leaf(whole.with_columns(*span) if axis else whole.with_rows(np.arange(*span)))
+        for span in spans
+    )
+    found = as_leaf(first.with_more(others, axis))
+    # What is doubly quantized has its absmax in float32 once it is cut.
+    expected = as_leaf(whole.with_rows(np.arange(SHAPE[0]))) if name == "nf4" else whole
+    assert found.format == expected.format
+    pieces = expected.pieces()
+    assert found.pieces().keys() == pieces.keys()
+    for key, piece in found.pieces().items():
+        assert piece.dtype == pieces[key].dtype, key
+        np.testing.assert_array_equal(piece, pieces[key], err_msg=key)
+    np.testing.assert_array_equal(found.dense(), whole.dense())
+
+
+@pytest.mark.parametrize("columns", [96, 160, 200])
+def test_what_is_added_to_the_last_chunk_is_added_once(columns: int) -> None:
+    array = jnp.asarray(ARRAY[:, :columns])
+    for name in ("int4-g32", "int8", "int8-g32-zp", "int3-g32"):
+        whole: Any = parse(name).make(array)
+        some = [whole.with_columns(0, 64), whole.with_columns(64, columns)]
+        found = some[0].with_more(some[1:], 1)
+        for piece, theirs in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+            np.testing.assert_array_equal(piece, theirs, err_msg=name)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.likelihood.data import Loader
+from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.evaluate.likelihood.divergence import (
     Differences,
     Divergence,
@@ -26,7 +26,7 @@ from jaxllm.evaluate.likelihood.score import check_loader, logits
 from jaxllm.files import writing
 from jaxllm.progress import steps_bar
 from jaxllm.weights.formats import dense, parse
-from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
+from jaxllm.weights.paths import Params, Placed, first_match, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
 
 BY = ("layer", "kind", "module")
@@ -85,23 +85,31 @@ def sensitivity(
     matrices are concerned, so that the numbers of a format are not rounded once more.
 
     Memory: float32 weights, one group of them twice, and the float32 logits of the loader's whole
-    text, `4 * tokens * V` bytes. Raises ConfigError for an unknown format or `by`, else what
-    `perplexity` raises.
+    text, `4 * tokens * V` bytes; of a model on a mesh the weights are on the host, too. Raises
+    ConfigError for an unknown format or `by`, else what `perplexity` raises.
     """
     parse(format)
     check_loader(model, loader)
+    many = model if isinstance(model, Placed) else None
+    params = params if many is None else many.whole(params)
     names = groups(params, by)
     wide = map_leaves(lambda _, leaf: _wide(leaf), params)
+
+    def run(params: Params, batch: Batch) -> jax.Array:
+        """The logits, of parameters that are whole."""
+        there = params if many is None else many.shared(params)
+        return _logits(model, there, batch.token_BT, batch.position_BT)
+
     batches = [batch for batch, _ in loader.batches()]
     found = []
     with steps_bar(f"{format}, one {by} at a time", len(names) + 1, show_progress) as done:
-        references = [_reference(model, wide, b.token_BT, b.position_BT) for b in batches]
+        references = [run(wide, batch) for batch in batches]
         done()
         for name, regex in names.items():
             variant, before, after = _lowered(params, wide, regex, format)
             parts: list[Differences] = []
             for batch, p_BTV in zip(batches, references, strict=True):
-                each = _against(model, p_BTV, variant, batch.token_BT, batch.position_BT)
+                each = _differences(p_BTV, run(variant, batch), batch.token_BT)
                 parts.append(counted(each, batch))
             found.append(Sensitivity(name, regex, Divergence.of(joined(parts)), before, after))
             done()
@@ -130,7 +138,7 @@ def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
         figure.savefig(file, format="png", dpi=150)
 
 
-def _wide(leaf: Any) -> jax.Array:
+def _wide(leaf: Any) -> Any:
     return jnp.asarray(dense(leaf, jnp.float32)) if leaf.ndim >= 2 else leaf
 
 
@@ -143,16 +151,10 @@ def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Par
     return variant, before, after
 
 
-_reference = jax.jit(logits, static_argnums=0)
+# Two programs, the first of which the reference has compiled already.
+_logits = jax.jit(logits, static_argnums=0)
 
 
 @jax.jit
 def _differences(p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array) -> Differences:
     return differences(p_BTV, q_BTV, token_BT)
-
-
-def _against(
-    model: nn.Module, p_BTV: jax.Array, params: Params, token_BT: Any, position_BT: Any
-) -> Differences:
-    """Two programs, the first of which the reference has compiled already."""
-    return _differences(p_BTV, _reference(model, params, token_BT, position_BT), token_BT)

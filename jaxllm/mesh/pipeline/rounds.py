@@ -19,7 +19,7 @@ from jaxllm.mesh.axes import mesh_of
 from jaxllm.mesh.pipeline.stages import AXIS
 from jaxllm.models.layers import Scope, run_blocks
 from jaxllm.ops.entries import cast
-from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.paths import Params
 
 
 def tick(
@@ -35,12 +35,13 @@ def tick(
 ) -> tuple[jax.Array, jax.Array, Segment]:
     """What a model's `tick` gives (`weights.paths.InRounds`). inner: what one device runs."""
     batch, stages = token_B.shape[0], model.axes.stage
-    rows = model.rows_over(batch)
+    rows = specs.rows_over(model.axes, batch)
+    local = model.local(params, rows)
     ring = [(i, (i + 1) % stages) for i in range(stages)]
 
     def run(
         params: Params, segments: Any, flight: Any, by_row: Any, number: Any, start: Any
-    ) -> tuple[jax.Array, jax.Array, Segment]:
+    ) -> tuple[jax.Array, jax.Array, tuple[Any, Any]]:
         token_B, position_B = by_row
         stage, each = jax.lax.axis_index(AXIS), token_B.shape[0] // stages
         group, turn = (number - stage) % stages, (number - stage) // stages
@@ -66,7 +67,7 @@ def tick(
         # All stages look up what enters: the table is divided among them.
         position_G1 = mine(position_B, group)[:, None]
         trace: Any = inner.clone(course=course).apply(
-            {"params": map_leaves(lambda path, x: model.local(rows, where[path], path, x), params)},
+            {"params": local(params)},
             mine(token_B, number % stages)[:, None],
             position_G1,
             position_G1[:, 0] + 1,
@@ -91,26 +92,23 @@ def tick(
         leaving = ((number + 1) % stages) * each
         logits_BV = jnp.zeros((token_B.shape[0], trace.logits.shape[-1]), trace.logits.dtype)
         logits_BV = jax.lax.dynamic_update_slice(logits_BV, trace.logits[:, 0], (leaving, 0))
-        return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), last.replace(k=k, v=v)
+        return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), (k, v)
 
-    placed = model.parameter_specs(params, rows)
-    where = dict(flatten(placed))
     in_segments = tuple(specs.of_segment(segment, batch, rows, model.axes) for segment in segments)
     spread = jax.shard_map(
         run,
         mesh=mesh_of(model.axes),
         in_specs=(
-            placed,
+            local.specs,
             in_segments,
             P(rows, None, AXIS),
             P(rows),
             P(),
             P(),
         ),
-        out_specs=(P(rows), P(rows, None, AXIS), in_segments[-1]),
+        out_specs=(P(rows), P(rows, None, AXIS), (in_segments[-1].k, in_segments[-1].v)),
         check_vma=False,
     )
-    found: tuple[jax.Array, jax.Array, Segment] = spread(
-        params, segments, flight, (token_B, position_B), number, start
-    )
-    return found
+    by_row = tuple(specs.by_all(x, model.axes) for x in (token_B, position_B))
+    logits_BV, flight, (k, v) = spread(params, segments, flight, by_row, number, start)
+    return specs.by_all(logits_BV, model.axes), flight, segments[-1].replace(k=k, v=v)

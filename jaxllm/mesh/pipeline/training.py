@@ -23,21 +23,19 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import mesh_of
-from jaxllm.mesh.fsdp import scattered
+from jaxllm.mesh.local import Local
 from jaxllm.mesh.meshed import Meshed, module_of
 from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
 from jaxllm.mesh.pipeline.stages import AXIS, rows_of
 from jaxllm.mesh.rules import HEADS, split_of
+from jaxllm.mesh.specs import rows_over
 from jaxllm.models.layers import Scope, Trace, run_blocks
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Vocabulary
 from jaxllm.weights.leaves.scattered import Scattered
-from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.paths import Params, map_leaves
 
 Ints = Any  # int32, of numpy or JAX
-Local = Callable[
-    [str, Any], Any
-]  # of a parameter's path and a device's part, what it multiplies by
 Loss = Callable[[jax.Array, Any], jax.Array]  # of logits [B, T, V] and rows: a sum over them
 
 
@@ -167,15 +165,14 @@ def _computed(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The loss, and its gradient by those of the parameters' arrays that have these numbers."""
     model, batch = how.model, jax.tree.leaves(rows)[0].shape[0]
-    over = model.rows_over(batch)
-    share = batch // (1 if over is None else model.axes.over(over))
+    over = rows_over(model.axes, batch)
+    share = batch // model.axes.over(over or ())
     if share % how.schedule.microbatches:
         raise ConfigError(
             f"{share} rows of a device do not divide into {how.schedule.microbatches} microbatches"
         )
-    specs = model.parameter_specs(params, over)
-    flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    local = partial(_local, model, over, dict(flatten(specs)))
+    local = model.local(params, over)
+    flat = jax.tree.leaves(local.specs, is_leaf=lambda x: isinstance(x, P))
     # Devices that compute the same loss each have a part of it, as transposed sums take it.
     alike = model.axes.devices // (model.axes.stage * (batch // share))
 
@@ -190,7 +187,7 @@ def _computed(
     spread = jax.shard_map(
         run,
         mesh=mesh_of(model.axes),
-        in_specs=(specs, P(over)),
+        in_specs=(local.specs, P(over)),
         out_specs=(P(), [flat[i] for i in moving]),
         check_vma=False,
     )
@@ -215,7 +212,7 @@ def _on_stage(
     def prepared(*moved: jax.Array) -> Any:
         some = dict(zip(moving, moved, strict=True))
         params = jax.tree.unflatten(form, [some.get(i, x) for i, x in enumerate(arrays)])
-        return map_leaves(local, params)
+        return map_leaves(partial(_taken, local), params)
 
     still, inner = jax.tree.flatten(prepared(*(arrays[i] for i in moving)))
 
@@ -325,12 +322,12 @@ class _Parts:
         return found
 
 
-def _local(model: Meshed, over: Any, where: Params, path: str, leaf: Any) -> Any:
+def _taken(local: Local, path: str, part: Any) -> Any:
     """What the module takes for a parameter, of tables what no other stage need be asked for."""
-    split = split_of(model.config, model.exact, path)
-    if split.kind != "vocabulary" or model.axes.over(split.over) == 1:
-        return model.local(over, where[path], path, leaf)
-    mine = scattered(leaf, where[path], model.axes)
+    split = split_of(local.config, local.exact, path)
+    if split.kind != "vocabulary" or local.axes.over(split.over) == 1:
+        return local.leaf(path, part)
+    mine = local.share(path, part)
     mine = mine.gathered() if isinstance(mine, Scattered) else mine
     if isinstance(mine, Leaf):
         raise ConfigError(
@@ -338,5 +335,5 @@ def _local(model: Meshed, over: Any, where: Params, path: str, leaf: Any) -> Any
             " alone. Load it unquantized, or train without a schedule"
         )
     whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
-    rows = model.config.vocab_size
-    return whole[:rows] if model.axes.over(HEADS) == 1 else Vocabulary(whole, HEADS, rows)
+    rows = local.config.vocab_size
+    return whole[:rows] if local.axes.over(HEADS) == 1 else Vocabulary(whole, HEADS, rows)

@@ -6,6 +6,7 @@ own tokens. The same bytes are sent as by sums that all get, and what a device k
 is 1 / n.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.models import family
-from jaxllm.models.layers import Across, Attend
+from jaxllm.models.layers import Across
 from jaxllm.weights.leaves.parted import Over, of_all, own_rows
 
 
@@ -38,11 +39,11 @@ def check(config: ModelConfig, axes: Axes, exact: bool) -> None:
         )
 
 
-def run(apply: Any, over: Over, attend: Attend | None, by_row: dict[str, Any]) -> Any:
+def run(apply: Callable[..., Any], over: Over, *, across: Across, **by_row: Any) -> Any:
     """The trace of a model whose stream is split: whole again, where it is asked for."""
     if (given := by_row.get("embeddings_BTD")) is not None:
         by_row = {**by_row, "embeddings_BTD": own_rows(given, over)}
-    trace = apply(across=Across(attend, partial(of_all, over=over)), **by_row)
+    trace = apply(across=across._replace(whole=partial(of_all, over=over)), **by_row)
 
     def whole(x: jax.Array) -> jax.Array:
         return of_all(x, over)

@@ -17,8 +17,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.sequence import order, ring, slots, ulysses
+from jaxllm.models.layers import Across
 from jaxllm.ops import Part
-from jaxllm.ops.attention import attend
+from jaxllm.ops.attention import Queries, attend
 from jaxllm.ops.masked import attend_masked, within_documents
 
 AXIS = "sequence"
@@ -89,21 +90,21 @@ class Way:
     ) -> Any:
         """The trace of this device, inside `shard_map`, in plain order.
 
-        whole: of which of the cache's segments it has all slots, as others have. past: bool,
-        whether anything is cached.
+        apply: the module's call, of `across` and of `by_row`. whole: of which of the cache's
+        segments it has all slots, as others have. past: bool, whether anything is cached.
         """
         if self.devices == 1:
-            return apply(None, **by_row)
+            return apply(across=Across(), **by_row)
         if not self.split:
             own: Any = OwnHeads() if self.exchange else OwnSlots(tuple(whole))
-            return apply(own, **by_row)
+            return apply(across=Across(own), **by_row)
         column_B, mine = by_row["column_B"], self.here
         here_B = None
         if column_B is not None:
             here_B = column_B // mine == jax.lax.axis_index(AXIS)
             by_row = {**by_row, "column_B": column_B % mine}
         around: Any = Exchanged() if self.exchange else Around(tuple(whole), past)
-        trace = apply(around, **by_row)
+        trace = apply(across=Across(around), **by_row)
         logits = trace.logits
         if here_B is not None:
             logits = jax.lax.psum(jnp.where(here_B[:, None, None], logits, 0.0), AXIS)
@@ -119,11 +120,6 @@ class Way:
             return trace
         bare = jax.tree.map(lambda x: x[:, : self.columns], trace.replace(logits=None))
         return bare.replace(logits=trace.logits if picked else trace.logits[:, : self.columns])
-
-
-def way_of(axes: Axes, columns: int) -> Way:
-    """How so many tokens a row go over a mesh."""
-    return Way(columns, axes.sequence, axes.exchange)
 
 
 def check(config: ModelConfig, axes: Axes, exact: bool) -> None:
@@ -161,7 +157,7 @@ class Around:
         here = _once(cached, self.whole)
 
         def visit(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return slots.attend_round(q, at, here, axis=AXIS, **rules)
+            return slots.attend_round(Queries.of(q, at, here, **rules), here, AXIS)
 
         def nothing(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.zeros_like(found[0]), jnp.full_like(found[1], -jnp.inf)
@@ -181,7 +177,7 @@ class OwnSlots:
     ) -> Found:
         _no_documents(document_BT)
         here = _once(parts, (*self.whole, True))
-        return slots.attend(q, at, here, axis=AXIS, **rules), parts[-1]
+        return slots.attend(Queries.of(q, at, here, **rules), here, AXIS), parts[-1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jaxllm.train.distill.objectives import FromBuckets, FromTeacher
 from jaxllm.train.distill.recorded import TaughtData, record
 from jaxllm.train.distill.sampled import Sampled
 from jaxllm.train.distill.vocabulary import shared_size
+from jaxllm.train.jobs import everywhere
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params
 
@@ -143,6 +144,8 @@ def teaching(
         pairs = options.pairs or states.evenly(*layers)
         compared = Hidden(options.hidden, pairs, options.hidden_weight)
         params = states.with_projections(params, compared, student.config, teacher.config, seed)
+        if states.PLACE in params:
+            params[states.PLACE] = everywhere(student.model, params[states.PLACE])
     prepare = None
     if options.on_policy:
         prepare = Sampled(

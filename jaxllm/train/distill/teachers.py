@@ -14,16 +14,20 @@ from jaxllm.train.data.rows import Data
 from jaxllm.train.data.sources import Writing, read_examples
 from jaxllm.train.distill.student import Smaller, made_from
 from jaxllm.train.distill.written import write
+from jaxllm.train.jobs import alone, spread_as
 
 ROWS = 8  # of the data that a choice of heads and channels looks at
 
 
 def part_of(teacher: LM, smaller: Smaller, data: Data) -> LM:
-    """A student that is a part of its teacher, chosen by what the teacher makes of the data."""
+    """A student that is a part of its teacher, chosen by what the teacher makes of the data. It is
+    made on one device, and on the teacher's mesh where that is on one.
+    """
     rows = data.batch(0)
     whole_R = (np.asarray(rows.position_BT) >= 0).all(axis=1)
     token_NT = np.asarray(rows.token_BT)[whole_R][:ROWS]
-    return made_from(teacher, smaller, token_NT if len(token_NT) else None)
+    made = made_from(alone(teacher), smaller, token_NT if len(token_NT) else None)
+    return spread_as(made, teacher)
 
 
 def completed(

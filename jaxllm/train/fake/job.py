@@ -7,9 +7,9 @@ from jaxllm import models
 from jaxllm.api import LM
 from jaxllm.errors import ConfigError
 from jaxllm.train.fake.prepare import convert, prepare
-from jaxllm.train.jobs import Job
+from jaxllm.train.jobs import Job, shared, whole
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, Placed
 from jaxllm.weights.precision import cast, exactly, freeze
 from jaxllm.weights.quantize import Rules
 
@@ -31,7 +31,8 @@ def qat(
 
     lm: in float32, since what is trained begins from these numbers. dtype: what the model runs in
     and what is not quantized is written in. The rest as `prepare.prepare` has it, and what it
-    raises; ConfigError where inputs are to be learned that were not observed.
+    raises; ConfigError where inputs are to be learned that were not observed, and on a mesh where
+    it would cut what is rounded together.
     """
     if learned_inputs and observed is None:
         raise ConfigError("steps of inputs are learned from observed ones: there are none")
@@ -41,22 +42,30 @@ def qat(
     # it is.
     ran = dataclasses.replace(floats, quantize=freeze(rules))
 
+    if dynamic and isinstance(lm.model, Placed):
+        raise ConfigError(
+            "inputs that are rounded as they come (int8_inputs) are trained on one device: on a"
+            " mesh leave them out"
+        )
+    start = whole(lm.model, lm.params)
+
     def prepared(params: Params) -> Params:
-        return prepare(
+        made = prepare(
             params, rules, learned=learned, dynamic=dynamic, observed=observed,
             learned_inputs=learned_inputs, starts=starts,
         )  # fmt: skip
+        return shared(lm.model, made)
 
     def finish(params: Params, directory: Path) -> None:
-        made = convert(params)
+        made = convert(whole(lm.model, params))
         model = models.build(lm.config, exactly(made, floats))
         recipe = (*lm.recipe, f"train: qat {rules if isinstance(rules, str) else 'by rules'}")
         dataclasses.replace(lm, params=made, model=model, recipe=recipe).save(directory)
 
     return Job(
-        lm=dataclasses.replace(lm, model=models.build(lm.config, ran)),
-        params=prepared(lm.params),
-        like=None if dtype == "float32" else prepared(cast(lm.params, floats)),
+        lm=dataclasses.replace(lm, model=lm.model.clone(precision=ran)),
+        params=prepared(start),
+        like=None if dtype == "float32" else prepared(cast(start, floats)),
         objective=objective or NextToken(),
         finish=finish,
     )

@@ -11,7 +11,7 @@ from jaxllm.train.fake.gradient import rounded, valued
 from jaxllm.weights.leaves.arrays import as_leaf, product
 from jaxllm.weights.leaves.digits import CHUNK
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Linear, or_nan, up
+from jaxllm.weights.leaves.leaf import Linear, on_borders, or_nan, up
 from jaxllm.weights.leaves.static import LEAST, MOST, Static
 from jaxllm.weights.leaves.wrapped import Wrapped
 from jaxllm.weights.linear import round_to_int8
@@ -41,6 +41,8 @@ class Fake(Wrapped, struct.PyTreeNode):
     """
 
     kind = "fake/"
+    nests = True
+    alike = ("scale", "zero")
     trained = ("weight", "scale", "step")
 
     weight: jax.Array
@@ -65,6 +67,11 @@ class Fake(Wrapped, struct.PyTreeNode):
         raise ConfigError(
             f"{self.format} is a weight in training: convert it to integers before it is saved"
         )
+
+    def check_columns(self, begin: int, end: int) -> None:
+        columns = self.weight.shape[-1]
+        size = CHUNK if self.scale is not None else self.to.size(columns)
+        on_borders(self.format, begin, end, columns, size)
 
     def training(self, key: jax.Array, step: jax.Array) -> "Fake":
         return self if self.starts is None else self.replace(on=step >= self.starts)

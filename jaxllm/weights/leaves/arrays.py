@@ -1,7 +1,7 @@
 """Plain arrays as weights: float32, bfloat16, float16."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops import native
-from jaxllm.weights.leaves.leaf import Blocks, Leaf, Shape, collected, on_device, or_nan, rows_of
+from jaxllm.weights.leaves.leaf import (
+    Blocks,
+    Leaf,
+    Shape,
+    collected,
+    joined,
+    on_device,
+    or_nan,
+    rows_of,
+)
 
 V = TypeVar("V")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -70,6 +79,10 @@ class Dense(Leaf):
 
     def with_columns(self, begin: int, end: int) -> jax.Array:
         return self.array[..., begin:end]
+
+    def with_more(self, after: Sequence["Dense"], axis: int) -> jax.Array:
+        arrays = [self.array, *(x.array for x in after)]
+        return jnp.concatenate(arrays) if self.ndim == 1 else joined(arrays, axis)
 
 
 def as_leaf(weight: jax.Array | Leaf) -> Leaf:

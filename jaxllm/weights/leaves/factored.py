@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +68,11 @@ class Factored(Leaf, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> "Factored":
         return self.replace(right=as_leaf(self.right).with_columns(begin, end))
+
+    def with_more(self, after: Sequence["Factored"], axis: int) -> "Factored":
+        name = "right" if axis else "left"
+        first, *others = (as_leaf(getattr(x, name)) for x in (self, *after))
+        return self.replace(**{name: first.with_more(others, axis)})
 
     def pieces(self) -> dict[str, jax.Array]:
         sides = {".left": as_leaf(self.left), ".right": as_leaf(self.right)}

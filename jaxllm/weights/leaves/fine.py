@@ -5,7 +5,7 @@ last 16 another: the product is one of the inputs with zeros in place of the las
 scales, and one the other way round, both with the integers as they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.digits import CHUNK
 from jaxllm.weights.leaves.integers import QTensor
 from jaxllm.weights.leaves.leaf import (
@@ -21,6 +21,10 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Linear,
     Shape,
+    check_finite,
+    check_signs,
+    filled,
+    joined,
     on_borders,
     on_device,
     or_nan,
@@ -89,12 +93,21 @@ class Fine(Leaf, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> "Fine":
         mine = on_borders(NAME, begin, end, self.columns, PAIR)
-        first = QTensor(self.data, self.first, None, 8, PAIR, self.columns)
-        part = first.with_columns(begin, end)
-        groups = part.scale.shape[-1] - self.second[..., mine].shape[-1]
-        beside = [(0, 0)] * (self.second.ndim - 1)
-        second = jnp.pad(self.second[..., mine], [*beside, (0, groups)])
+        part = self._side("first").with_columns(begin, end)
+        second = filled(self.second[..., mine], part.scale.shape[-1])
         return Fine(part.data, part.scale, second, end - begin)
+
+    def with_more(self, after: Sequence["Fine"], axis: int) -> "Fine":
+        parts = [self, *after]
+        if axis == 0:
+            return joined(parts)
+        sides = [[x._side(scale) for x in parts] for scale in ("first", "second")]
+        first, second = (one.with_more(others, 1) for one, *others in sides)
+        return Fine(first.data, first.scale, second.scale, first.columns)
+
+    def _side(self, scale: str) -> QTensor:
+        """All integers with the scales of one half of the groups."""
+        return QTensor(self.data, getattr(self, scale), None, 8, PAIR, self.columns)
 
     def pieces(self) -> dict[str, jax.Array]:
         return {".data": self.data, ".first": self.first, ".second": self.second}
@@ -124,11 +137,8 @@ class FineFormat:
         return Fine(pieces[".data"], pieces[".first"], pieces[".second"], shape[-1])
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Fine:
-        for name in (".first", ".second"):
-            if not np.isfinite(pieces[name]).all():
-                raise CheckpointError(f"{path}{name} holds NaN or infinity")
-        if pieces[".data"].min(initial=0) < -127:
-            raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
+        check_finite(path, pieces, ".first", ".second")
+        check_signs(path, pieces, ".data")
         return self.of_pieces(shape, on_device(pieces))
 
 

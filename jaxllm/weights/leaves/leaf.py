@@ -4,14 +4,14 @@ A leaf stands for an array `[..., O, I]`: a matrix, or a stack of them. Products
 matrix; `jax.vmap` takes a stack apart.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops.native import Matrix
 from jaxllm.weights.files import aligned
 
@@ -122,6 +122,14 @@ class Leaf:
         """
         raise ConfigError(f"columns of {self.format} cannot be taken apart")
 
+    def with_more(self, after: Sequence[Any], axis: int) -> Any:
+        """The weight of whose rows (axis 0) or columns (axis 1) it and those `after` it are parts,
+        in this order: the way back from `with_rows` and `with_columns`, bit for bit.
+
+        Raises ConfigError where they cannot be put together.
+        """
+        raise ConfigError(f"parts of {self.format} cannot be put together")
+
 
 class Format(Protocol):
     """A format that a weight can have: how leaves of it are made, from numbers or from a file.
@@ -172,6 +180,19 @@ def or_nan(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
     return jnp.where(inside, rows, jnp.nan).reshape(*index.shape, rows.shape[1])
 
 
+def check_finite(path: str, pieces: Mapping[str, np.ndarray], *names: str) -> None:
+    """Raise CheckpointError where one of these pieces of the leaf at `path` is not finite."""
+    for name in names:
+        if not np.isfinite(pieces[name].astype(np.float32)).all():
+            raise CheckpointError(f"{path}{name} holds NaN or infinity")
+
+
+def check_signs(path: str, pieces: Mapping[str, np.ndarray], name: str) -> None:
+    """Raise CheckpointError for an int8 of which there is no negative: the kernels change signs."""
+    if pieces[name].min(initial=0) < -127:
+        raise CheckpointError(f"{path}{name} holds -128: integers run from -127 to 127")
+
+
 def on_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """A leaf's pieces on the device, where they lie if that is possible."""
     return {key: jax.device_put(piece, may_alias=True) for key, piece in pieces.items()}
@@ -201,6 +222,17 @@ def rows_of(tree: V, index: np.ndarray) -> V:
     """Pieces `[..., O, X]` with these rows alone."""
     taken: V = jax.tree.map(lambda x: x[..., index, :], tree)
     return taken
+
+
+def joined(parts: Sequence[V], axis: int = 0) -> V:
+    """Pieces `[..., O, X]` of several, their rows (axis 0) or columns (axis 1) side by side."""
+    whole: V = jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis - 2), *parts)
+    return whole
+
+
+def filled(x_OG: jax.Array, groups: int) -> jax.Array:
+    """What groups have, `[..., O, G]`, with 0 for those that are added to the last chunk."""
+    return jnp.pad(x_OG, [*[(0, 0)] * (x_OG.ndim - 1), (0, groups - x_OG.shape[-1])])
 
 
 def on_borders(name: str, begin: int, end: int, columns: int, group: int) -> slice:

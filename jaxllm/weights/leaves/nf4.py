@@ -5,7 +5,7 @@ those of bitsandbytes. Blocks of 64 run along the matrix as it lies, row after r
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.leaf import (
     ROWS,
@@ -21,6 +21,8 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     aligned,
+    check_finite,
+    joined,
     on_borders,
     on_device,
     or_nan,
@@ -116,6 +118,11 @@ class NF4(Leaf, struct.PyTreeNode):
         mine = on_borders(self.format, begin, end, self.columns, BLOCK)
         return self._of(data[..., mine, :], absmax[..., mine])
 
+    def with_more(self, after: Sequence["NF4"], axis: int) -> "NF4":
+        """As `with_rows`."""
+        data, absmax = zip(*(x._in_rows() for x in (self, *after)), strict=True)
+        return self._of(jnp.concatenate(data, axis=axis - 3), joined(absmax, axis))
+
     def _in_rows(self) -> tuple[jax.Array, jax.Array]:
         """Blocks `[..., O, I / 64, 32]` and their absmax, float32 `[..., O, I / 64]`.
 
@@ -198,9 +205,7 @@ class NormalFloat:
         return found
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> NF4:
-        for name in (".scale", ".mean") if self.double else (".absmax",):
-            if not np.isfinite(pieces[name]).all():
-                raise CheckpointError(f"{path}{name} holds NaN or infinity")
+        check_finite(path, pieces, *((".scale", ".mean") if self.double else (".absmax",)))
         return self.of_pieces(shape, on_device(pieces))
 
     def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> NF4:

@@ -5,7 +5,7 @@ are held bit for bit. The product is one with the integers, by the kernels that 
 of the sums of each group's inputs with what is added: `x @ w.T = x @ (q s).T + sum_g(x) @ b.T`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape, rows_of
+from jaxllm.weights.leaves.leaf import (
+    Format,
+    Linear,
+    Shape,
+    check_finite,
+    filled,
+    joined,
+    rows_of,
+)
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "offset/"
@@ -54,8 +62,15 @@ class Offset(Wrapped, struct.PyTreeNode):
     def with_columns(self, begin: int, end: int) -> "Offset":
         part, group = self.weight.with_columns(begin, end), self.weight.kind.size(end)
         offset = self.offset[..., begin // group : -(-end // group)]
-        missing = part.scale.shape[-1] - offset.shape[-1]  # of what is added to the last chunk
-        return Offset(part, jnp.pad(offset, [*[(0, 0)] * (offset.ndim - 1), (0, missing)]))
+        return Offset(part, filled(offset, part.scale.shape[-1]))
+
+    def with_more(self, after: Sequence["Offset"], axis: int) -> "Offset":
+        parts = [self, *after]
+        if axis == 0:
+            return joined(parts)
+        weight = self.weight.with_more([x.weight for x in after], axis)
+        offset = joined([x.weight.own_groups(x.offset) for x in parts], 1)
+        return Offset(weight, filled(offset, weight.scale.shape[-1]))
 
     def beside(self) -> dict[str, jax.Array]:
         return {".offset": self.offset}
@@ -87,8 +102,7 @@ class OffsetFormat(WrappedFormat):
         return Offset(weight, pieces[".offset"])
 
     def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
-        if not np.isfinite(pieces[".offset"]).all():
-            raise CheckpointError(f"{path}.offset holds NaN or infinity")
+        check_finite(path, pieces, ".offset")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:

@@ -3,7 +3,7 @@
 GPTQ's act-order ("desc_act") rounds columns by falling importance, and groups them so.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,11 @@ class Ordered(Wrapped, struct.PyTreeNode):
             f"columns of {self.format} lie in an order of their own, in which those of a group are"
             " together: they cannot be taken apart (rows can: a mesh's exact mode takes rows alone)"
         )
+
+    def with_more(self, after: Sequence["Ordered"], axis: int) -> "Ordered":
+        if axis:
+            raise ConfigError(f"columns of {self.format} have one order: they cannot be joined")
+        return self.replace(weight=self.stored.with_more([x.stored for x in after], axis))
 
     def beside(self) -> dict[str, jax.Array]:
         return {".order": self.order}

@@ -1,7 +1,7 @@
 """bfloat16 weights stored losslessly in 12 bits."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     collected,
+    joined,
     on_device,
     or_nan,
     up,
@@ -87,6 +88,9 @@ class Packed(Leaf, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> "Packed":
         return Bfloat16Packed().make(self.dense()[..., begin:end])
+
+    def with_more(self, after: Sequence["Packed"], axis: int) -> "Packed":
+        return Bfloat16Packed().make(joined([x.dense() for x in (self, *after)], axis))
 
     def pieces(self) -> dict[str, jax.Array]:
         return {f".{name}": getattr(self, name) for name in _PIECES}

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear, or_nan
 from jaxllm.weights.leaves.packed import Packed
@@ -218,37 +217,70 @@ class Shares(Leaf, struct.PyTreeNode):
 
     def places(self, ndim: int) -> np.ndarray:
         """Of each row of a whole array of so many axes, its place among the rows of all shares."""
-        count, each = self.parts.shape[-1 - ndim], self.parts.shape[-ndim]
-        number = np.arange(count * each).reshape(count, self.runs, -1)
+        return self._places(self.parts.shape[-1 - ndim], self.parts.shape[-ndim])
+
+    def _places(self, count: int, rows: int) -> np.ndarray:
+        """The same of so many shares of so many rows."""
+        number = np.arange(count * rows).reshape(count, self.runs, -1)
         return number.swapaxes(0, 1).reshape(-1)[: self.size_along]
 
+    def joined(self) -> Any:
+        """The weight that they are shares of, bit for bit, in the format that they have.
+
+        Raises ConfigError as `Leaf.with_more`.
+        """
+        shares = [as_leaf(self.share(i)) for i in range(len(jax.tree.leaves(self.parts)[0]))]
+        first, *others = shares
+        whole = first.with_more(others, self.axis)
+        if self.axis:
+            return whole
+        rows = first.shape[0 if first.ndim == 1 else -2]
+        place = self._places(len(shares), rows)
+        return whole if _in_order(place, len(shares) * rows) else as_leaf(whole).with_rows(place)
+
     def pieces(self) -> dict[str, jax.Array]:
-        if isinstance(self.parts, Leaf):
-            raise ConfigError(
-                f"shares of {self.format} on several devices are not joined again: load the model"
-                " without a mesh to write it"
-            )
-        return {"": self.dense()}
+        return as_leaf(self.joined()).pieces()
+
+
+def _in_order(place: np.ndarray, rows: int) -> bool:
+    """Whether these are all rows as they lie."""
+    return len(place) == rows and bool((np.diff(place) == 1).all())
 
 
 def lengths(shares: Sequence[Any]) -> list[int]:
-    """The most that any of the shares has: of a packed weight in a row, then of each piece."""
-    widest = max(x.widest if isinstance(x, Packed) else 0 for x in shares)
+    """The most that any of the shares has: of a packed weight in a row, then along the last axis of
+    each piece.
+    """
+    widest = max(_widest(x) for x in shares)
     pieces = zip(*map(jax.tree.leaves, shares), strict=True)
-    return [widest, *(max(len(x) if x.ndim else 0 for x in some) for some in pieces)]
+    return [widest, *(max(x.shape[-1] if x.ndim else 0 for x in some) for some in pieces)]
 
 
 def alike(shares: Sequence[Any], longest: Sequence[int]) -> list[Any]:
     """Shares whose pieces have one shape: lists as long as the `lengths` of all shares say."""
-    widest, *rows = longest
-    shares = [x.replace(widest=widest) if isinstance(x, Packed) else x for x in shares]
+    widest, *ends = longest
+    shares = [_widened(x, widest) for x in shares]
 
     def same(length: int, pieces: Sequence[jax.Array]) -> list[jax.Array]:
-        missing = [length - len(x) if x.ndim else 0 for x in pieces]
+        missing = [length - x.shape[-1] if x.ndim else 0 for x in pieces]
         padded = zip(pieces, missing, strict=True)
-        return [jnp.pad(x, [(0, more)]) if more else x for x, more in padded]  # lists
+        return [
+            jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, more)]) if more else x for x, more in padded
+        ]
 
     each = zip(*map(jax.tree.leaves, shares), strict=True)
-    columns = [same(*of) for of in zip(rows, each, strict=True)]
+    columns = [same(*of) for of in zip(ends, each, strict=True)]
     structure = jax.tree.structure(shares[0])
     return [jax.tree.unflatten(structure, mine) for mine in zip(*columns, strict=True)]
+
+
+def _widest(x: Any) -> int:
+    if isinstance(x, Shares):
+        return _widest(x.parts)
+    return x.widest if isinstance(x, Packed) else 0
+
+
+def _widened(x: Any, widest: int) -> Any:
+    if isinstance(x, Shares):
+        return x.replace(parts=_widened(x.parts, widest))
+    return x.replace(widest=widest) if isinstance(x, Packed) else x

@@ -4,7 +4,7 @@ The product is of integers with integers: with input codes q, `x' = step (q - ze
 `x' @ w.T = step (q @ w.T - zero sum_i w_i)`, where the sums of the weight's rows are known.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape, check_finite
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "static/"
@@ -70,6 +70,13 @@ class Static(Wrapped, struct.PyTreeNode):
     def with_columns(self, begin: int, end: int) -> "Static":
         return Static.of(self.weight.with_columns(begin, end), self.step, self.zero)
 
+    def with_more(self, after: Sequence["Static"], axis: int) -> "Static":
+        weight = self.weight.with_more([x.weight for x in after], axis)
+        if axis:
+            return Static.of(weight, self.step, self.zero)
+        sums = [x.sum for x in (self, *after)]
+        return self.replace(weight=weight, sum=jnp.concatenate(sums, axis=-1))
+
     def beside(self) -> dict[str, jax.Array]:
         return {".step": self.step, ".zero": self.zero, ".sum": self.sum}
 
@@ -94,11 +101,10 @@ class StaticFormat(WrappedFormat):
         return Static(weight, **{name: pieces[f".{name}"] for name in ("step", "zero", "sum")})
 
     def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
-        step, zero, total_O = (pieces[name] for name in (".step", ".zero", ".sum"))
+        step, zero = pieces[".step"], pieces[".zero"]
         if not (np.isfinite(step) and step > 0 and LEAST <= zero <= MOST):
             raise CheckpointError(f"{path} has no grid for its inputs: step {step}, zero {zero}")
-        if not np.isfinite(total_O).all():
-            raise CheckpointError(f"{path}.sum holds NaN or infinity")
+        check_finite(path, pieces, ".sum")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> StaticFormat | None:

@@ -15,12 +15,14 @@ from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Shape, on_device
 
 class Wrapped(Leaf):
     """`weight`, an array or a leaf, and pieces `beside` it. kind: of its format's name, up to and
-    with the slash. nests: whether the weight may itself be composed, of any kind.
+    with the slash. nests: whether the weight may itself be composed, of any kind. alike: its fields
+    whose rows and columns are those of the weight, or of its groups.
     """
 
     composed = True
     kind: ClassVar[str]
     nests: ClassVar[bool] = False
+    alike: ClassVar[tuple[str, ...]] = ()
     weight: Any
 
     @property
@@ -43,6 +45,17 @@ class Wrapped(Leaf):
     def beside(self) -> dict[str, jax.Array]:
         """Its own pieces."""
         raise NotImplementedError
+
+    def others(self) -> dict[str, Any]:
+        """Its fields of arrays but for the weight, where they are there."""
+        kept = [f for f in dataclasses.fields(self) if f.metadata.get("pytree_node", True)]  # type: ignore[arg-type]
+        found = {f.name: getattr(self, f.name) for f in kept if f.name != "weight"}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def check_columns(self, begin: int, end: int) -> None:
+        """Raise ConfigError where the columns from `begin` to before `end` mean something else
+        without the others.
+        """
 
     def pieces(self) -> dict[str, jax.Array]:
         inner = {f".weight{name}": piece for name, piece in self.stored.pieces().items()}

@@ -1,0 +1,115 @@
+"""Options that commands have in common, a set at a time: dataclasses whose fields are flags."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from jaxllm.cli.options import (
+    Adapters,
+    CacheDtype,
+    Dtype,
+    Exact,
+    Mesh,
+    More,
+    NewTokens,
+    PrecisionFile,
+    Quantize,
+    Seed,
+    SelfExtend,
+    Temperature,
+    TopK,
+    TopP,
+    begin_reading,
+    load_model,
+    read_json_option,
+)
+
+if TYPE_CHECKING:
+    from jaxllm.api import LM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How text is made."""
+
+    max_new_tokens: NewTokens = None
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    more: More = None
+    seed: Seed = 0
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Those that are options of `LM.generate` by their names, without the seed."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What a model is to be like, and where."""
+
+    dtype: Dtype = None
+    cache_dtype: CacheDtype = None
+    quantize: Quantize = None
+    precision: PrecisionFile = None
+    adapter: Adapters = None
+    mesh: Mesh = None
+    exact: Exact = False
+    self_extend: SelfExtend = None
+
+    def begin(self, model: str) -> None:
+        """As `options.begin_reading`."""
+        begin_reading(model, self.dtype, self.quantize, self.precision, self.mesh)
+
+    def load(self, model: str, **more: Any) -> "LM":
+        """As `options.load_model`, which takes `more` too."""
+        given = {name: x for name, x in vars(self).items() if name != "adapter"}
+        return load_model(model, adapters=self.adapter, **given, **more)
+
+    def facts(self) -> dict[str, Any]:
+        """The same as JSON says it, with what the table of formats says."""
+        file = self.precision
+        table = None if file is None else read_json_option("--precision", file)
+        return {**vars(self), "precision": table}
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of dataclasses in place of its arguments that are such: behind
+    its own, each set in its order.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    given = inspect.signature(function).parameters.values()
+    sets = {p.name: hints[p.name] for p in given if dataclasses.is_dataclass(hints[p.name])}
+    own = [p for p in given if p.name not in sets]
+
+    def flags(kind: Any) -> list[inspect.Parameter]:
+        types = get_type_hints(kind, include_extras=True)
+        return [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty
+                if field.default is dataclasses.MISSING
+                else field.default,
+                annotation=types[field.name],
+            )
+            for field in dataclasses.fields(kind)
+        ]
+
+    @functools.wraps(function)
+    def command(*args: Any, **given: Any) -> None:
+        made = {}
+        for name, kind in sets.items():
+            names = [field.name for field in dataclasses.fields(kind) if field.name in given]
+            made[name] = kind(**{field: given.pop(field) for field in names})
+        function(*args, **given, **made)
+
+    arguments = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]
+    spliced = [*arguments, *(flag for kind in sets.values() for flag in flags(kind))]
+    command.__signature__ = inspect.Signature(spliced)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in spliced}
+    return command

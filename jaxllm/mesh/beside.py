@@ -1,0 +1,84 @@
+"""New adapters beside parameters that are on a mesh already, to be trained.
+
+What is new goes where its share of the weight is, and beside a pipeline's stacked weights it is
+stacked as they are.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxllm.errors import ConfigError
+from jaxllm.mesh.axes import mesh_of
+from jaxllm.mesh.pipeline.stacked import stack_of
+from jaxllm.mesh.placing import Shared
+from jaxllm.mesh.rules import split_of
+from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.paths import Params, map_leaves
+
+if TYPE_CHECKING:
+    from jaxllm.mesh.meshed import Meshed
+
+Around = Callable[[str, Any], Any]
+
+
+def beside(model: "Meshed", params: Params, around: Around) -> Params:
+    """`weights.paths.Placed.beside` of a model on a mesh."""
+    reader = model.reader()
+
+    def leaf(path: str, weight: Any) -> Any:
+        names = model.names(path)
+        found = [around(name, weight) for name in names]
+        if all(x is weight for x in found):
+            return weight
+        if any(x is weight for x in found):
+            raise ConfigError(
+                f"the adapter is beside some of {', '.join(names)} and not others, which stand in"
+                " one place of a pipeline's stages: name them all, or use a mesh with stage=1"
+            )
+        _check(model, path, found[0])
+        if len(names) == 1:
+            return _unmeasured(reader.beside(path, found[0]))
+        each = [
+            Shared.beside(reader, name, x.replace(weight=None))
+            for name, x in zip(names, found, strict=True)
+            if reader.here(name)
+        ]
+        arrays = zip(*map(jax.tree.leaves, each), strict=True)
+        stacks = [stack_of("/".join(names), some, mesh_of(model.axes)) for some in arrays]
+        made: Any = jax.tree.unflatten(jax.tree.structure(each[0]), stacks)
+        return made.replace(weight=weight)
+
+    return map_leaves(leaf, params)
+
+
+def _unmeasured(leaf: Any) -> Any:
+    """An adapted weight whose lengths change in training: they are measured when it is used."""
+    if not isinstance(leaf, Adapted):
+        return leaf
+    return leaf.replace(norm=None, weight=_unmeasured(leaf.weight))
+
+
+def _check(model: "Meshed", path: str, adapted: Adapted) -> None:
+    """Raise ConfigError for what is not trained on this mesh."""
+    axes = model.axes
+    for name, why in (
+        ("sequence", "drawn for rows of whole texts, and sequence divides them"),
+        ("stage", "drawn for all rows at once, and stages run them in microbatches"),
+    ):
+        if adapted.dropout and getattr(axes, name) > 1:
+            raise ConfigError(f"dropout is {why}: leave it out, or use a mesh with {name}=1")
+    if adapted.magnitude is None:
+        return
+    if axes.stage > 1:
+        raise ConfigError(
+            "DoRA takes the lengths of a layer's rows, and stages have several layers in one place:"
+            " train LoRA, or use a mesh with stage=1"
+        )
+    parts = axes.over(split_of(model.config, model.exact, path).over)
+    if adapted.site == "rows" and parts > 1:
+        raise ConfigError(
+            f"{path}: lengths of the columns of a table whose rows are divided are not trained:"
+            " leave it out of DoRA's targets, or use a mesh with tensor=1"
+        )
