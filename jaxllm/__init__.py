@@ -23,7 +23,8 @@ from jaxllm import moved
 if TYPE_CHECKING:
     from jaxllm import errors
     from jaxllm.api import LM, Piece
-    from jaxllm.cache.kv import Delta, KVCache, Segment, commit, init_cache
+    from jaxllm.cache.growth import commit
+    from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
     from jaxllm.complete import Completion
     from jaxllm.config import ModelConfig, Rope
     from jaxllm.decode.batching.requests import Request
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "jaxllm.api": ("LM", "Piece"),
-    "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "commit", "init_cache"),
+    "jaxllm.cache.growth": ("commit",),
+    "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "init_cache"),
     "jaxllm.complete": ("Completion",),
     "jaxllm.config": ("ModelConfig", "Rope"),
     "jaxllm.decode.loops.beam": ("BeamResult", "beam_search"),

@@ -139,12 +139,11 @@ def prepared(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
     if (test.prompt or test.depth + test.decode) > context:
         raise CapacityError(f"{test.name} exceeds the model's context of {context} tokens")
     generator = np.random.default_rng(0)
-    dtype = lm.model.precision.cache
     capacity = test.prompt or test.depth + test.decode
     ids_BT = generator.integers(0, vocabulary, (batch, test.prompt or max(1, test.depth)))
 
     def fresh() -> KVCache:
-        return init_cache(lm.config, batch, capacity + 1, dtype=dtype)
+        return init_cache(lm.model, batch, capacity + 1)
 
     def read(cache: KVCache, *, donate: bool) -> tuple[jax.Array, KVCache]:
         return prefill(lm.model, lm.params, cache, ids_BT, chunk=chunk, donate=donate)

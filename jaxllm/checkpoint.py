@@ -36,7 +36,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.reading import Whole, read_leaf
+from jaxllm.weights.reading import Elsewhere, Whole, read_leaf
 
 FORMAT = "jaxllm"
 VERSION = 1
@@ -202,7 +202,9 @@ def load_params(
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
 
-        def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight:
+        def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight | Elsewhere:
+            if not placed.here(path):
+                return Elsewhere()
             if path in checkpoint.formats:
                 leaf = precision.cast(path, _assembled(checkpoint, path, shape.shape))
                 advance(leaf.nbytes)

@@ -1,19 +1,22 @@
 """Several processes that run one command, each with devices of its own: `jax.distributed`.
 
 Every process runs all of the command, on the same whole arrays of which each holds its share, so
-all must come to the same decisions. What only one can know (stdin, a random seed) the first tells
-the others (`told`); what each has by itself (versions, files) is compared (`agree`). JAX ends a
-process from C++ when another is gone; `jaxllm.guard` says then in a line what happened.
+all must come to the same decisions. What only one can know (stdin, a random seed, the clock) the
+first tells the others (`told`, `from_first`); what each has by itself (versions, files) is compared
+(`agree`, `weights.copies`). What is written, the first has whole (`at_first`). JAX ends a process
+from C++ when another is gone; `jaxllm.guard` says then in a line what happened.
 """
 
 import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxllm import process
@@ -28,6 +31,7 @@ PIECE = 1 << 20  # characters of a text that are told at once: a call takes 4 MB
 MOST = 1 << 16  # processes
 
 _numbers = itertools.count()
+_asked: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)  # by who asks
 
 
 class Group(NamedTuple):
@@ -104,6 +108,11 @@ def several() -> bool:
     return "jax" in sys.modules and _state().client is not None and _state().num_processes > 1
 
 
+def number() -> int:
+    """Which of several processes this is, from 0."""
+    return int(_state().process_id) if several() else 0
+
+
 def told(make: Callable[[], str]) -> str:
     """What `make` gives in the first process; of one alone, in it."""
     if not several():
@@ -120,13 +129,17 @@ def told(make: Callable[[], str]) -> str:
     return text
 
 
-def each(mine: Any) -> list[Any]:
-    """What every process has, in order: plain data, as JSON has it."""
+def each(mine: Any, among: Sequence[int] | None = None) -> list[Any]:
+    """What every process has, in order: plain data, as JSON has it. among: the numbers of those
+    that ask, of which this is one; by default all.
+    """
     if not several():
         return [mine]
-    client, key = _state().client, f"jaxllm/each/{next(_numbers)}"
+    client, asking = _state().client, tuple(among or range(_state().num_processes))
+    whose = hashlib.sha256(repr(asking).encode()).hexdigest()[:16]
+    key = f"jaxllm/each/{whose}/{next(_asked[asking])}"
     client.key_value_set(f"{key}/{_state().process_id}", json.dumps(mine))
-    names = [f"{key}/{n}" for n in range(_state().num_processes)]
+    names = [f"{key}/{n}" for n in asking]
     return [json.loads(client.blocking_key_value_get(name, DAY)) for name in names]
 
 
@@ -136,15 +149,54 @@ def fetched(tree: Any) -> Any:
     """
     import jax
 
-    if several():
-        from jax.experimental import multihost_utils
+    return jax.device_get(jax.tree.map(_gathered, tree) if several() else tree)
 
-        def gathered(x: Any) -> Any:
-            near = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-            return x if near else multihost_utils.process_allgather(x, tiled=True)
 
-        tree = jax.tree.map(gathered, tree)
-    return jax.device_get(tree)
+def _gathered(x: Any) -> Any:
+    """An array as it is where all of it is here, else from all processes, bit for bit: what sums of
+    zeros and it would be, -0 is not.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return multihost_utils.process_allgather(x, tiled=True)
+    bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return np.asarray(multihost_utils.process_allgather(bits, tiled=True)).view(x.dtype)
+
+
+def at_first(x: Any) -> Any:
+    """An array on the host of the first process, all of it; in the others one of its shape that
+    has no numbers and takes no room. All ask for it together.
+    """
+    import numpy as np
+
+    array = np.asarray(fetched(x))
+    return array if process.leads() else np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
+def from_first(x: Any) -> Any:
+    """The first process's array on the host of each. x: in the others what has its shape and format
+    alone. All ask for it together.
+    """
+    import numpy as np
+
+    if not several():
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
+    mine = (
+        np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        if process.leads()
+        else np.zeros(size, np.uint8)
+    )
+    bits = np.asarray(multihost_utils.broadcast_one_to_all(mine))
+    return bits.view(x.dtype).reshape(x.shape)
 
 
 def agree(about: Mapping[str, Any]) -> None:

@@ -1,28 +1,28 @@
 """From a checkpoint's files to a language model: which, in what precision, and where to."""
 
 import dataclasses
-import hashlib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxllm import checkpoint, distributed
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.api import LM
+from jaxllm.errors import ConfigError
 from jaxllm.forms import open_path, read_texts
 from jaxllm.located import resolve
 from jaxllm.mesh import Axes, placed
 from jaxllm.settings import UNSUPPORTED
-from jaxllm.weights.paths import Place, map_leaves
+from jaxllm.weights.copies import check_same
+from jaxllm.weights.paths import Place, flatten, map_leaves
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
+from jaxllm.weights.reading import Elsewhere
 
 
 def load(
-    path: str | Path,
+    path: str | Path | checkpoint.Checkpoint,
     *,
     dtype: str | Precision | None = None,
     quantize: Rules | None = None,
@@ -38,47 +38,22 @@ def load(
 
     path: a directory, or a GGUF file (of one in parts, any of them); "demo:llama" or "demo:gpt2"
     for the checkpoints that jaxllm brings; or "hf:owner/name" (or "hf:owner/name/file.gguf"), the
-    only spelling for which anything is downloaded. dtype: "float32", "bfloat16", "float16" for
-    weights, activations and cache alike, or a `Precision`; by default as the checkpoint keeps its
-    weights. quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
-    `jaxllm.quantize` takes them, applied tensor by tensor while loading. adapters: PEFT's
-    directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that `generate` is to
-    know them by, or a list of them, which go by their
-    own; the first is taken where none is named. place: told an array's path and the array, says its
-    device or its sharding, None for the default. mesh: the devices that the model is spread over,
-    as "data=2,tensor=4" (`jaxllm.mesh`), in place of `place`; each has its own share, and no more.
-    exact: there, the bits of one device, for twice as much that is sent. fsdp: there, devices of
-    `data` have parts of each matrix, too, which are gathered in use: for training. show_progress:
-    by default where stderr is a terminal.
+    only spelling for which anything is downloaded; or what `open_checkpoint` has opened. dtype:
+    "float32", "bfloat16", "float16" for weights, activations and cache alike, or a `Precision`; by
+    default as the checkpoint keeps its weights. quantize: a format ("int8", "int4", "bf16-packed",
+    ...) or ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading.
+    adapters: PEFT's directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that
+    `generate` is to know them by, or a list of them, which go by their own; the first is taken
+    where none is named. place: told an array's path and the array, says its device or its sharding,
+    None for the default. mesh: the devices that the model is spread over, as "data=2,tensor=4"
+    (`jaxllm.mesh`), in place of `place`; each has its own share, and no more. exact: there, the
+    bits of one device, for twice as much that is sent. fsdp: there, devices of `data` have parts of
+    each matrix, too, which are gathered in use: for training. show_progress: by default where
+    stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
-    return load_opened(
-        open_checkpoint(path),
-        dtype,
-        quantize,
-        adapters=adapters,
-        place=place,
-        mesh=mesh,
-        exact=exact,
-        fsdp=fsdp,
-        show_progress=show_progress,
-    )
-
-
-def load_opened(
-    opened: checkpoint.Checkpoint,
-    dtype: str | Precision | None = None,
-    quantize: Rules | None = None,
-    *,
-    adapters: Adapters = (),
-    place: Place | None = None,
-    mesh: str | Axes | None = None,
-    exact: bool = False,
-    fsdp: bool = False,
-    show_progress: bool | None = None,
-) -> LM:
-    """`load` of a checkpoint that has been opened."""
+    opened = path if isinstance(path, checkpoint.Checkpoint) else open_checkpoint(path)
     precision = dtype if isinstance(dtype, Precision) else opened.precision
     if isinstance(dtype, str):
         precision = precision.in_dtype(dtype)
@@ -86,13 +61,19 @@ def load_opened(
         precision = dataclasses.replace(precision, quantize=freeze(quantize))
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
-            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=3)
-    distributed.agree(_identity(opened, precision, quantize, mesh, exact))
+            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
+    distributed.agree(_identity(opened, precision, quantize, mesh, exact, fsdp))
+    check_same(opened.tensors, opened.directory, show_progress)
     model, into = placed(opened.config, precision, place, mesh, exact, fsdp)
     with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as looking for NaN
         reading = beside.submit(read_texts, opened)
         params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)
     texts = reading.result()
+    if adapters and any(isinstance(leaf, Elsewhere) for _, leaf in flatten(params)):
+        raise ConfigError(
+            "an adapter stands beside all layers, and these processes have stages of them: merge it"
+            " into the weights first (jaxllm merge), or use a mesh with stage=1"
+        )
     params, names = with_directories(opened.config, params, adapters)
     if into is not None and names:
         params = map_leaves(into.beside, params)
@@ -113,21 +94,17 @@ def load_opened(
 
 
 def _identity(opened: checkpoint.Checkpoint, *asked: Any) -> dict[str, str]:
-    """What says of a checkpoint and of how it is to be read whether another process has the same.
-
-    Of each tensor's numbers it is the first row: no process reads what it has no share of.
+    """What says of a checkpoint and of how it is to be read whether another process has the same,
+    but for its numbers.
     """
     if not distributed.several():
         return {}
-    weights = hashlib.sha256()
-    for name, tensor in sorted(opened.tensors.items()):
-        weights.update(repr((name, tensor.shape, str(tensor.dtype))).encode())
-        weights.update(next(tensor.blocks(1), np.zeros(0)).tobytes())
     kept = opened.generation, opened.precision, opened.formats, opened.form
+    named = [(n, t.shape, str(t.dtype)) for n, t in sorted(opened.tensors.items())]
     return {
         "model's configuration": repr(opened.config),
         "model's precision and settings": repr((kept, asked)),
-        "weights (SHA-256 of each tensor's first row)": weights.hexdigest()[:16],
+        "weights' names, shapes and formats": repr(named),
     }
 
 

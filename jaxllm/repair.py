@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, check_usable, commit
+from jaxllm.cache.growth import commit
+from jaxllm.cache.kv import KVCache, check_usable
 from jaxllm.cache.surgery import keep, patch, shift, slots_at
 from jaxllm.errors import TokenError
 from jaxllm.steps import forward

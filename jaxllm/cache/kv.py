@@ -1,4 +1,4 @@
-"""The cache is a value: segments of keys and values, and `commit`, the one place where it grows.
+"""The cache is a value: segments of keys and values, of which the last, the tail, has room.
 
 A slot is described by its position, never by its index, so padding, unequal lengths, branches and
 gaps need no further bookkeeping. Keys are stored already rotated.
@@ -14,8 +14,8 @@ from flax import struct
 
 from jaxllm.cache.equal import same
 from jaxllm.cache.show import Shown, marked_text
-from jaxllm.cache.write import at_cursor, window_at_cursor
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import fetched
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
@@ -124,9 +124,9 @@ class KVCache(struct.PyTreeNode):
     def tokens(self, row: int = 0) -> list[int]:
         """The ids of a row's text, in the order of their positions."""
         check_usable(self)
-        position_S = np.asarray(self.position_BS)[row]
+        position_S = fetched(self.position_BS)[row]
         order = np.argsort(position_S, kind="stable")
-        return np.asarray(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
+        return fetched(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
 
     def show(self, tokenizer: Any) -> Shown:
         """Each row's text, what was culled as [-...-], what was patched as {+...+}.
@@ -137,7 +137,7 @@ class KVCache(struct.PyTreeNode):
         arrays = (self.position_BS, self.token_BS, self.patched_BS)
         return Shown(
             marked_text(position_S, token_S, patched_S, tokenizer)
-            for position_S, token_S, patched_S in zip(*map(np.asarray, arrays), strict=True)
+            for position_S, token_S, patched_S in zip(*map(fetched, arrays), strict=True)
         )
 
     def __eq__(self, other: object) -> bool:
@@ -255,6 +255,11 @@ def where_placed(cache: KVCache, model: Any) -> KVCache:
     return made
 
 
+def back_in_place(cache: KVCache, model: Any) -> KVCache:
+    """A cache that surgery has changed, on the devices that its model says; most say nothing."""
+    return put(cache, model.place) if isinstance(model, Placed) else cache
+
+
 _EMPTY_CACHE = Program(_empty_cache, static=(0, 1, 2, 3, 4))
 
 
@@ -294,39 +299,6 @@ def culled(position: Any) -> Any:
     return -2 - position
 
 
-def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
-    """The cache with the delta's tokens written at its cursor.
-
-    Trailing columns in which every row is padding take no slots. `cache` stays valid, at the cost
-    of a copy of its tail (never of its frozen segments); with `donate=True` the write is in place
-    and `cache` must not be used again.
-
-    Raises CapacityError when the tokens do not fit, CacheMismatchError when the delta belongs to a
-    cache of another shape, or when `cache` was donated before. Inside `jit`, where nothing can be
-    raised, tokens that do not fit are dropped and no slot that was written before changes.
-    """
-    check_fits(cache, delta.position_BS)
-    _check_match(cache, delta)
-    frozen, grown = cache.frozen, cache.replace(frozen=())
-    # The frozen segments stay out of the compiled call: what goes through it comes back copied.
-    step = _commit_in_place if donate else _commit
-    return step(grown, delta).replace(frozen=frozen)
-
-
-def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] = ()) -> KVCache:
-    """`commit` without its checks, for use inside compiled programs; after: see `at_cursor`."""
-    used = (delta.position_BS >= 0).any(axis=0)
-    columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    write = cache.writer or at_cursor
-    written = write(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
-    return cache.replace(
-        tail=written,
-        cursor=cache.cursor + columns,
-        next_position_B=jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1),
-        memory=delta.memory,
-    )
-
-
 def cast_like(delta: Delta, like: Segment) -> Segment:
     """The delta's entries as a segment, in the formats of another segment."""
     return Segment(
@@ -336,23 +308,6 @@ def cast_like(delta: Delta, like: Segment) -> Segment:
         token_BS=delta.token_BS,
         patched_BS=delta.patched_BS,
     )
-
-
-def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
-    """Attention mass over all slots and `new` tokens, `[..., B, S + T]`, by slots: `[..., B, S]`.
-
-    The new tokens' share moves to the slots of the tail that `commit` gives them; frozen slots come
-    first, whether `tail` has them or not.
-    """
-    if mass_XBS.ndim > 2:
-        return jax.vmap(lambda mass: settle(mass, tail, new))(mass_XBS)
-    mass_BS, new_BT = mass_XBS[:, :-new], mass_XBS[:, -new:]
-    own_BS = window_at_cursor(jnp.zeros_like(mass_BS[:, -tail.capacity :]), new_BT, tail.cursor)
-    return mass_BS.at[:, -tail.capacity :].add(own_BS)
-
-
-_commit = jax.jit(unchecked_commit)
-_commit_in_place = jax.jit(unchecked_commit, donate_argnums=0)
 
 
 def check_usable(cache: KVCache) -> None:
@@ -375,41 +330,10 @@ def check_usable(cache: KVCache) -> None:
         )
 
 
-def check_fits(cache: KVCache, position_BT: jax.Array | np.ndarray) -> None:
-    """Raise CapacityError if tokens at these positions (-1: padding) do not fit into the tail."""
-    check_usable(cache)
-    if isinstance(cache.cursor, jax.core.Tracer) or isinstance(position_BT, jax.core.Tracer):
-        return
-    used = np.flatnonzero((np.asarray(position_BT) >= 0).any(axis=0))
-    columns = int(used[-1]) + 1 if used.size else 0
-    cursor = int(cache.cursor)
-    if cursor + columns > cache.capacity:
-        raise CapacityError(
-            f"{columns} more tokens do not fit: {cursor} of the cache's {cache.capacity} slots are"
-            " used. Make the cache with a larger capacity"
-        )
-
-
 def check_no_memory(cache: KVCache, what: str) -> None:
     """Raise CacheMismatchError where layers keep something beside keys and values."""
     if cache.memory:
         raise CacheMismatchError(
             f"{what}: this model's layers keep a memory of all that was read, which cannot be taken"
             " apart. Go on from a cache that was forked before"
-        )
-
-
-def _check_match(cache: KVCache, delta: Delta) -> None:
-    kept: Any = jax.tree.structure(cache.memory)
-    if kept != jax.tree.structure(delta.memory):
-        raise CacheMismatchError("the delta's memory is not of the cache's form")
-
-    def form(segment: Segment) -> tuple[int, tuple[int, ...]]:
-        shape = segment.k[0].shape
-        return len(segment.k), (shape[0], *shape[2:])
-
-    if form(cache.tail) != form(delta):
-        raise CacheMismatchError(
-            "the delta is of (layers, (rows, kv heads, head dim))"
-            f" {form(delta)}, the cache of {form(cache.tail)}"
         )

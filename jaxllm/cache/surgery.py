@@ -28,6 +28,7 @@ from jaxllm.cache.kv import (
 from jaxllm.cache.unread import memory_before
 from jaxllm.cache.write import at_slots
 from jaxllm.config import ModelConfig, Rope
+from jaxllm.distributed import fetched
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, cast, dense, turn
 from jaxllm.ops.entries import side_by_side
@@ -310,8 +311,8 @@ def _check_moved(before: KVCache, after: KVCache) -> None:
     position_BS = after.position_BS
     if not _concrete(position_BS):
         return
-    live = np.asarray(before.position_BS) >= 0
-    there = np.asarray(position_BS)[live]
+    live = fetched(before.position_BS) >= 0
+    there = fetched(position_BS)[live]
     limit = after.config.position_limit
     if there.size and (there.min() < 0 or there.max() >= limit):
         wrong = there.min() if there.min() < 0 else there.max()
@@ -323,7 +324,7 @@ def _check_distinct(position_BS: jax.Array) -> None:
     """Raise TokenError where two tokens of a row are at one position."""
     if not _concrete(position_BS):
         return
-    for row, position_S in enumerate(np.asarray(position_BS)):
+    for row, position_S in enumerate(fetched(position_BS)):
         found, count = np.unique(position_S[position_S >= 0], return_counts=True)
         if (count > 1).any():
             raise TokenError(f"row {row} would have two tokens at position {found[count > 1][0]}")
@@ -332,7 +333,7 @@ def _check_distinct(position_BS: jax.Array) -> None:
 def _check_slots(cache: KVCache, at_BT: jax.Array) -> None:
     if not _concrete(at_BT, cache.cursor):
         return
-    position_BS = np.asarray(cache.position_BS)
+    position_BS = fetched(cache.position_BS)
     for row, slots in enumerate(np.asarray(at_BT)):
         slots = slots[slots >= 0]
         if slots.size and slots.max() >= cache.slots:

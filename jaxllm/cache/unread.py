@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, check_no_memory
 from jaxllm.config import Rope
+from jaxllm.distributed import fetched
 from jaxllm.errors import CacheMismatchError
 from jaxllm.ops.compressive import Memory, Update, at_border, write
 from jaxllm.ops.entries import dense, side_by_side
@@ -32,9 +33,9 @@ def memory_before(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
         return ()
     if isinstance(next_B, jax.core.Tracer) or isinstance(cache.cursor, jax.core.Tracer):
         check_no_memory(cache, "rewind inside a compiled program")
-    begin_B = np.asarray(cache.memory[0].segment_B) * length
-    _check(cache, np.asarray(next_B), begin_B)
-    if (np.asarray(next_B) == np.asarray(cache.next_position_B)).all():
+    begin_B = fetched(cache.memory[0].segment_B) * length
+    _check(cache, fetched(next_B), begin_B)
+    if (fetched(next_B) == fetched(cache.next_position_B)).all():
         return cache.memory
     layers = []
     for layer, memory in enumerate(cache.memory):
@@ -47,7 +48,7 @@ def memory_before(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
 
 
 def _check(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:
-    position_BS, now_B = np.asarray(cache.position_BS), np.asarray(cache.next_position_B)
+    position_BS, now_B = fetched(cache.position_BS), fetched(cache.next_position_B)
     for row, (to, begin, now) in enumerate(zip(next_B, begin_B, now_B, strict=True)):
         if to < begin:
             raise CacheMismatchError(

@@ -12,7 +12,7 @@ from jaxllm import distributed, guard, process
 from jaxllm.errors import ConfigError
 
 # The commands whose model can be on a mesh, and whose outcome all processes come to together.
-COMMANDS = ("generate", "embed", "perplexity")
+COMMANDS = ("generate", "embed", "perplexity", "recall", "bench", "train full", "train lora")
 
 Address = Annotated[
     str | None,
@@ -45,6 +45,7 @@ def enter(
     different versions or are asked for different things.
     """
     group = distributed.group_of(address, count, number)
+    command = _named(command, arguments)
     if command not in COMMANDS:
         raise ConfigError(
             f"--distributed goes with {', '.join(COMMANDS)}; {command} is work of one process"
@@ -54,6 +55,15 @@ def enter(
     distributed.join(group)
     distributed.agree(_facts(arguments))
     return None
+
+
+def _named(command: str | None, arguments: Sequence[str]) -> str | None:
+    """A command with the name of its own command, where it has some."""
+    known = {name.partition(" ")[0] for name in COMMANDS if " " in name}
+    if command not in known:
+        return command
+    after = arguments[arguments.index(command) + 1 :]
+    return " ".join([command, *after[:1]])
 
 
 def _facts(arguments: Sequence[str]) -> dict[str, Any]:

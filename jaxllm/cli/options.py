@@ -179,7 +179,7 @@ def load_model(
     # Importing JAX takes seconds; a download and reading weights have bars of their own.
     quiet = show_progress is False or model.startswith("hf:")
     with waiting(None if quiet else f"loading {model}"):
-        from jaxllm.loading import load_opened, open_checkpoint
+        from jaxllm.loading import load, open_checkpoint
 
         if reuse_compiled:
             keep_compiled()
@@ -195,10 +195,10 @@ def load_model(
             chosen = dataclasses.replace(chosen, int8_inputs=True)
     if self_extend is not None:  # before the weights are read
         opened.config.self_extended(*group_and_window(self_extend))
-    lm = load_opened(
+    lm = load(
         opened,
-        chosen,
-        quantize,
+        dtype=chosen,
+        quantize=quantize,
         adapters=_adapters(adapters or []),
         mesh=mesh,
         exact=exact,

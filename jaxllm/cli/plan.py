@@ -34,7 +34,8 @@ def plan(
         ),
     ] = "h100",
     goal: Annotated[
-        str, typer.Option(help="Of --devices: latency of a token, or throughput.")
+        str,
+        typer.Option(help="Of --devices: latency of a token, throughput, or prompt (its time)."),
     ] = "latency",
     microbatches: Annotated[
         int | None, typer.Option(help="Groups of rows in a pipeline; by default as many as stages.")

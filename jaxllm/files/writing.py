@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from jaxllm import process
+from jaxllm import distributed, process
 from jaxllm.errors import CheckpointError
 from jaxllm.files.reading import inside, is_there, open_regular
 
@@ -66,11 +66,15 @@ def writing_directory(directory: Path, last: str = "config.json") -> Iterator[Pa
     """A directory to fill with files, which become those of `directory` when the block ends well.
 
     last: the file that says that a directory is complete: it is moved there after all others.
-    Whatever ends the block otherwise leaves `directory` as it was, or missing.
+    Whatever ends the block otherwise leaves `directory` as it was, or missing. Of a group of
+    processes the first makes it; what others write in it with `writing` goes nowhere.
 
     Raises:
       CheckpointError: it cannot be written.
     """
+    if not process.leads():
+        yield directory
+        return
     target = Path(os.path.realpath(directory))
     with _told(directory):
         there = target.is_dir()
@@ -101,19 +105,26 @@ def _filled(partial: Path) -> Iterator[None]:
 
 
 def check_vacant(directory: Path, last: str, what: str) -> None:
-    """Find out before the work whether `writing_directory` can succeed.
+    """Find out before the work whether `writing_directory` can succeed; of a group of processes
+    the first looks, and all are told.
 
     Raises:
       CheckpointError: there is `what` in it already, it is a file, or nothing may be written there.
     """
+    if complaint := distributed.told(lambda: _in_the_way(directory, last, what)):
+        raise CheckpointError(complaint)
+
+
+def _in_the_way(directory: Path, last: str, what: str) -> str:
     if is_there(directory / last):
-        raise CheckpointError(f"{directory} already holds {what}; name an empty directory")
+        return f"{directory} already holds {what}; name an empty directory"
     absolute = Path(os.path.realpath(directory))
     nearest = next(path for path in (absolute, *absolute.parents) if is_there(path))
     if not nearest.is_dir():
-        raise CheckpointError(f"cannot write {directory}: {nearest} is not a directory")
+        return f"cannot write {directory}: {nearest} is not a directory"
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise CheckpointError(f"cannot write {directory}: {nearest} may not be written to")
+        return f"cannot write {directory}: {nearest} may not be written to"
+    return ""
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ stacked as they are.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import mesh_of
 from jaxllm.mesh.pipeline.stacked import stack_of
@@ -37,14 +39,25 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
             )
         _check(model, path, found[0])
         if len(names) == 1:
-            return reader.beside(path, found[0])
+            return _unmeasured(reader.beside(path, found[0]))
         each = [
             Shared.beside(reader, name, x.replace(weight=None))
             for name, x in zip(names, found, strict=True)
+            if reader.here(name)
         ]
-        return stack_of("/".join(names), each, mesh_of(model.axes)).replace(weight=weight)
+        arrays = zip(*map(jax.tree.leaves, each), strict=True)
+        stacks = [stack_of("/".join(names), some, mesh_of(model.axes)) for some in arrays]
+        made: Any = jax.tree.unflatten(jax.tree.structure(each[0]), stacks)
+        return made.replace(weight=weight)
 
     return map_leaves(leaf, params)
+
+
+def _unmeasured(leaf: Any) -> Any:
+    """An adapted weight whose lengths change in training: they are measured when it is used."""
+    if not isinstance(leaf, Adapted):
+        return leaf
+    return leaf.replace(norm=None, weight=_unmeasured(leaf.weight))
 
 
 def _check(model: "Meshed", path: str, adapted: Adapted) -> None:

@@ -23,6 +23,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.leaves.scattered import Scattered
 from jaxllm.weights.leaves.wrapped import Wrapped
+from jaxllm.weights.reading import Elsewhere
 
 DATA = "data"
 
@@ -46,6 +47,8 @@ class Divided(Shared):
         return self._divided(path, super().tensor(path, tensor, read, apart))
 
     def _divided(self, path: str, weight: Weight) -> Weight:
+        if isinstance(weight, Elsewhere):
+            return weight
         split, mesh = split_of(self._config, self._exact, path), self._mesh(path)
         specs = over_data(
             path, weight, of_parameter(path, weight, split, self._axes, None), self._axes

@@ -1,12 +1,16 @@
-"""Parameters on a mesh as a model of one device has them, to be written."""
+"""Parameters on a mesh as a model of one device has them, to be written.
+
+Of several processes the first has them, and writes; a process never has more of another's share
+than the one array that is on its way.
+"""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
+from jaxllm.distributed import at_first
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.paths import Params, map_leaves
@@ -27,7 +31,7 @@ def joined(params: Params, names: Callable[[str], tuple[str, ...]]) -> Params:
 
 
 def _on_host(_: str, leaf: Any) -> Any:
-    return jax.tree.map(np.asarray, leaf)
+    return jax.tree.map(at_first, leaf)
 
 
 def _whole(stage: int | None, _: str, leaf: Any) -> Any:
@@ -42,4 +46,4 @@ def _of_shares(x: Any) -> Any:
     if isinstance(x.parts, Leaf):
         return x.joined()
     rows = x.parts.reshape(-1, *x.parts.shape[2:])
-    return rows[x.places(rows.ndim)]
+    return at_first(rows[x.places(rows.ndim)])

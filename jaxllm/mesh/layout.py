@@ -14,11 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.config import ModelConfig
-from jaxllm.distributed import several
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.local import Local
@@ -26,7 +24,7 @@ from jaxllm.mesh.pipeline.stacked import Table, unfolded
 from jaxllm.mesh.rules import HEADS
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import Way
-from jaxllm.models.layers import Trace
+from jaxllm.models.layers import Layer, Trace
 from jaxllm.weights.paths import Params
 
 
@@ -35,7 +33,7 @@ class Layout:
     """Of a call with tokens `[batch, columns]`.
 
     table: the numbers of the layers that each stage has. picked: whether logits are of one column
-    of a row. mass: what is said of attention, as the model is asked for it.
+    of a row. mass: what is said of attention, as the model is asked for it. apart: as of `Meshed`.
     """
 
     config: ModelConfig
@@ -45,6 +43,7 @@ class Layout:
     columns: int
     picked: bool = False
     mass: Any = False
+    apart: bool = False
 
     @property
     def rows(self) -> specs.Rows:
@@ -126,16 +125,18 @@ class Layout:
     def _joined(self, trace: Trace) -> Trace:
         """The call's own trace, of what devices have found."""
         trace = self.way.cut(trace, self.picked)
-        seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
-        layers = tuple(layer._replace(x=self._by_all(layer.x)) for layer in trace.layers)
-        trace = trace.replace(layers=layers, **seen)
+        if not self.apart:
+            seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
+            trace = trace.replace(layers=tuple(map(self._layer_by_all, trace.layers)), **seen)
         return trace if self.axes.stage == 1 else unfolded(trace, self.table, self.mass)
 
     def _by_all(self, x: jax.Array) -> jax.Array:
-        """What is read on the host, by each of several processes: all rows for each of them."""
-        if self.axes.data == 1 or not several():
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(self.axes), P()))
+        return specs.by_all(x, self.axes)
+
+    def _layer_by_all(self, layer: Layer) -> Layer:
+        mass = jax.tree.map(self._by_all, layer.attention.mass)
+        attention = layer.attention._replace(mass=mass)
+        return layer._replace(x=self._by_all(layer.x), attention=attention)
 
 
 def _summed(trace: Trace) -> Trace:

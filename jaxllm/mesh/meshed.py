@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jaxllm import models
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
-from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of, parse
@@ -43,8 +42,9 @@ class Meshed(nn.Module, Placed, InRounds):
     a call is whose is its `Layout`, what of the parameters its `Local`.
 
     exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
-    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). Made by `meshed`, which
-    checks.
+    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). apart: whether each of
+    several processes has its own rows of what comes out, as a training wants it; otherwise each has
+    all, to be read on the host. Made by `meshed`, which checks.
     """
 
     config: ModelConfig
@@ -54,6 +54,7 @@ class Meshed(nn.Module, Placed, InRounds):
     course: Stages = Stages(1)
     fsdp: bool = False
     remat: bool = False
+    apart: bool = False
 
     @nn.nowrap
     def apply(  # type: ignore[override]
@@ -80,7 +81,9 @@ class Meshed(nn.Module, Placed, InRounds):
         cached = {"segments": segments} | ({"memory": memory} if memory else {})
         (batch, columns), mass = token_BT.shape, attention_mass
         picked = column_B is not None
-        layout = Layout(self.config, self.axes, self.table, batch, columns, picked, mass)
+        layout = Layout(
+            self.config, self.axes, self.table, batch, columns, picked, mass, self.apart
+        )
         local = self.local(variables["params"], layout.rows, layout.stream)
         apply = partial(module_of(self).apply, attention_mass=mass)
         return layout.run(apply, local, by_row, cached)
@@ -180,6 +183,10 @@ class Meshed(nn.Module, Placed, InRounds):
         rows = specs.rows_over(self.axes, array.shape[0]) if array.ndim else None
         return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array, rows, self.axes))
 
+    @nn.nowrap
+    def splits(self, columns: int) -> bool:
+        return columns > 1 and (self.axes.stream or self.axes.sequence > 1)
+
     @property
     def writer(self) -> SplitSlots | None:  # type: ignore[override]
         if self.axes.sequence == 1 or self.axes.exchange:
@@ -205,8 +212,6 @@ def meshed(
     check(share_of(config, axes), axes, exact)
     megatron.check(config, axes, exact)
     mesh_of(axes)
-    if several() and axes.stage * axes.expert * axes.sequence > 1:
-        raise ConfigError(f"mesh {axes}: over several processes data and tensor alone are divided")
     if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
         raise ConfigError(
             f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"

@@ -20,19 +20,27 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm import models
 from jaxllm.config import ModelConfig
-from jaxllm.distributed import each, several
+from jaxllm.distributed import fetched, several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
-from jaxllm.mesh.pipeline.stacked import AXIS, devices_of, side_by_side, stacked, stage_of
+from jaxllm.mesh.pipeline.stacked import (
+    AXIS,
+    alike_over,
+    devices_of,
+    is_here,
+    side_by_side,
+    stacked,
+    stage_of,
+)
 from jaxllm.mesh.rules import EXPERTS, WHOLE, Split, split_of
 from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.lazy import LazyTensor, joined
 from jaxllm.weights.leaves.adapted import Adapted, bare
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Shares, alike, lengths
+from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.leaves.wrapped import Wrapped
 from jaxllm.weights.paths import Params
-from jaxllm.weights.reading import Whole
+from jaxllm.weights.reading import Elsewhere, Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +73,17 @@ class Cut:
         every = np.concatenate([np.arange(*some) for some in self.ranges(number)])
         return np.pad(every, (0, self.each * self.split.runs - every.size), mode="edge")
 
+    def share(self, weight: Weight, number: int) -> Weight:
+        """One of the shares. Raises ConfigError where the weight's format is not taken apart there:
+        by path and axes.
+        """
+        leaf = as_leaf(weight)
+        with _named(self):
+            if self.split.axis == 1:
+                ((begin, end),) = self.ranges(number)
+                return leaf.with_columns(begin, end)
+            return leaf.with_rows(self.numbers(number))
+
 
 def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
     """Raises ConfigError for a size that does not divide, by path, size and axis."""
@@ -87,7 +106,12 @@ class Shared(Whole):
         self._config, self._axes, self._exact = config, axes, exact
         self._prefix, self._table = models.family(config.model_type).layers, table
 
+    def here(self, path: str) -> bool:
+        return is_here(self._mesh(path))
+
     def leaf(self, path: str, weight: Weight) -> Weight:
+        if not self.here(path):
+            return Elsewhere()  # type: ignore[return-value]
         split = split_of(self._config, self._exact, path)
         if isinstance(weight, Adapted):
             return self._adapted(path, weight, split, self._split(path, bare(weight), split))
@@ -104,6 +128,8 @@ class Shared(Whole):
     def beside(self, path: str, weight: Weight) -> Weight:
         if not isinstance(weight, Adapted):
             return weight
+        if not self.here(path):
+            return Elsewhere()  # type: ignore[return-value]
         split = split_of(self._config, self._exact, path)
         return self._adapted(path, weight, split, bare(weight))
 
@@ -155,13 +181,11 @@ class Shared(Whole):
     def _stack(self, path: str, count: int, some: Callable[[int, int, Mesh], Weight]) -> Weight:
         """Whole experts of a stack to the devices that have them, and then what all have."""
         own, mesh = count // self._axes.expert, self._mesh(path)
-        parts = [
-            some(i * own, (i + 1) * own, devices_of(mesh, EXPERTS, i))
-            for i in range(self._axes.expert)
-        ]
+        owners = [devices_of(mesh, EXPERTS, i) for i in range(self._axes.expert)]
+        parts = [some(i * own, (i + 1) * own, o) for i, o in enumerate(owners) if is_here(o)]
         at = 1 if isinstance(parts[0], Shares) else 0
         joined: Weight = jax.tree.map(
-            lambda *arrays: side_by_side(arrays, mesh, EXPERTS, at), *alike(parts, lengths(parts))
+            lambda *arrays: side_by_side(arrays, mesh, EXPERTS, at), *alike_over(mesh, parts)
         )
         return joined
 
@@ -182,16 +206,8 @@ class Shared(Whole):
             placed: Weight = jax.tree.map(partial(everywhere, mesh), weight)
             return placed
         cut = cut_of(path, weight.shape, split, self._axes)
-        leaf = as_leaf(weight)
-
-        def share(number: int) -> Weight:
-            with _named(cut):
-                if split.axis == 1:
-                    ((begin, end),) = cut.ranges(number)
-                    return leaf.with_columns(begin, end)
-                return leaf.with_rows(cut.numbers(number))
-
-        return self._of(cut, weight.shape, share, mesh)
+        weight = fetched(weight) if several() else weight
+        return self._of(cut, weight.shape, partial(cut.share, weight), mesh)
 
     def _of(
         self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight], mesh: Mesh
@@ -217,7 +233,7 @@ class Shared(Whole):
 
             return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), block)
         made_here = [once(i) for i in numbers]
-        shares = alike(made_here, [max(of) for of in zip(*each(lengths(made_here)), strict=True)])
+        shares = alike_over(mesh, made_here)
         pieces = [jax.tree.leaves(x) for x in shares]
 
         def joint(*mine: jax.Array) -> jax.Array:

@@ -7,13 +7,14 @@ import re
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
 from jaxllm.config import ModelConfig
 from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
-from jaxllm.mesh.axes import Axes
+from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.placing import adapted_splits, spec_of, split_within
 from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
 from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
@@ -86,6 +87,13 @@ def slot_axis(axes: Axes, slots: int) -> str | None:
     if axes.sequence == 1 or axes.exchange or slots % axes.sequence:
         return None
     return SEQUENCE
+
+
+def by_all(x: jax.Array, axes: Axes) -> jax.Array:
+    """What is read on the host, by each of several processes: all of it for each of them."""
+    if not several():
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(axes), P()))
 
 
 def columns(name: str, axis: str | None) -> tuple[str | None, ...]:

@@ -5,8 +5,7 @@ its norms are and what they are called. What a family has of its own stands in i
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import ModelConfig, Rope, Tokens
+from jaxllm.config import ModelConfig, Rope
 from jaxllm.models.family import Family, Member, Site
 from jaxllm.models.layers import (
     ALONE,
@@ -122,41 +121,6 @@ class DecoderConfig(ModelConfig):
     def logits_cap(self) -> float | None:
         """What logits are then bent to stay within."""
         return None
-
-
-LayerType = Literal["full_attention", "sliding_attention"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MixedConfig(DecoderConfig):
-    """A decoder of which some layers see a window. layer_types: which, one for each layer."""
-
-    layer_types: tuple[LayerType, ...]
-    sliding_window: Tokens | None = None
-
-    def _complaints(self) -> list[str]:
-        complaints = super()._complaints()
-        if complaints:
-            return complaints
-        if len(self.layer_types) != self.num_hidden_layers:
-            complaints.append(
-                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers}"
-                " layers"
-            )
-        elif "sliding_attention" in self.layer_types and self.sliding_window is None:
-            complaints.append("layers of sliding_attention need sliding_window")
-        return complaints
-
-    def slides(self, layer: int) -> bool:
-        """Whether a layer sees a window."""
-        return self.layer_types[layer] == "sliding_attention"
-
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.slides(layer) else None
-
-    def with_layers(self, numbers: Sequence[int]) -> Self:
-        kept = tuple(self.layer_types[i] for i in numbers)
-        return dataclasses.replace(self, num_hidden_layers=len(kept), layer_types=kept)
 
 
 class Attention(nn.Module):

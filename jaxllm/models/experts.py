@@ -23,6 +23,7 @@ from jaxllm.models.layers import Scope
 from jaxllm.models.modules import Linear, leaf
 from jaxllm.weights.experts import expert_linears
 from jaxllm.weights.leaves.owned import Owned
+from jaxllm.weights.leaves.parted import later
 from jaxllm.weights.precision import Precision
 
 Count = Annotated[int, Meta(ge=1, le=1 << 12)]
@@ -111,23 +112,24 @@ class Stack(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs with gates, of which each row runs one."""
+    """MLPs with gates, of which each token runs some."""
 
     config: MixtureConfig
     precision: Precision
 
     @nn.compact
-    def __call__(self, x_AD: jax.Array, expert_A: jax.Array) -> jax.Array:
-        """Float32 `[A, D]`; zeros where the expert is -1."""
-        c, columns = self.config, x_AD.shape[1]
-        x_AD = x_AD.astype(self.precision.activations_at(".".join(self.path)))
+    def __call__(self, x_TD: jax.Array, expert_Tk: jax.Array, weight_Tk: jax.Array) -> jax.Array:
+        """What a token's experts make of it, times their weights, added up: float32 `[T, D]`.
+        expert_Tk: -1 for none.
+        """
+        c, (T, D), k = self.config, x_TD.shape, expert_Tk.shape[1]
         gate, up = (
-            Stack(c.num_experts, c.expert_size, name=name)(columns)
-            for name in ("gate_proj", "up_proj")
+            Stack(c.num_experts, c.expert_size, name=name)(D) for name in ("gate_proj", "up_proj")
         )
-        down = Stack(c.num_experts, columns, name="down_proj")(c.expert_size)
+        down = Stack(c.num_experts, D, name="down_proj")(c.expert_size)
         rounded, owner = self.precision.int8_inputs, down
         gate, up, down = (x.weight if isinstance(x, Owned) else x for x in (gate, up, down))
+        down, summed = later(down)
 
         def run(x_AD: jax.Array, expert_A: jax.Array) -> jax.Array:
             both = expert_linears(x_AD, (gate, up), expert_A, int8_inputs=rounded)
@@ -135,7 +137,15 @@ class Experts(nn.Module):
             hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
             return expert_linears(hidden_AF, (down,), expert_A, int8_inputs=rounded)[0]
 
-        return owner.run(x_AD, expert_A, run) if isinstance(owner, Owned) else run(x_AD, expert_A)
+        x_TD = x_TD.astype(self.precision.activations_at(".".join(self.path)))
+        # Rows of one expert together: its weights are read once for all of them.
+        expert_A = expert_Tk.reshape(-1)
+        order_A = jnp.argsort(expert_A, stable=True)
+        rows = x_TD[order_A // k], expert_A[order_A]
+        sorted_AD = owner.run(*rows, run) if isinstance(owner, Owned) else run(*rows)
+        y_TkD = sorted_AD[jnp.argsort(order_A)].reshape(T, k, D)
+        # Devices add up their parts of what is weighed, one row a token, not k.
+        return summed((y_TkD * weight_Tk[..., None]).sum(axis=1))
 
 
 class Mixture(nn.Module):
@@ -157,13 +167,7 @@ class Mixture(nn.Module):
         expert_Tk = jnp.where(position_BT.reshape(-1, 1) >= 0, expert_Tk, -1)
         if c.capacity_factor is not None:
             expert_Tk = within_capacity(expert_Tk, c.num_experts, c.capacity_factor)
-        expert_A = expert_Tk.reshape(-1)
-        # Rows of one expert together: its weights are read once for all of them.
-        order_A = jnp.argsort(expert_A, stable=True)
-        experts = Experts(c, p, name="experts")
-        sorted_AD = experts(x_TD[order_A // k], expert_A[order_A])
-        y_TkD = sorted_AD[jnp.argsort(order_A)].reshape(-1, k, D)
-        y_TD = (y_TkD * weight_Tk[..., None]).sum(axis=1)
+        y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
         return y_TD.astype(x.dtype).reshape(B, T, D), score_TE.reshape(B, T, -1)
 
 

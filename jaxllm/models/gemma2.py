@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from jaxllm.config import Positive
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, MixedConfig, family
+from jaxllm.models.decoder import Decoder, family
+from jaxllm.models.layer_types import MixedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

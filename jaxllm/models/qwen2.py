@@ -3,7 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.models.decoder import Decoder, MixedConfig, family
+from jaxllm.models.decoder import Decoder, family
+from jaxllm.models.layer_types import MixedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,15 @@ class Queries(NamedTuple):
     window: int | None
     cap: float | None = None
 
+    @classmethod
+    def of(
+        cls, q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], **rules: Any
+    ) -> "Queries":
+        """Those of all heads, to be asked of these parts. rules: scale, window and cap."""
+        B, T, N, H = q_BTNH.shape
+        K = parts[0].k_BSKH.shape[2]
+        return cls(q_BTNH.reshape(B, T, K, N // K, H), position_BT, **rules)
+
 
 class Softmax(NamedTuple):
     """The running softmax of each query: largest score, sum of weights, weighted sum of values."""
@@ -94,9 +103,7 @@ def _fold(
     mass: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attention in plain JAX: for every platform, and the meaning of the native kernel."""
-    B, T, N, H = q_BTNH.shape
-    K = parts[0].k_BSKH.shape[2]
-    queries = Queries(q_BTNH.reshape(B, T, K, N // K, H), position_BT, scale, window, cap)
+    queries = Queries.of(q_BTNH, position_BT, parts, scale=scale, window=window, cap=cap)
     return fold([Look(queries)], parts, q_BTNH.dtype, mass=mass)
 
 

@@ -36,12 +36,11 @@ def attend_extended(
     """
     G, w = rope.group_size, rope.neighbor_window
     assert G is not None and w is not None
-    B, T, N, H = q_BTNH.shape
-    K = parts[0].k_BSKH.shape[2]
+    H = q_BTNH.shape[-1]
     moved_BT = position_BT // G + (w - w // G) - position_BT
     far_BTNH = turn(q_BTNH, moved_BT, rope, head_dim=H)
     near, far = (
-        Queries(q.reshape(B, T, K, N // K, H), position_BT, scale, within, cap)
+        Queries.of(q, position_BT, parts, scale=scale, window=within, cap=cap)
         for q, within in ((q_BTNH, w if window is None else min(w, window)), (far_BTNH, window))
     )
 

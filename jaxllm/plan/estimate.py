@@ -12,11 +12,15 @@ from collections.abc import Callable
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
+from jaxllm.mesh.pipeline.stages import Stages, check_stages
+from jaxllm.mesh.rules import share_of
+from jaxllm.mesh.sequence import megatron, ways
+from jaxllm.mesh.sequence.ways import Way
 from jaxllm.models import build, param_shapes
 from jaxllm.models.experts import share_read
 from jaxllm.plan import sizes, traffic
+from jaxllm.plan.collective import Collective
 from jaxllm.plan.hardware import Hardware
-from jaxllm.plan.traffic import Collective
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 
@@ -53,6 +57,14 @@ class Asked:
                 " microbatches"
             )
         return self.groups
+
+    @property
+    def prompt_groups(self) -> int:
+        """The same of a chunk of a prompt (`pipeline.stages.Stages`)."""
+        if self.groups is not None or self.axes.stage == 1:
+            return self.microbatches
+        rows = traffic.rows_of(self.axes, self.batch)
+        return Stages(self.axes.stage).divided(rows, min(CHUNK, self.context))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +104,14 @@ class Plan:
 
     @property
     def idle(self) -> float:
-        """(p - 1) / (m + p - 1): of the whole of a pipeline's ticks."""
-        p, m = self.stages, self.asked.microbatches
+        """(p - 1) / (m + p - 1): of the whole of a pipeline's ticks, of a chunk of a prompt."""
+        p, m = self.stages, self.asked.prompt_groups
         return (p - 1) / (m + p - 1)
 
     @property
     def overhead(self) -> float:
         """(p - 1) / m: the same of the ideal time, as Megatron's papers have it."""
-        return (self.stages - 1) / self.asked.microbatches
+        return (self.stages - 1) / self.asked.prompt_groups
 
     @property
     def token_time(self) -> float:
@@ -117,22 +129,25 @@ class Plan:
 
 def plan(asked: Asked) -> Plan:
     """The plan. Raises ConfigError for what does not divide, by path, size and axis."""
+    _check(asked)
     held = _weights(asked)
     capacity = asked.context
     flops = _flops(asked)
     rows = traffic.rows_of(asked.axes, asked.batch)
     chunk = min(CHUNK, asked.context)
+    here = Way(chunk, asked.axes.sequence, asked.axes.exchange).here
     decode = _traffic(asked, 1)
     prefill = _traffic(asked, chunk)
     cache = _cache(asked, asked.batch, capacity)
     h = asked.hardware
+    ring = 1 if asked.axes.exchange else asked.axes.sequence  # slots that do not divide are on all
     read = held.read + cache
     chunks = -(-asked.context // chunk)
     keys = _attention(asked, asked.context)
-    prompt = chunks * (
-        max(held.read / h.bandwidth, rows * chunk * (flops + keys / 2) / h.flops)
-        + _seconds(prefill, asked)
-    )
+    p, m = asked.axes.stage, asked.prompt_groups
+    work = rows * (here * flops + chunk * keys / 2) / h.flops
+    tick = max(held.read / h.bandwidth, work / m)
+    prompt = chunks * ((m + p - 1) * tick + _seconds(prefill, asked))
     return Plan(
         asked,
         held,
@@ -143,10 +158,23 @@ def plan(asked: Asked) -> Plan:
         read / h.bandwidth,
         rows * (flops + keys) / h.flops,
         _seconds(decode, asked),
-        prompt * (1 + (asked.axes.stage - 1) / max(1, chunks)),
+        prompt,
         _most(lambda n: _bytes(asked, held.held, n, capacity), h),
-        _most(lambda n: _bytes(asked, held.held, asked.batch, n), h),
+        _most(lambda n: _bytes(asked, held.held, asked.batch, n * ring), h) * ring,
     )
+
+
+def _check(asked: Asked) -> None:
+    """Raises ConfigError for a mesh on which such a model does not run (`mesh.meshed`)."""
+    config, axes = asked.opened.config, asked.axes
+    ways.check(share_of(config, axes), axes, asked.exact)
+    megatron.check(config, axes, asked.exact)
+    check_stages(config, asked.precision, Stages(axes.stage))
+    if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
+        raise ConfigError(
+            f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"
+            " experts: leave out one of them"
+        )
 
 
 def _weights(asked: Asked) -> sizes.Weights:
@@ -160,7 +188,8 @@ def _cache(asked: Asked, rows: int, capacity: int) -> int:
 
 def _working(asked: Asked, rows: int, capacity: int) -> int:
     chunk = min(CHUNK, capacity)
-    return sizes.working(asked.opened.config, asked.axes, rows, chunk, capacity)
+    config, groups = asked.opened.config, asked.prompt_groups
+    return sizes.working(config, asked.precision, asked.axes, rows, chunk, capacity, groups)
 
 
 def _bytes(asked: Asked, held: int, rows: int, capacity: int) -> int:
@@ -168,14 +197,16 @@ def _bytes(asked: Asked, held: int, rows: int, capacity: int) -> int:
 
 
 def _traffic(asked: Asked, tokens: int) -> list[Collective]:
+    groups = asked.microbatches if tokens == 1 else asked.prompt_groups
     return traffic.step(
         asked.opened.config,
         asked.precision,
         asked.axes,
         asked.batch,
         tokens,
+        asked.context,
         exact=asked.exact,
-        groups=asked.microbatches,
+        groups=groups,
     )
 
 
@@ -191,7 +222,8 @@ def _attention(asked: Asked, slots: int) -> float:
     """Of one token's attention to so many slots, on one device."""
     config, axes = asked.opened.config, asked.axes
     heads = config.num_attention_heads * config.num_hidden_layers
-    return 4 * heads * config.head_dim * slots / (axes.tensor * axes.copies * axes.stage)
+    among = axes.tensor * axes.copies * axes.stage * axes.sequence
+    return 4 * heads * config.head_dim * slots / among
 
 
 def _seconds(found: list[Collective], asked: Asked) -> float:

@@ -1,6 +1,7 @@
 """Meshes for a number of devices: all that divide the model and fit, the best first."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 from jaxllm.errors import ConfigError
@@ -13,26 +14,37 @@ from jaxllm.plan.estimate import Asked, Plan, plan
 GOALS: dict[str, Callable[[Plan], float]] = {
     "latency": lambda p: p.token_time,
     "throughput": lambda p: -p.most_batch / max(p.token_time, 1e-12),
+    "prompt": lambda p: p.prompt_time,
 }
 
 
 def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
-    """Data x stage x expert x tensor for so many devices, where they divide the model."""
+    """Data x stage x sequence x expert x tensor for so many devices, where they divide the model
+    and its context: around a ring, or exchanged for heads. `estimate.plan` refuses some of them.
+    """
     config = asked.opened.config
-    for tensor in _divisors(devices):
-        for expert in _divisors(devices // tensor):
-            if expert > 1 and not isinstance(config, MixtureConfig):
+    experts = config.num_experts if isinstance(config, MixtureConfig) else 1
+    for tensor, expert, stage, sequence in itertools.product(_divisors(devices), repeat=4):
+        data, rest = divmod(devices, tensor * expert * stage * sequence)
+        if rest or not 0 < data <= asked.batch:
+            continue
+        if config.num_hidden_layers % stage or experts % expert:
+            continue
+        for exchange in (False, True) if sequence > 1 else (False,):
+            if not exchange and asked.context % sequence:
+                continue  # slots that do not divide are on all devices
+            axes = Axes(
+                data=data,
+                stage=stage,
+                sequence=sequence,
+                expert=expert,
+                tensor=tensor,
+                exchange=exchange,
+            )
+            try:
+                yield fitted(axes, config)
+            except ConfigError:
                 continue
-            for stage in _divisors(devices // tensor // expert):
-                data = devices // tensor // expert // stage
-                if data > asked.batch or config.num_hidden_layers % stage:
-                    continue
-                if isinstance(config, MixtureConfig) and config.num_experts % expert:
-                    continue
-                try:
-                    yield fitted(Axes(data=data, stage=stage, expert=expert, tensor=tensor), config)
-                except ConfigError:
-                    continue
 
 
 def proposals(asked: Asked, devices: int, goal: str = "latency") -> list[Plan]:

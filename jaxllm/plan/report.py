@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxllm.plan import sizes
+from jaxllm.plan.collective import Collective
 from jaxllm.plan.estimate import Plan
-from jaxllm.plan.traffic import Collective
 
 
 def text(plan: Plan) -> str:
@@ -19,7 +20,8 @@ def text(plan: Plan) -> str:
         f"  weights    {_size(plan.weights.held):>10}   of which a step reads"
         f" {_size(plan.weights.read)}",
         f"  cache      {_size(plan.cache):>10}",
-        f"  working    {_size(plan.working):>10}   about",
+        f"  working    {_size(plan.working):>10}   estimated, within a factor of"
+        f" {sizes.WITHIN:g} of what compiled steps hold",
         f"  in all     {_size(plan.total):>10}   of {_size(h.memory)}:"
         f" {'fits' if plan.fits else 'DOES NOT FIT'}",
         "",
@@ -31,8 +33,8 @@ def text(plan: Plan) -> str:
     if plan.stages > 1:
         lines += [
             "",
-            f"pipeline of {plan.stages} stages, {asked.microbatches} microbatches: idle"
-            f" {plan.idle:.1%} of all ticks, which is {plan.overhead:.1%} of the ideal time",
+            f"pipeline of {plan.stages} stages, {asked.prompt_groups} microbatches of a prompt:"
+            f" idle {plan.idle:.1%} of all ticks, which is {plan.overhead:.1%} of the ideal time",
         ]
     lines += [
         "",
@@ -49,7 +51,9 @@ def text(plan: Plan) -> str:
 
 def ranking(plans: Sequence[Plan], count: int = 8) -> str:
     """Several plans of one model, a line each."""
-    rows = [("mesh", "bytes a device", "a token", "tokens/s", "communication", "most rows")]
+    rows = [
+        ("mesh", "bytes a device", "a token", "tokens/s", "communication", "a prompt", "most rows")
+    ]
     rows += [
         (
             f"{plan.asked.axes}{'' if plan.fits else ' (does not fit)'}",
@@ -57,6 +61,7 @@ def ranking(plans: Sequence[Plan], count: int = 8) -> str:
             _time(plan.token_time),
             f"{plan.tokens_per_second:,.0f}",
             _size(sum(c.sent for c in plan.decode)),
+            _time(plan.prompt_time),
             f"{plan.most_batch:,}",
         )
         for plan in plans[:count]

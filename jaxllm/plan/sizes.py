@@ -1,7 +1,8 @@
 """Bytes on each device: of weights and caches exactly, of what a step computes about.
 
-Weights are counted by the table of shardings, each in its format; a device's share of a leaf is a
-smaller leaf, so what it takes is what the format says of a smaller shape.
+What a device has of a weight is asked of the code that cuts weights (`placing.Cut`), with shapes in
+place of numbers. Where numbers decide what a format stores (bitmaps, packed bfloat16) it is counted
+as if no weight were 0 and no exponent rare, or by what the file has of them.
 """
 
 import dataclasses
@@ -18,12 +19,18 @@ from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import cut_of
-from jaxllm.mesh.rules import WHOLE, share_of, split_of
-from jaxllm.models.experts import share_read
+from jaxllm.mesh.rules import WHOLE, Split, share_of, split_of
+from jaxllm.mesh.sequence.ways import Way
+from jaxllm.models.experts import MixtureConfig, share_read
+from jaxllm.ops.attention import BLOCK
 from jaxllm.plan.traffic import rows_of
-from jaxllm.weights.formats import parse
+from jaxllm.weights.experts import blocks_of
+from jaxllm.weights.formats import form, parse
+from jaxllm.weights.leaves.sparse import SPARE, SparseFormat
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
+
+WITHIN = 1.75  # what a step holds is at most so many times `working`, and at least so small a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +52,15 @@ def weights(
     shapes = dict(flatten(models.param_shapes(models.build(config))))
     tables = models.family(config.model_type).tables
     held = read = 0
+    alike: dict[Any, int] = {}  # layers are: what one's share takes is found once
     for path, shape in shapes.items():
-        count = _bytes(opened, precision, path, shape, axes, exact)
+        split = split_of(config, exact, path)
+        name = opened.formats.get(path) or precision.formats_at(path, shape.ndim)[-1]
+        count = alike.get((name, split, shape.shape))
+        if count is None:
+            count = _bytes(opened, name, path, shape, split, axes)
+            if path not in opened.formats:  # whose numbers may decide
+                alike[name, split, shape.shape] = count
         if axes.stage > 1 and path.split(".")[0] == models.family(config.model_type).layers:
             count //= axes.stage
         held += count
@@ -59,26 +73,41 @@ def weights(
 
 def _bytes(
     opened: Checkpoint,
-    precision: Precision,
+    name: str,
     path: str,
     shape: jax.ShapeDtypeStruct,
+    split: Split,
     axes: Axes,
-    exact: bool,
 ) -> int:
-    """Of one device's share of a parameter."""
-    split = split_of(opened.config, exact, path)
-    local, over = list(shape.shape), axes.over(split.over)
+    """Of one device's share of a parameter in a format."""
+    kept = list(shape.shape)
     if split.stack:
-        local[0] //= axes.expert
-    if split is not WHOLE:
-        cut = cut_of(path, shape.shape, split, axes)
-        local[-1 if split.axis or len(local) == 1 else -2] = cut.each * split.runs
-    name = opened.formats.get(path) or precision.formats_at(path, len(local))[-1]
-    pieces = parse(name).expected(tuple(local))
-    if any(None in piece for piece, _ in pieces.values()):  # of a size that the numbers decide
-        whole = sum(t.nbytes for p, t in opened.tensors.items() if p.startswith(path))
-        return whole // over
-    return sum(math.prod(s) * np.dtype(d).itemsize for s, d in pieces.values())  # type: ignore[arg-type]
+        kept[0] //= axes.expert
+    cut = None if split is WHOLE else cut_of(path, tuple(kept), split, axes)
+    whole = form(name, tuple(kept))
+    if whole is not None:
+        return _size(whole if cut is None else jax.eval_shape(lambda x: cut.share(x, 0), whole))
+    if cut is not None:
+        kept[-1 if split.axis else -2] = cut.each * split.runs
+    return _remade(opened, path, name, tuple(kept), 1 if cut is None else cut.parts)
+
+
+def _remade(opened: Checkpoint, path: str, name: str, shape: tuple[int, ...], parts: int) -> int:
+    """Of a share that is made anew of its numbers, of which some pieces' lengths are not known."""
+    sparse = isinstance(parse(name), SparseFormat)
+    blind, total = math.prod(shape) + SPARE if sparse else 0, 0
+    for piece, (size, dtype) in parse(name).expected(shape).items():
+        if None not in size:
+            total += math.prod(size) * np.dtype(dtype).itemsize  # type: ignore[arg-type]
+        elif (known := opened.tensors.get(f"{path}{piece}")) is not None:
+            total += -(-known.nbytes // parts)
+        else:
+            total += blind * np.dtype(dtype).itemsize
+    return total
+
+
+def _size(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capacity: int) -> int:
@@ -86,7 +115,8 @@ def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capa
     rows = rows_of(axes, rows)
     slot, memory = _row(share_of(config, axes), precision.cache)
     described = 9 * rows * capacity  # a slot's position, its token, whether it was patched
-    keys = -(-slot * rows * capacity // (axes.stage * axes.sequence))
+    apart = axes.sequence if axes.exchange or capacity % axes.sequence == 0 else 1
+    keys = -(-slot * rows * capacity // (axes.stage * apart))
     return keys + memory * rows // axes.stage + described
 
 
@@ -94,23 +124,55 @@ def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capa
 def _row(share: ModelConfig, dtype: str) -> tuple[int, int]:
     """Bytes of a slot's keys and values in all layers, and of a row's memory."""
     made = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
-
-    def count(tree: Any) -> int:
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-    return count((made.tail.k, made.tail.v)), count(made.memory)
+    return _size((made.tail.k, made.tail.v)), _size(made.memory)
 
 
-def working(config: ModelConfig, axes: Axes, rows: int, tokens: int, slots: int) -> int:
-    """About what a step of `tokens` new tokens a row holds beside weights and cache, in bytes.
+def working(
+    config: ModelConfig,
+    precision: Precision,
+    axes: Axes,
+    rows: int,
+    tokens: int,
+    slots: int,
+    groups: int = 1,
+) -> int:
+    """About what a step of `tokens` new tokens a row holds beside weights and cache, in bytes,
+    where no kernels of ours run. groups: microbatches of a pipeline.
 
-    The largest of: logits and what sampling makes of them, an MLP's hidden numbers, the scores of
-    attention; and the stream that all of them stand beside. All float32, as they are computed.
+    What compiled programs hold (`memory_analysis`), by what it is: the new keys and values of all
+    layers, which are written at the end, where tokens or slots are split beside a copy of the cache
+    (XLA knows no order between reading and writing it there); the stream and what is made of it on
+    the way, some eight of its size in float32; the larger of what a layer makes of it, scores of a
+    block of slots and their weights beside the block itself, or hidden numbers of an MLP; and what
+    experts make, whose loops have room of their own. XLA:CPU widens what is narrower than float32.
     """
-    rows = rows_of(axes, rows)
-    share = share_of(config, axes)
-    stream = 4 * rows * tokens * config.hidden_size
-    logits = 3 * 4 * rows * config.vocab_size
-    hidden = 3 * 4 * rows * tokens * share.intermediate_size
-    scores = 2 * 4 * rows * share.num_attention_heads * tokens * (slots + tokens)
-    return 4 * stream + max(logits, hidden, scores)
+    local, share = rows_of(axes, rows), share_of(config, axes)
+    here = Way(tokens, axes.sequence, axes.exchange).here
+    at_once = -(-local // groups)  # rows that a layer runs
+    slot, _ = _row(share, precision.cache)
+    kept = slot * local * here // axes.stage
+    ring = axes.sequence > 1 and not axes.exchange
+    unordered = ring or (tokens > 1 and (axes.exchange or axes.stream))
+    copied = cache(config, precision, axes, rows, slots) if unordered else 0
+    stream = 4 * local * here * config.hidden_size
+    seen = max(_block(slots), _block(tokens))
+    heads, keys = share.num_attention_heads, share.num_key_value_heads
+    scores = 2 * 4 * at_once * heads * here * seen
+    scores += 4 * 4 * at_once * seen * keys * config.head_dim
+    hidden = 2 * 4 * at_once * here * share.intermediate_size
+    layer = max(scores, hidden) + _experts(share, axes, at_once * here)
+    return copied + kept + 8 * stream + layer
+
+
+def _block(slots: int) -> int:
+    """Slots that attention looks at together: fewer than two blocks are one (`ops.attention`)."""
+    return slots if slots < 2 * BLOCK else BLOCK
+
+
+def _experts(share: ModelConfig, axes: Axes, tokens: int) -> int:
+    """Of a layer of experts: rows, what is given and made, and both in blocks that are filled."""
+    if not isinstance(share, MixtureConfig):
+        return 0
+    rows, own = tokens * share.num_experts_per_tok, share.num_experts // axes.expert
+    width, count = blocks_of(rows, own)
+    return 4 * (rows + width * count) * (2 * share.hidden_size + 3 * share.expert_size)

@@ -1,69 +1,37 @@
 """What devices send each other in a step: its collectives, by kind, axis, number and bytes.
 
 Counted as the compiled programs have them (`mesh.counts`), which the tests compare: sums and
-gathered logits are float32, as products are. Rings: of n bytes an all-reduce over t devices sends
-2 n (t - 1) / t from each, gathering or scattering n bytes n (t - 1) / t (Patarasuk and Yuan 2009).
+gathered logits are float32, as products are. Sums over the same devices that do not wait for each
+other are one, as XLA makes them.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
-from jaxllm.mesh.rules import share_of
+from jaxllm.mesh.sequence.ways import Way
 from jaxllm.models import family
 from jaxllm.models.experts import MixtureConfig
+from jaxllm.plan.collective import Collective, Kind
+from jaxllm.plan.split_texts import Split
 from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.weights.leaves.owned import AMPLE
 from jaxllm.weights.precision import Precision
-
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One that a program has `count` times. axis: the outermost that it is over, with all within it
-    that share its work; over: how many devices; bytes: of its result on each. times: how often a
-    loop runs it.
-    """
-
-    what: str
-    kind: Kind
-    axis: str
-    over: int
-    count: int
-    bytes: int
-    times: int = 1
-
-    @property
-    def calls(self) -> int:
-        """How many of them a step waits for."""
-        return self.count * self.times
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a device sends for all of them."""
-        share = (self.over - 1) / self.over
-        parts = {
-            "all-reduce": 2 * share,
-            "all-gather": share,
-            "reduce-scatter": self.over * share,  # its result is a share
-            "all-to-all": share,
-            "collective-permute": 1.0,
-        }
-        return self.calls * self.bytes * parts[self.kind]
 
 
 def rows_of(axes: Axes, rows: int) -> int:
     """How many of so many rows a device runs: as `Meshed.rows_over`, where they divide."""
-    for over in (axes.data * axes.expert, axes.data):
-        if rows % over == 0:
-            return rows // over
-    return rows
+    return rows // _over(axes, rows)
+
+
+def _over(axes: Axes, rows: int) -> int:
+    """Among how many devices rows are divided."""
+    return next((n for n in (axes.data * axes.expert, axes.data) if rows % n == 0), 1)
 
 
 def step(
@@ -72,30 +40,40 @@ def step(
     axes: Axes,
     rows: int,
     tokens: int,
+    slots: int,
     *,
     exact: bool = False,
     groups: int = 1,
 ) -> list[Collective]:
-    """The collectives of running so many tokens of so many rows, the logits of one each.
+    """The collectives of running so many tokens of so many rows against a cache of so many slots,
+    the logits of one of each row.
 
-    groups: microbatches that a pipeline runs. Of a prompt that `sequence` splits the ring's own are
-    counted, and not the exchanges that bring tokens into its order and back.
+    groups: microbatches that a pipeline runs. Of experts' buffers those for even routes are
+    counted, and of a split prompt a chunk that `sequence` divides.
     """
-    each = _Step(config, precision, axes, rows_of(axes, rows), tokens, exact, groups)
+    over = _over(axes, rows)
+    each = _Step(config, precision, axes, rows // over, over, tokens, slots, exact, groups)
     return [c for c in each.all() if c.over > 1 and c.count > 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
+    """rows: of a device. among: how many have rows of their own."""
+
     config: ModelConfig
     precision: Precision
     axes: Axes
     rows: int
+    among: int
     tokens: int
+    slots: int
     exact: bool
     groups: int
 
     def all(self) -> Iterator[Collective]:
+        text = self.text
+        said = self.tokens + text.marks  # and whether any slot is filled
+        yield Collective("which columns are real", "all-reduce", "data", self.among, 1, said)
         yield from self.ends()
         yield from self.layers()
         if self.axes.stage > 1:
@@ -103,7 +81,12 @@ class _Step:
         if self.axes.expert > 1:
             yield from self.experts()
         if self.axes.sequence > 1:
-            yield from self.text()
+            yield from text.all()
+
+    @property
+    def text(self) -> Split:
+        sizes = (self.rows, self.tokens, self.slots, self.width)
+        return Split(self.config, self.axes, *sizes, self.precision.cache)
 
     @property
     def tensor(self) -> int:
@@ -117,17 +100,17 @@ class _Step:
     @property
     def columns(self) -> int:
         """Tokens of a row that a device runs."""
-        split = self.axes.sequence if self.splits else 1
-        return self.tokens // split
+        return Way(self.tokens, self.axes.sequence, self.axes.exchange).here
 
     @property
-    def splits(self) -> bool:
-        """Whether a text's tokens are split: one alone is not."""
-        return self.tokens > 1 and self.tokens % self.axes.sequence == 0
+    def turns(self) -> int:
+        """How often a device runs its layers: in each tick of a pipeline."""
+        return self.groups + self.axes.stage - 1 if self.axes.stage > 1 else 1
 
     @property
-    def ticks(self) -> int:
-        return self.groups + self.axes.stage - 1
+    def each(self) -> int:
+        """Tokens that layers run at once."""
+        return -(-self.rows // self.groups) * self.columns
 
     def ends(self) -> Iterator[Collective]:
         """The vocabulary is split over tensor and stages."""
@@ -147,43 +130,66 @@ class _Step:
     @property
     def streams(self) -> bool:
         """Whether norms and sums are split by tokens."""
-        return self.axes.stream and self.tokens > 1 and self.tokens % self.tensor == 0
+        return self.axes.stream and self.columns > 1 and self.columns % self.tensor == 0
 
     def layers(self) -> Iterator[Collective]:
         """Two sums a layer, or what the exact mode gathers in their place."""
         c, t = self.config, self.tensor
         count = c.num_hidden_layers // self.axes.stage
-        each = -(-self.rows // self.groups) * self.columns
         routed = _routed(c) // self.axes.stage
-        inputs = (
-            ("attention", count, c.num_attention_heads * c.head_dim, each),
-            ("MLP", count - routed, c.intermediate_size, each),
-            ("experts", routed, _expert_size(c), self.room),  # before they are weighed
-        )
-        for what, number, features, some in inputs:
-            out, given = some * c.hidden_size * 4, some * features * self.width
-            if self.exact:
+        out = self.each * c.hidden_size * 4
+        if self.exact:
+            for what, number, features, some in (
+                ("attention", count, c.num_attention_heads * c.head_dim, self.each),
+                ("MLP", count - routed, c.intermediate_size, self.each),
+                ("experts", routed, _expert_size(c), self.room),
+            ):
+                given, whole = some * features * self.width, some * c.hidden_size * 4
                 yield self._layer(f"{what}: inputs", "all-gather", number, given)
-                yield self._layer(f"{what}: outputs", "all-gather", number, out)
-            elif self.streams:
-                read = each * c.hidden_size * self.width
-                yield self._layer(f"{what}: read", "all-gather", number, read)
-                yield self._layer(what, "reduce-scatter", number, out // t)
-            else:
-                yield self._layer(what, "all-reduce", number, out)
+                yield self._layer(f"{what}: outputs", "all-gather", number, whole)
+        elif self.streams:
+            read = self.each * c.hidden_size * self.width
+            yield self._layer("attention, MLP: read", "all-gather", 2 * count, read)
+            yield self._layer("attention, MLP", "reduce-scatter", 2 * count, out // t)
+        elif getattr(c, "use_parallel_residual", False):  # neither waits for the other
+            yield self._layer("attention and MLP", "all-reduce", count, 2 * out)
+        else:
+            yield self._layer("attention", "all-reduce", count, out)
+            yield self._layer("MLP", "all-reduce", count - routed, out)
+            yield self._layer("experts", "all-reduce", routed, out)
+        if family(c.model_type).norms:
+            yield from self.norms(count)
 
-        if not self.exact:  # of a norm over all heads, each token's sum of squares
-            norms = len(family(c.model_type).norms)
-            yield self._layer("norms", "all-reduce", count * norms, each * 4)
+    def norms(self, count: int) -> Iterator[Collective]:
+        """Of norms over all heads each token's sum of squares, or what is normed, and weights."""
+        c, copies = self.config, self.axes.copies > 1
+        squares = self.each * 4
+        for member in family(c.model_type).norms:
+            over = self.axes.tensor if member.grouped else self.tensor
+            heads = c.num_key_value_heads if member.grouped else c.num_attention_heads
+            features = heads * c.head_dim
+            what = "norm of keys" if member.grouped else "norm of queries"
+            if self.exact:
+                kept = self.precision.format_at("norm.weight", 1)
+                weights = features * np.dtype(DTYPES[kept]).itemsize
+                wide = self.each * features * self.width
+                yield self._layer(what, "all-gather", count, wide, over)
+                yield self._layer(f"{what}: weights", "all-gather", count, weights, over)
+            elif copies:  # which keys' devices are fewer
+                yield self._layer(what, "all-reduce", count, squares, over)
+        if not self.exact and not copies:
+            both = squares * len(family(c.model_type).norms)
+            yield self._layer("norms", "all-reduce", count, both)
 
-    def _layer(self, what: str, kind: Kind, number: int, size: int) -> Collective:
-        times = self.ticks if self.axes.stage > 1 else 1
-        return Collective(what, kind, "tensor", self.tensor, number, size, times)
+    def _layer(
+        self, what: str, kind: Kind, number: int, size: int, over: int | None = None
+    ) -> Collective:
+        return Collective(what, kind, "tensor", over or self.tensor, number, size, self.turns)
 
     def stages(self) -> Iterator[Collective]:
         p, D = self.axes.stage, self.config.hidden_size
         block = -(-self.rows // self.groups) * self.tokens * D * self.width
-        yield Collective("stages", "collective-permute", "stage", p, 1, block, self.ticks)
+        yield Collective("stages", "collective-permute", "stage", p, 1, block, self.turns)
         whole = self.rows * self.tokens * D * self.width
         yield Collective("last output", "all-reduce", "stage", p, 1, whole)
 
@@ -191,50 +197,34 @@ class _Step:
         """Rows go to their experts and back, in buffers of half as much again as an even share; of
         what is more uneven, more. Where rows do not divide, each device runs its own experts.
         """
-        c, e, room = self.config, self.axes.expert, self.room
-        count = _routed(c) // self.axes.stage
-        row = c.hidden_size * self.width
-        yield Collective("to experts", "all-to-all", "expert", e, count, room * row)
-        yield Collective("which", "all-to-all", "expert", e, count, room * 4)
-        yield Collective("from experts", "all-to-all", "expert", e, count, room * row)
+        c, e = self.config, self.axes.expert
+        count, sum_ = _routed(c) // self.axes.stage, self.room * c.hidden_size * 4
+        if self.among < self.axes.data * e:
+            yield Collective("experts' rows", "all-reduce", "expert", e, count, sum_, self.turns)
+            return
+        given = self.room * c.hidden_size * self.width
+        for what, size in (
+            ("to experts", given),
+            ("which", 4 * self.room),
+            ("from experts", sum_),
+        ):
+            yield Collective(what, "all-to-all", "expert", e, count, size, self.turns)
+        if self.room < e * self.chosen:
+            yield Collective("the fullest", "all-reduce", "expert", e, count, 4, self.turns)
+
+    @property
+    def chosen(self) -> int:
+        """How many rows experts are given: of each token one for each of its experts."""
+        k = self.config.num_experts_per_tok if isinstance(self.config, MixtureConfig) else 1
+        return self.each * k
 
     @property
     def room(self) -> int:
         """Rows that a device's experts run in all."""
-        routed = -(-self.rows // self.groups) * self.columns * _chosen(self.config)
-        if self.axes.expert == 1:
-            return routed
-        return self.axes.expert * min(routed, math.ceil(1.5 * routed / self.axes.expert))
-
-    def text(self) -> Iterator[Collective]:
-        """A ring for prompts; sums of softmaxes for a token, or its heads."""
-        c, n = self.config, self.axes.sequence
-        share, count = share_of(c, self.axes), c.num_hidden_layers
-        heads, kept = share.num_attention_heads, share.num_key_value_heads
-        if self.axes.exchange:
-            heads, kept = c.num_attention_heads // self.tensor, c.num_key_value_heads
-            kept //= self.axes.tensor
-            if not self.splits:
-                size = self.rows * heads * c.head_dim * self.width
-                yield Collective("heads", "all-gather", "sequence", n, count, size)
-                return
-            for what, number in (
-                ("queries", heads),
-                ("out", heads),
-                ("keys", kept),
-                ("values", kept),
-            ):
-                size = self.rows * self.columns * number * c.head_dim * self.width
-                yield Collective(what, "all-to-all", "sequence", n, count, size)
-            return
-        if not self.splits:
-            softmax = self.rows * heads * 4
-            yield Collective("largest", "all-reduce", "sequence", n, count, softmax)
-            mixed = softmax * (c.head_dim + 1)
-            yield Collective("sums", "all-reduce", "sequence", n, count, mixed)
-            return
-        block = self.rows * self.columns * kept * c.head_dim * self.width
-        yield Collective("ring", "collective-permute", "sequence", n, 2 * count, block, n - 1)
+        e = self.axes.expert
+        if e == 1 or self.among < self.axes.data * e:
+            return self.chosen
+        return e * min(self.chosen, math.ceil(int(AMPLE * self.chosen) / e))
 
 
 def _routed(config: ModelConfig) -> int:
@@ -242,10 +232,6 @@ def _routed(config: ModelConfig) -> int:
     if not isinstance(config, MixtureConfig):
         return 0
     return sum(map(config.routed, range(config.num_hidden_layers)))
-
-
-def _chosen(config: ModelConfig) -> int:
-    return config.num_experts_per_tok if isinstance(config, MixtureConfig) else 1
 
 
 def _expert_size(config: ModelConfig) -> int:

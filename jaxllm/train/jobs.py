@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
+from jaxllm import process
 from jaxllm.adapters import Adapter, LoraConfig, around, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
+from jaxllm.distributed import agree
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
 from jaxllm.train.keeping import journal_of
@@ -21,7 +23,8 @@ from jaxllm.train.loop import Plan, Prepare, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
-from jaxllm.weights.paths import Params, Placed
+from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.paths import Params, Placed, map_leaves
 from jaxllm.weights.precision import cast
 
 V = TypeVar("V")
@@ -98,7 +101,8 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         attachment = attached(lm.config, lm.params, adapter)
 
     def finish(params: Params, directory: Path) -> None:
-        found = taken(lm.config, whole(lm.model, params), config)
+        beside = map_leaves(lambda _, leaf: _adapters_of(leaf), params)
+        found = taken(lm.config, whole(lm.model, beside), config)
         write_adapter(directory, found, lm.config, base=str(lm.path))
 
     return Job(
@@ -108,6 +112,11 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         rules=_ADAPTERS,
         finish=finish,
     )
+
+
+def _adapters_of(leaf: Any) -> Any:
+    """What stands beside a weight, without it."""
+    return leaf.replace(weight=_adapters_of(leaf.weight)) if isinstance(leaf, Adapted) else None
 
 
 def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:
@@ -137,10 +146,12 @@ def run(
 
     Raises what `loop.train` raises.
     """
-    model = job.model.clone(remat=remat)
+    own: dict[str, Any] = {"apart": True} if isinstance(job.model, Placed) else {}
+    model = job.model.clone(remat=remat, **own)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
     digests = [None if some is None else some.digest for some in (data, held_out)]
+    agree({"data": digests})
     facts = (plain(setup), plan, job.rules, job.prepare, digests)
     journal = Journal()
     if directory is not None:
@@ -201,6 +212,8 @@ def plain(setup: Setup) -> Setup:
 
 def forget(directory: Path) -> None:
     """Remove the state that a run has kept there: its result is written."""
+    if not process.leads():
+        return
     journal = Journal(directory)
     with journal.kept():
         journal.forget()

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxllm import process
 from jaxllm.compress.journal import Journal
+from jaxllm.distributed import told
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.progress import noted_bar
 from jaxllm.train.data.rows import Data, Rows
@@ -128,7 +129,7 @@ def train(
         records, before = [Record(*row) for row in facts["records"]], facts["before"]
         best = kept_best(journal, state, form)
         say(f"going on after step {len(records)} of {plan.steps}")
-    elif journal.parts():
+    elif told(lambda: "parts" if journal.parts() else ""):
         raise CheckpointError(
             f"{journal.directory} holds the state of another run, of other options, data or model:"
             " go on with the same, write elsewhere, or remove it"
@@ -149,18 +150,19 @@ def train(
         saved[0] = len(records)
 
     def so_far() -> str:
-        told = f"{len(records)} of {plan.steps} steps done"
+        done = f"{len(records)} of {plan.steps} steps done"
         if journal.directory is None or not saved[0]:
-            return told
+            return done
         where = f"the state after step {saved[0]} is in {journal.directory}"
-        return f"{told}; {where}, from which the same goes on"
+        return f"{done}; {where}, from which the same goes on"
 
     if held_out is not None and before is None:
         before = loss(state.trained)
         say(f"before: held-out loss {before:.4f}")
     saved, pace = [len(records)], _Pace()
+    keeps = bool(told(lambda: str(journal.directory or "")))
     bar = noted_bar("train", plan.steps, show_progress, len(records))
-    with process.saying(so_far), bar as told:
+    with process.saying(so_far), bar as noted:
         while len(records) < plan.steps and not _has_waited(records, plan.patience):
             pace.begin()
             rows = _rows(data, len(records), plan.accumulate)
@@ -176,7 +178,7 @@ def train(
             if held_out is not None and _is_due(record.step, plan):
                 record = record._replace(held_out=loss(state.trained))
             records.append(record)
-            told(record.step, pace.note(record))
+            noted(record.step, pace.note(record))
             if record.held_out is not None:
                 say(f"{_in_words(record)}{pace.words}")
                 if plan.patience is not None and _best(records) is record:
@@ -184,9 +186,9 @@ def train(
                     keep_best(journal, best, form)
                 if sample is not None:
                     say(sample(join(state.trained, rest)))
-            if journal.directory is not None and pace.is_time():
+            if keeps and told(lambda: "now" if pace.is_time() else ""):
                 pace.time(save)
-        if journal.directory is not None and saved[0] < len(records):
+        if keeps and saved[0] < len(records):
             save()
     chosen = _best(records) if plan.patience is not None else None
     if chosen is not None and best is not None:

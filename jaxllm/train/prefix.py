@@ -23,15 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import steps
-from jaxllm.cache.kv import (
-    Delta,
-    KVCache,
-    Segment,
-    check_no_memory,
-    check_usable,
-    commit,
-    init_cache,
-)
+from jaxllm.cache.growth import commit
+from jaxllm.cache.kv import Delta, KVCache, Segment, check_no_memory, check_usable, init_cache
 from jaxllm.cache.surgery import compact
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.models import family

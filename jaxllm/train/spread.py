@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxllm.distributed import at_first, from_first, several
 from jaxllm.train.trained import Hole, Trained
 from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.paths import Params, named_arrays, names_of
@@ -57,7 +58,7 @@ class Form:
         }
 
     def whole(self, trained: Trained) -> dict[str, Any]:
-        """Arrays of one device's form, on the host."""
+        """Arrays of one device's form, on the host; of several processes the first's."""
         return dict(self._whole(trained))
 
     def spread(self, whole: Any, like: Any) -> Any:
@@ -66,7 +67,7 @@ class Form:
         names = self.whole_names
         given = jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, dict) and x.keys() == names)
         found = [
-            self._spread(x, node) if self._is_trained(node) else _placed(x, node)
+            self._spread(x, node) if self._is_trained(node) else _placed(from_first(x), node)
             for x, node in zip(given, nodes, strict=True)
         ]
         return jax.tree.unflatten(structure, found)
@@ -79,10 +80,10 @@ class Form:
             if not jax.tree.leaves(x):  # what an optimiser of some paths has for the others
                 yield from dict.fromkeys(self.names[path], x).items()
                 continue
-            names, array, shares = self.names[path], np.asarray(x), self.shares.get(path)
+            names, array, shares = self.names[path], at_first(x), self.shares.get(path)
             parts = np.split(array, len(names)) if len(names) > 1 else [array]
             for name, part in zip(names, parts, strict=True):
-                yield name, part if shares is None else part[shares.places(part.ndim)]
+                yield name, part if shares is None else at_first(part[shares.places(part.ndim)])
 
     def _spread(self, whole: dict[str, Any], like: Trained) -> Trained:
         def part(path: str, array: np.ndarray) -> np.ndarray:
@@ -96,14 +97,17 @@ class Form:
         def joined(path: str, x: jax.Array) -> jax.Array:
             if not jax.tree.leaves(x):
                 return x
-            parts = [part(path, np.asarray(whole[name])) for name in self.names[path]]
+            parts = [part(path, from_first(whole[name])) for name in self.names[path]]
             return _placed(np.concatenate(parts) if len(parts) > 1 else parts[0], x)
 
         return {path: joined(path, x) for path, x in like.items()}
 
 
 def _placed(array: Any, like: jax.Array) -> jax.Array:
-    """An array where another is, in its format."""
+    """An array of the host where another is, in its format."""
+    mine = array.astype(like.dtype)
+    if several():
+        return jax.make_array_from_callback(mine.shape, like.sharding, lambda index: mine[index])
     where = like.sharding if isinstance(like.sharding, NamedSharding) else None
-    found: jax.Array = jax.device_put(np.asarray(array, like.dtype), where)
+    found: jax.Array = jax.device_put(mine, where)
     return found

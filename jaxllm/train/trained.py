@@ -74,7 +74,8 @@ def split(
     }
     trained = {
         path: _in_rows(known[path].astype(jnp.float32), (path in shares) + (len(names(path)) > 1))
-        for path in chosen
+        for path in known  # in one order in all processes
+        if path in chosen
     }
     named, structure = _named(params if like is None else like)
     holed = [Hole(x.dtype.name, x.shape) if path in chosen else x for path, x in named]

@@ -124,15 +124,21 @@ def _kernel(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -
 def _plain(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     """In plain JAX: for every platform, and the meaning of all the others."""
     x_AI = round_to_int8(x_AI) if digits == 1 else x_AI
-    rows, experts = x_AI.shape[0], stacks[0].shape[0]
+    return tuple(_in_blocks(x_AI, stack, expert_A) for stack in stacks)
+
+
+def blocks_of(rows: int, experts: int) -> tuple[int, int]:
+    """How many rows of one expert are multiplied at once, and the most such blocks that there are:
+    of each expert the last may be short.
+    """
     width = min(BLOCK, 1 << max(0, math.ceil(math.log2(max(rows, 1) / experts))))
-    return tuple(_in_blocks(x_AI, stack, expert_A, width) for stack in stacks)
+    return width, min(rows, rows // width + experts)
 
 
-def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array, width: int) -> jax.Array:
-    """Blocks of `width` rows of one expert, one after the other: at most A / width + E of them."""
+def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax.Array:
+    """Blocks of rows of one expert, one after the other."""
     A, E = x_AI.shape[0], stack.shape[0]
-    count = min(A, A // width + E)
+    width, count = blocks_of(A, E)
     known_A = (expert_A >= 0) & (expert_A < E)
     expert_A = jnp.where(known_A, expert_A, E)  # whose rows are in no block
     rows_E = jnp.zeros(E + 1, jnp.int32).at[expert_A].add(1)[:E]

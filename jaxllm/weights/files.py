@@ -182,7 +182,7 @@ def write_tensors(
     with writing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for item, size in plan:
-            for some in [bytes(size)] if item is None else _bytes_of(item):
+            for some in [bytes(size)] if item is None else bytes_of(item):
                 file.write(some)
                 progress(len(some))
 
@@ -307,7 +307,8 @@ def _fill(raw: np.ndarray, file: io.BufferedReader, begin: int, path: Path) -> N
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _bytes_of(tensor: LazyTensor) -> "Iterator[memoryview[int]]":
+def bytes_of(tensor: LazyTensor) -> "Iterator[memoryview[int]]":
+    """A tensor's bytes, about `BLOCK` at a time."""
     written = 0
     for block in tensor.blocks(max(BLOCK // max(tensor.columns * tensor.dtype.itemsize, 1), 1)):
         assert block.dtype == tensor.dtype

@@ -87,6 +87,21 @@ def can_stack(name: str) -> bool:
     return isinstance(parse(name), arrays.Float | integers.Integer | nf4.NormalFloat)
 
 
+# Of what these keep a share is made anew: its numbers decide what is stored of them.
+REMADE = packed.Bfloat16Packed | sparse.SparseFormat
+
+
+def form(name: str, shape: tuple[int, ...]) -> Any:
+    """A weight of `shape` in a format as `jax.eval_shape` has it: shapes and dtypes alone. None for
+    a format that makes shares of its weights anew (`REMADE`).
+    """
+    format = parse(name)
+    if isinstance(getattr(format, "inner", format), REMADE):
+        return None
+    pieces = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.expected(shape).items()}
+    return jax.eval_shape(lambda pieces: format.of_pieces(shape, pieces), pieces)
+
+
 def apart(name: str) -> tuple[int, ...]:
     """The axes, 0 rows and 1 columns, along which what a format makes of a part of a matrix is the
     part of what it makes of all of it.

@@ -18,11 +18,21 @@ from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import Params, Place, put
 
 
+class Elsewhere:
+    """In the place of a parameter of which this process has nothing, until all have come."""
+
+
 class Whole:
     """Where parameters go as they are read: each of them whole, where `place` says."""
 
     def __init__(self, place: Place | None = None) -> None:
         self._place = place
+
+    def here(self, path: str) -> bool:
+        """Whether this process has anything of the parameter at `path`; others read what it has
+        not.
+        """
+        return True
 
     def leaf(self, path: str, weight: Weight) -> Weight:
         """The parameter at `path`, where it is to be."""

@@ -14,10 +14,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.counts import counts
 from jaxllm.mesh.placing import per_device
+from jaxllm.ops import native
+from jaxllm.plan.collective import Collective
 from jaxllm.plan.estimate import Asked, Plan, plan
 from jaxllm.plan.hardware import HARDWARE, hardware
 from jaxllm.plan.propose import proposals
-from jaxllm.plan.traffic import Collective, rows_of, step
+from jaxllm.plan.sizes import WITHIN, working
+from jaxllm.plan.traffic import rows_of, step
 from jaxllm.steps import _decode_step, _prefill
 from jaxllm.weights.precision import Precision
 from tests.mesh.made import FAMILIES, WIDE, one, spread
@@ -29,14 +32,27 @@ CASES = [
     ("llama", "tensor=2", None, False),
     ("gpt2", "data=2,stage=2,tensor=2", None, False),
     ("mixtral", "expert=2,tensor=2", None, False),
+    ("olmo2", "tensor=2", None, True),
     pytest.param("gpt2", "data=2,tensor=2", None, False, marks=FULL),
-    pytest.param("llama", "data=2,tensor=2:tokens", None, False, marks=FULL),
+    *(pytest.param(f, "data=2,tensor=2:tokens", None, False, marks=FULL)
+      for f in ("llama", "olmo2", "gpt_neox")),
     pytest.param("mixtral", "data=2,expert=2,tensor=2", None, False, marks=FULL),
+    pytest.param("mixtral", "expert=8", None, False, marks=FULL),  # more devices than rows
     *(pytest.param(f, m, None, False, marks=FULL) for f in FAMILIES
       for m in ("tensor=2", "data=2,tensor=4", "tensor=8")),
-    *(pytest.param(f, m, None, True, marks=FULL) for f in ("llama", "gpt2")
+    *(pytest.param(f, m, None, True, marks=FULL)
+      for f in ("llama", "gpt2", "olmo2", "gpt_neox", "mixtral")
       for m in ("tensor=2", "data=2,tensor=4")),
     *(pytest.param("llama", "tensor=2", q, False, marks=FULL) for q in ("int8", "int4")),
+]  # fmt: skip
+QUANTIZED = ("int8", "int4", "nf4", "int3-g32-zp", "float32-bitmap", "bf16-packed")
+SHARES = [
+    ("llama", "nf4", False, "tensor=2"),
+    ("gpt2", "nf4", True, "stage=2,tensor=2"),
+    ("llama", "float32-bitmap", False, "tensor=2"),
+    *(pytest.param(f, q, e, m, marks=FULL) for f in ("llama", "gpt2") for q in QUANTIZED
+      for e in (False, True) for m in ("tensor=2", "data=2,tensor=2", "stage=2,tensor=2")
+      if not (q == "bf16-packed" and "stage" in m)),  # which stages do not take
 ]  # fmt: skip
 
 
@@ -70,47 +86,122 @@ def test_bytes_and_collectives_are_the_programs_own(
     assert max(per_device(cache).values()) == found.cache + scalars
     for tokens in (1, CHUNK):
         ran = collectives(over, shared, cache, tokens)
-        wanted = in_all(step(over.config, precision, over.axes, ROWS, tokens, exact=exact))
-        if over.axes.expert > 1:  # buffers of two sizes, for even and for uneven routes
-            (calls, size), (planned, bytes_) = ran.pop("all-to-all"), wanted.pop("all-to-all")
-            assert calls in (planned, 2 * planned)
+        wanted = in_all(planned(over, tokens, exact=exact))
+        if "all-to-all" in wanted:  # buffers of two sizes are in it, for even and uneven routes
+            (calls, size), (once, bytes_) = ran.pop("all-to-all"), wanted.pop("all-to-all")
+            assert calls in (once, 2 * once)
             assert size >= bytes_
-            # As many sums, and more of them, are in the program for what is less even.
-            assert ran.pop("all-reduce") >= wanted.pop("all-reduce")
-            assert ran == wanted
-            continue
-        # Whether rows have tokens is a few bytes, which all must know. XLA makes one sum of two
-        # that are added (GPT-NeoX's), or that stand side by side (of OLMo 2's norms).
-        calls, size = ran.pop("all-reduce", (0, 0))
-        sums, summed = wanted.pop("all-reduce", (0, 0))
-        merged = over.config.num_hidden_layers * (family in ("gpt_neox", "olmo2"))
-        assert sums - merged <= calls <= sums + 2
-        assert size <= summed + 16
-        assert family == "gpt_neox" or size >= summed
         assert ran == wanted
 
 
-@pytest.mark.parametrize("mesh", ["sequence=4", pytest.param("sequence=2:heads", marks=FULL)])
-def test_a_token_beside_a_split_text(mesh: str) -> None:
-    over, shared = spread(*one("llama"), mesh)
+def planned(model: Any, tokens: int, **how: Any) -> list[Collective]:
+    return step(model.config, model.precision, model.axes, ROWS, tokens, SLOTS, **how)
+
+
+@pytest.mark.parametrize(("family", "quantize", "exact", "mesh"), SHARES)
+def test_shares_of_quantized_weights_take_what_is_planned(
+    family: str, quantize: str, exact: bool, mesh: str
+) -> None:
+    """To the byte, but for packed bfloat16, whose rare exponents nobody knows before they are read:
+    they take less than a hundredth.
+    """
+    rare = quantize == "bf16-packed"
+    precision = Precision(weights="bfloat16" if rare else "float32", quantize=quantize)
+    over, shared = spread(*one(family, precision, **WIDE[family]), mesh, exact=exact)
+    held = max(per_device(shared).values())
+    found = plan(asked(over, over.axes, exact)).weights.held
+    assert found <= held <= found * (1.01 if rare else 1)
+
+
+def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
+    model, params = one("llama", Precision(quantize="int4"))  # MLPs of 56, in groups of 64
+    said = r"layers\.0\.mlp\.down_proj\.weight over tensorxcopies=2: .* inside a group of 64"
+    with pytest.raises(ConfigError, match=said):
+        spread(model, params, "tensor=2")
+    with pytest.raises(ConfigError, match=said):
+        plan(asked(model, Axes(tensor=2)))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "kept"),
+    [
+        ("llama", "sequence=4", "float32"),
+        pytest.param("llama", "sequence=2:heads", "float32", marks=FULL),
+        pytest.param("llama", "data=2,sequence=2,tensor=2", "float32", marks=FULL),
+        pytest.param("gpt2", "sequence=2:heads,tensor=2", "int8", marks=FULL),
+        pytest.param("gemma2", "sequence=4,tensor=2", "int8", marks=FULL),
+    ],
+)
+def test_collectives_of_a_split_text_are_the_programs_own(
+    family: str, mesh: str, kept: str
+) -> None:
+    """Of a token over what is split, and of a prompt that is: ring, order, writing, exchanges."""
+    over, shared = spread(*one(family, Precision(cache=kept)), mesh)
     cache = init_cache(over, ROWS, SLOTS)
     found = plan(asked(over, over.axes))
-    assert max(per_device(cache).values()) == found.cache + 4 * (1 + ROWS)
+    assert max(per_device(cache).values()) == found.cache + 4 * (1 + rows_of(over.axes, ROWS))
     assert max(per_device(shared).values()) == found.weights.held
-    ran = collectives(over, shared, cache, 1)
-    assert ran == in_all(step(over.config, over.precision, over.axes, ROWS, 1))
+    for tokens in (1, CHUNK):
+        assert collectives(over, shared, cache, tokens) == in_all(planned(over, tokens))
+
+
+BIG: dict[str, dict[str, Any]] = {  # large enough that what is of one number a token is little
+    "llama": {"hidden_size": 128, "intermediate_size": 512, "head_dim": 16},
+    "gemma2": {"hidden_size": 128, "intermediate_size": 512, "head_dim": 16},
+    "gpt2": {"n_embd": 128, "n_inner": 512, "n_positions": 4096},
+    "mixtral": {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "rows", "slots", "tokens"),
+    [
+        ("llama", "tensor=2", 4, 512, 256),
+        ("llama", "stage=2", 8, 512, 1),
+        *(pytest.param(*case, marks=FULL) for case in (
+            ("llama", "tensor=1", 1, 256, 1), ("llama", "tensor=1", 8, 2048, 1),
+            ("llama", "tensor=1", 1, 2048, 256), ("llama", "tensor=2", 8, 2048, 1),
+            ("llama", "stage=2", 4, 2048, 256), ("llama", "tensor=4", 4, 256, 64),
+            ("llama", "sequence=4", 4, 2048, 256), ("gpt2", "tensor=1", 4, 512, 256),
+            ("gpt2", "tensor=4", 8, 512, 1), ("mixtral", "tensor=2", 4, 512, 256),
+            ("mixtral", "tensor=1", 8, 512, 1), ("gemma2", "data=2,tensor=2", 4, 2048, 256))),
+    ],
+)  # fmt: skip
+def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
+    family: str, mesh: str, rows: int, slots: int, tokens: int
+) -> None:
+    """`memory_analysis` of steps that are given their cache, without kernels: within 1.75 times."""
+    changes = {**BIG[family], "num_hidden_layers": 4, "vocab_size": 2048}
+    over, shared = spread(*one(family, None, **changes), mesh)
+    cache = init_cache(over, rows, slots)
+    with native.disabled():
+        held = compiled(over, shared, cache, tokens, donate_argnums=0).memory_analysis()
+    some = dataclasses.replace(asked(over, over.axes), batch=rows, context=slots)
+    args = (over.axes, rows, tokens, slots, some.prompt_groups if tokens > 1 else 1)
+    wanted = working(over.config, over.precision, *args)
+    assert wanted / WITHIN <= held.temp_size_in_bytes <= wanted * WITHIN
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", pytest.param("data=2,tensor=4", marks=FULL)])
+def test_a_step_that_is_given_its_cache_does_not_copy_it(mesh: str) -> None:
+    over, shared = spread(*one("llama"), mesh)
+    cache = init_cache(over, ROWS, 2048)
+    held = compiled(over, shared, cache, 1, donate_argnums=0).memory_analysis()
+    assert held.temp_size_in_bytes < max(per_device(cache).values()) / 4
 
 
 def collectives(model: Any, params: Any, cache: Any, tokens: int) -> dict[str, tuple[int, int]]:
-    """Those of a step of so many tokens a row, compiled: how many of a kind, and their bytes."""
-    token_BT = jnp.zeros((ROWS, tokens), jnp.int32)
+    """Those of a step of so many tokens a row: how many of a kind, and their bytes."""
+    found = counts(compiled(model, params, cache, tokens).as_text())
+    return {kind: (c.calls, c.bytes) for kind, c in found.items()}
+
+
+def compiled(model: Any, params: Any, cache: Any, tokens: int, **how: Any) -> Any:
+    token_BT = jnp.zeros((cache.batch, tokens), jnp.int32)
     given: Any = (cache, (), model, params, token_BT, token_BT, False)
     if tokens == 1:
-        lowered = jax.jit(_decode_step, static_argnums=(2, 6)).lower(*given)
-    else:
-        lowered = jax.jit(_prefill, static_argnums=(2, 6, 7)).lower(*given, tokens)
-    found = counts(lowered.compile().as_text())
-    return {kind: (c.calls, c.bytes) for kind, c in found.items()}
+        return jax.jit(_decode_step, static_argnums=(2, 6), **how).lower(*given).compile()
+    return jax.jit(_prefill, static_argnums=(2, 6, 7), **how).lower(*given, tokens).compile()
 
 
 def test_more_rows_and_tokens_fit_until_they_do_not() -> None:
@@ -141,11 +232,14 @@ def test_idle_shares_are_those_of_the_schedule() -> None:
 def test_meshes_are_proposed_that_divide_the_model_the_best_first() -> None:
     model, _ = one("llama")  # 2 layers, 2 key/value heads of 8 query heads
     found = proposals(asked(model), 8)
-    meshes = [str(p.asked.axes) for p in found]
-    assert set(meshes) == {
+    meshes = {str(p.asked.axes) for p in found}
+    assert {mesh for mesh in meshes if "sequence" not in mesh} == {
         "tensor=8", "data=2,tensor=4", "data=4,tensor=2", "stage=2,tensor=4",
         "data=2,stage=2,tensor=2", "data=4,stage=2",
     }  # fmt: skip
+    assert meshes >= {"sequence=8", "data=2,sequence=4", "data=4,sequence=2:heads"}
+    assert not any("stage" in mesh and "sequence" in mesh for mesh in meshes)
+    assert "sequence=8:heads" not in meshes  # of two key/value heads
     assert [p.token_time for p in found] == sorted(p.token_time for p in found)
     tight = dataclasses.replace(HARDWARE["h100"], memory=found[0].total / 0.9 - 1)
     again = proposals(dataclasses.replace(asked(model), hardware=tight), 8)

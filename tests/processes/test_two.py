@@ -104,23 +104,24 @@ def test_rows_are_split_over_processes(start: Start, model: Path, tmp_path: Path
 
 
 @pytest.mark.full
-def test_processes_with_other_weights_refuse_each_other(
+def test_processes_with_one_other_number_refuse_each_other(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    """The directories have one name, as on two machines."""
+    """The directories have one name, as on two machines, and one bit of one number differs."""
     folders = []
     for number in (0, 1):
         shutil.copytree(model, tmp_path / str(number) / "model")
         folders.append(tmp_path / str(number))
     port = free_port()
     tensors = load_file(folders[1] / "model" / "model.safetensors")
-    name = max(tensors)
-    tensors[name] = tensors[name] + tensors[name].dtype.type(0.5)
+    name = "model.layers.1.mlp.up_proj.weight"
+    bits = tensors[name].reshape(-1).view(np.uint8)
+    bits[bits.size // 2] ^= 1
     save_file(tensors, folders[1] / "model" / "model.safetensors", {"format": "pt"})
     asked = "generate", "-m", "model", *MESH, "-p", PROMPT, "-n", "4"
     both = [start(port, 2, number, *asked, cwd=folder) for number, folder in enumerate(folders)]
     for process in both:
-        refused(process, "weights (SHA-256", "in process 0", "in process 1")
+        refused(process, "the weights layers.1.mlp.up_proj.weight in process 1 are not those")
 
 
 @pytest.mark.full
@@ -137,9 +138,9 @@ def test_processes_that_are_asked_for_other_things_refuse_each_other(
 @pytest.mark.full
 def test_a_mesh_must_be_of_all_processes_devices(start: Start, model: Path) -> None:
     port = free_port()
-    asked = "generate", "-m", str(model), "--mesh", "tensor=4", "-p", PROMPT
+    asked = "generate", "-m", str(model), "--mesh", "data=4", "-p", PROMPT
     for process in [start(port, 2, number, *asked) for number in (0, 1)]:
-        refused(process, "tensor=4", "4 devices", "2 processes have 2")
+        refused(process, "data=4", "4 devices", "2 processes have 2")
 
 
 @pytest.mark.full

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, unchecked_commit, where_placed
+from jaxllm.cache.growth import unchecked_commit
+from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, where_placed
 from jaxllm.cache.rows import select
 from jaxllm.cache.surgery import slot_order
 from jaxllm.decode.loops.room import check_going_on
@@ -178,7 +179,7 @@ def _search(
         sampler=_one_a_beam(sampler, B, N),
     )
     search = _extend_beams(criteria, text, search, jnp.repeat(logits_BV, N, axis=0))
-    frozen, tail = _one_tail_a_beam(cache, N, width)
+    frozen, tail = _one_tail_a_beam(model, cache, N, width)
 
     def unfinished(carry: tuple[KVCache, Search]) -> jax.Array:
         return (carry[1].step < criteria.budget) & ~carry[1].done_B.all()
@@ -268,7 +269,7 @@ def _pick(x_BNX: jax.Array, at_BN: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BNX, at_BN.reshape(*at_BN.shape, *[1] * (x_BNX.ndim - 2)), axis=1)
 
 
-def _one_tail_a_beam(cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
+def _one_tail_a_beam(model: nn.Module, cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
     """The prompts' segments for B x N rows, and an empty tail a row, apart from them.
 
     What one row holds all its beams share. Attention knows parts of one row and parts of all rows
@@ -277,7 +278,7 @@ def _one_tail_a_beam(cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
     B = cache.batch
     rows = jnp.repeat(jnp.arange(B), N)
     frozen = cache.segments if B == 1 else select(cache, rows).segments
-    tail = init_cache(cache.config, B * N, width, dtype=cache.dtype)
+    tail = init_cache(model, B * N, width, dtype=cache.dtype)
     return frozen, tail.replace(next_position_B=cache.next_position_B[rows])
 
 

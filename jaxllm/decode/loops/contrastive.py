@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import commit, init_cache
+from jaxllm.cache.growth import commit
+from jaxllm.cache.kv import init_cache
 from jaxllm.cache.rows import fork
 from jaxllm.decode.loops.text import check_positions, padded_eos
 from jaxllm.errors import NonFiniteError, SamplingError

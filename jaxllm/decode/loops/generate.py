@@ -8,29 +8,22 @@ from typing import Any, Required, TypedDict, Unpack
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, Segment, check_usable, init_cache
+from jaxllm.cache.kv import KVCache, check_usable, init_cache
 from jaxllm.decode.loops import rounds
-from jaxllm.decode.loops.overflow import Full, Overflow
+from jaxllm.decode.loops.overflow import Full, Overflow, made_room
 from jaxllm.decode.loops.room import check_going_on, check_room, recent_part, texts
-from jaxllm.decode.loops.text import (
-    NO_TOKEN,
-    Finish,
-    finished,
-    new_tokens,
-    padded_eos,
-    put,
-)
-from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, sample_next
+from jaxllm.decode.loops.state import Fixed, Limits, State, advance, running, sample, until_ended
+from jaxllm.decode.loops.text import NO_TOKEN, Finish, new_tokens, padded_eos
+from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of
 from jaxllm.distributed import fetched
 from jaxllm.errors import SamplingError
 from jaxllm.inputs import checked_prompts
 from jaxllm.programs import Program
 from jaxllm.shapes import bucket
-from jaxllm.steps import Mass, prefill, run_and_commit
+from jaxllm.steps import Mass, prefill
 from jaxllm.weights.paths import InRounds, Params
 from jaxllm.whole import whole
 
@@ -85,33 +78,6 @@ class Options(TypedDict, total=False):
     attention_mass: Mass
 
 
-class Limits(struct.PyTreeNode):
-    """What a generation was asked for; the same at every step.
-
-    budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
-    """
-
-    budget_B: jax.Array
-    eos_E: jax.Array
-
-
-class State(struct.PyTreeNode):
-    """Where each row stands, apart from its cache.
-
-    newest_B: its last token, which the cache does not hold yet. context: its text, and its own
-    random key, which each step folds with the length. logprob_BL, top_BLN: as in `Generated`, by
-    place in the text. mass: accumulated.
-    """
-
-    newest_B: jax.Array
-    finish_B: jax.Array
-    context: Context
-    sampler: Sampler
-    logprob_BL: jax.Array
-    top_BLN: tuple[jax.Array, jax.Array]
-    mass: jax.Array | None
-
-
 def generate(
     model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[Options]
 ) -> Generated:
@@ -133,9 +99,9 @@ def generate(
     loop = _rounds if in_rounds and model.groups(cache.batch) is not None else _loop
     while True:
         cache, state = _run(loop, model, params, limits, cache, state, mass)
-        if overflow is None or not _running(state):
+        if overflow is None or not running(state):
             return _generated(state, cache, options)
-        cache, total = overflow(Full(model, params, cache, state.context, state.mass))
+        cache, total = made_room(overflow, Full(model, params, cache, state.context, state.mass))
         state = state.replace(mass=total)
 
 
@@ -282,10 +248,10 @@ def _steps(
             state = state.replace(finish_B=jax.device_put(finish_B))
         before_B = np.asarray(state.context.length_B)
         yield cache, state
-        if not _running(state):
+        if not running(state):
             return
         if overflow is not None and int(cache.cursor) >= cache.capacity:
-            cache, total = overflow(Full(model, params, cache, state.context, total))
+            cache, total = made_room(overflow, Full(model, params, cache, state.context, total))
             state = state.replace(mass=total)
         cache, state = _run(_one, model, params, limits, cache, state, mass)
         if total is not None and state.mass is not None:
@@ -293,7 +259,7 @@ def _steps(
 
 
 def _run(
-    compiled: Any,
+    compiled: Program,
     model: nn.Module,
     params: Params,
     limits: Limits,
@@ -302,9 +268,8 @@ def _run(
     mass: Mass,
 ) -> tuple[KVCache, State]:
     """A compiled program on the tail; frozen segments go in but not out, so are never copied."""
-    tail, state = compiled(
-        model, params, cache.frozen, limits, cache.replace(frozen=()), state, mass
-    )
+    fixed = Fixed(params, cache.frozen, limits)
+    tail, state = compiled(model, fixed, cache.replace(frozen=()), state, mass)
     return tail.replace(frozen=cache.frozen), state
 
 
@@ -315,99 +280,7 @@ def _mass_of(options: Options) -> Mass:
     return True if overflow is not None and overflow.reads_mass else asked
 
 
-def _running(state: State) -> bool:
-    return bool((np.asarray(state.finish_B) == Finish.RUNNING).any())
-
-
-def _sample(limits: Limits, state: State, logits_BV: jax.Array) -> State:
-    """Sample a token for every row that still runs, and see whether it ends with it."""
-    context, finite_B = state.context, jnp.isfinite(logits_BV).all(axis=1)
-    running_B = state.finish_B == Finish.RUNNING
-    grows_B = running_B & finite_B
-    key_B = jax.vmap(jax.random.fold_in)(context.key_B, context.length_B)
-    token_B, sampler = sample_next(logits_BV, state.sampler, context.replace(key_B=key_B))
-    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
-    before_B, length_B = context.length_B, context.length_B + grows_B.astype(jnp.int32)
-    limit_B = context.prompt_B + limits.budget_B
-    finish_B = finished(token_B, length_B, limit_B, limits.eos_E, finite_B)
-    top = jax.lax.top_k(logprob_BV, state.top_BLN[0].shape[2])[::-1]
-    return state.replace(
-        newest_B=jnp.where(grows_B, token_B, state.newest_B),
-        finish_B=jnp.where(running_B, finish_B, state.finish_B),
-        context=context.replace(
-            token_BL=put(context.token_BL, before_B, token_B, grows_B), length_B=length_B
-        ),
-        sampler=sampler,
-        logprob_BL=put(state.logprob_BL, before_B, logprob_B, grows_B),
-        top_BLN=tuple(
-            put(old, before_B, new, grows_B) for old, new in zip(state.top_BLN, top, strict=True)
-        ),
-    )
-
-
-def _advance(
-    model: nn.Module,
-    params: Params,
-    frozen: tuple[Segment, ...],
-    limits: Limits,
-    tail: KVCache,
-    state: State,
-    attention_mass: Mass,
-) -> tuple[KVCache, State]:
-    """Run the chosen tokens, commit them (of running rows only), and choose the next.
-
-    The state's mass is then this step's own.
-    """
-    running_B = state.finish_B == Finish.RUNNING
-    position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
-    token_BT = state.newest_B[:, None]
-    logits_B1V, tail, mass = run_and_commit(
-        model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
-    )
-    return tail, _sample(limits, state.replace(mass=mass), logits_B1V[:, 0])
-
-
-def _until_ended(
-    model: nn.Module,
-    params: Params,
-    frozen: tuple[Segment, ...],
-    limits: Limits,
-    tail: KVCache,
-    state: State,
-    attention_mass: Mass,
-) -> tuple[KVCache, State]:
-    def unfinished(carry: tuple[KVCache, State]) -> jax.Array:
-        tail, state = carry
-        return (state.finish_B == Finish.RUNNING).any() & (tail.cursor < tail.capacity)
-
-    def body(carry: tuple[KVCache, State]) -> tuple[KVCache, State]:
-        tail, before = carry
-        tail, state = _advance(model, params, frozen, limits, tail, before, attention_mass)
-        if before.mass is not None and state.mass is not None:
-            state = state.replace(mass=before.mass + state.mass)
-        return tail, state
-
-    tail, state = jax.lax.while_loop(unfinished, body, (tail, state))
-    return tail, state
-
-
-def _in_rounds(
-    model: Any,
-    params: Params,
-    frozen: tuple[Segment, ...],
-    limits: Limits,
-    tail: KVCache,
-    state: State,
-    attention_mass: Mass,
-) -> tuple[KVCache, State]:
-    def sample(state: State, logits_BV: jax.Array) -> State:
-        return _sample(limits, state, logits_BV)
-
-    return rounds.until_ended(model, params, frozen, tail, state, sample)
-
-
-_first = Program(_sample)
-_one = Program(_advance, static=(0, 6), donated=4)
-_loop = Program(_until_ended, static=(0, 6), donated=4)
-_rounds = Program(_in_rounds, static=(0, 6), donated=4)
+_first = Program(sample)
+_one = Program(advance, static=(0, 4), donated=2)
+_loop = Program(until_ended, static=(0, 4), donated=2)
+_rounds = Program(rounds.until_ended, static=(0, 4), donated=2)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.eviction import heavy_hitters, segment_in_hand, sinks_and_window
-from jaxllm.cache.kv import KVCache, init_cache
+from jaxllm.cache.kv import KVCache, back_in_place, init_cache
 from jaxllm.cache.pooling import pool, pooled_mass
 from jaxllm.cache.surgery import close_gaps, compact, keep, slot_order
 from jaxllm.config import ModelConfig
@@ -64,7 +64,7 @@ class Slide:
         token_BL = np.asarray(full.context.token_BL)
         rows = zip(token_BL, length_B, recent_B, strict=True)
         tokens_BT = pad_rows([row[n - recent : n] for row, n, recent in rows])
-        empty = init_cache(full.model.config, cache.batch, cache.capacity, dtype=cache.dtype)
+        empty = init_cache(full.model, cache.batch, cache.capacity, dtype=cache.dtype)
         _, cache = prefill(
             full.model, full.params, empty, tokens_BT, lengths_B=recent_B, donate=True
         )
@@ -233,6 +233,12 @@ OVERFLOWS: dict[str, Overflow | None] = {
     "pooled": Pooled(),
     "pooled-by-use": PooledByUse(),
 }
+
+
+def made_room(overflow: Overflow, full: Full) -> tuple[KVCache, jax.Array | None]:
+    """What a policy leaves, where the model has its caches, and the mass of its slots."""
+    cache, mass_BS = overflow(full)
+    return back_in_place(cache, full.model), mass_BS
 
 
 def check_policy(config: ModelConfig, capacity: int, overflow: Overflow) -> None:

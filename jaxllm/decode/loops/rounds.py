@@ -10,24 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import KVCache, Segment
+from jaxllm.cache.kv import KVCache
+from jaxllm.decode.loops.state import Fixed, State, sample
 from jaxllm.decode.loops.text import Finish
-from jaxllm.weights.paths import InRounds, Params
+from jaxllm.steps import Mass
 
 
 def until_ended(
-    model: InRounds,
-    params: Params,
-    frozen: tuple[Segment, ...],
-    tail: KVCache,
-    state: Any,
-    sample: Any,
-) -> tuple[KVCache, Any]:
-    """Run until every row has ended, with room for all in the tail.
-
-    state: `generate.State`. sample: `(state, logits [B, V]) -> state`, which changes rows alone
-    that are running.
-    """
+    model: Any, fixed: Fixed, tail: KVCache, state: State, attention_mass: Mass
+) -> tuple[KVCache, State]:
+    """As `state.until_ended` by a model `InRounds`, with room for all in the tail, and no mass."""
     rows = tail.batch
     group_B, start = jnp.asarray(model.groups(rows)), tail.cursor
     stages = model.stages
@@ -43,11 +35,11 @@ def until_ended(
         token_B = jnp.where(running_B, state.newest_B, 0)  # of rows that have ended: padding
         tail = _entered(tail, enters_B, position_B, token_B, start + number // stages)
         logits_BV, flight, segment = model.tick(
-            params, (*frozen, tail.tail), flight, number, start, token_B, position_B
+            fixed.params, (*fixed.frozen, tail.tail), flight, number, start, token_B, position_B
         )
         leaves_B = (group_B == (number + 1) % stages) & (number + 1 >= stages)
         others_B = jnp.where(leaves_B, state.finish_B, jnp.int32(Finish.STOP))
-        drawn = sample(state.replace(finish_B=others_B), logits_BV)
+        drawn = sample(fixed.limits, state.replace(finish_B=others_B), logits_BV)
         state = jax.tree.map(lambda new, old: _chosen(leaves_B, new, old), drawn, state)
         return number + 1, tail.replace(tail=segment), state, flight, position_B
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import KVCache, init_cache
-from jaxllm.decode.loops.overflow import Full, Overflow, Segments, check_policy
+from jaxllm.decode.loops.overflow import Full, Overflow, Segments, check_policy, made_room
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CapacityError, NonFiniteError
 from jaxllm.shapes import bucket, pad_rows
@@ -74,7 +74,7 @@ def read(
     for start in range(0, width, piece):
         if policy is not None and int(cache.cursor) + piece > slots:
             context = _context(rows, real_BT[:, :start].sum(axis=1))
-            cache, total = policy(Full(model, params, cache, context, total))
+            cache, total = made_room(policy, Full(model, params, cache, context, total))
         here_BT = real_BT[:, start : start + piece]
         after_BT = np.cumsum(here_BT, axis=1) - 1
         position_BT = np.where(here_BT, np.asarray(cache.next_position_B)[:, None] + after_BT, -1)

@@ -41,7 +41,7 @@ def tick(
 
     def run(
         params: Params, segments: Any, flight: Any, by_row: Any, number: Any, start: Any
-    ) -> tuple[jax.Array, jax.Array, Segment]:
+    ) -> tuple[jax.Array, jax.Array, tuple[Any, Any]]:
         token_B, position_B = by_row
         stage, each = jax.lax.axis_index(AXIS), token_B.shape[0] // stages
         group, turn = (number - stage) % stages, (number - stage) // stages
@@ -92,7 +92,7 @@ def tick(
         leaving = ((number + 1) % stages) * each
         logits_BV = jnp.zeros((token_B.shape[0], trace.logits.shape[-1]), trace.logits.dtype)
         logits_BV = jax.lax.dynamic_update_slice(logits_BV, trace.logits[:, 0], (leaving, 0))
-        return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), last.replace(k=k, v=v)
+        return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), (k, v)
 
     in_segments = tuple(specs.of_segment(segment, batch, rows, model.axes) for segment in segments)
     spread = jax.shard_map(
@@ -106,10 +106,9 @@ def tick(
             P(),
             P(),
         ),
-        out_specs=(P(rows), P(rows, None, AXIS), in_segments[-1]),
+        out_specs=(P(rows), P(rows, None, AXIS), (in_segments[-1].k, in_segments[-1].v)),
         check_vma=False,
     )
-    found: tuple[jax.Array, jax.Array, Segment] = spread(
-        params, segments, flight, (token_B, position_B), number, start
-    )
-    return found
+    by_row = tuple(specs.by_all(x, model.axes) for x in (token_B, position_B))
+    logits_BV, flight, (k, v) = spread(params, segments, flight, by_row, number, start)
+    return specs.by_all(logits_BV, model.axes), flight, segments[-1].replace(k=k, v=v)

@@ -5,7 +5,8 @@ axis of stages before theirs. What layers compute, and what of it a cache keeps,
 and the stages' follow one another on the third axis: rows and slots stay where steps know them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.distributed import each, several
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Layer, Trace
 from jaxllm.ops.entries import Entries
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.parted import alike, lengths
 from jaxllm.weights.paths import Params
+from jaxllm.weights.reading import Elsewhere
 
 AXIS = "stage"
 
@@ -29,6 +32,10 @@ class Staged(Trace):
     """A trace of all layers. kept: the keys and values of each stage's, side by side."""
 
     kept: tuple[tuple[Entries, ...], tuple[Entries, ...]]
+
+    @property
+    def reads(self) -> tuple[jax.Array, ...]:
+        return ()  # new keys are those of all ticks, which have read by then
 
     @property
     def k(self) -> tuple[Entries, ...]:
@@ -81,14 +88,29 @@ def devices_of(mesh: Mesh, axis: str, number: int) -> Mesh:
     return Mesh(mesh.devices.take([number], axis=at), mesh.axis_names, axis_types=mesh.axis_types)
 
 
+def is_here(mesh: Mesh) -> bool:
+    """Whether a mesh has devices of this process."""
+    return not several() or jax.process_index() in _processes(mesh)
+
+
+def alike_over(mesh: Mesh, shares: Sequence[Any]) -> list[Any]:
+    """Shares, of which each process of a mesh has some, with pieces of one shape in all of them."""
+    every = each(lengths(shares), _processes(mesh)) if several() else [lengths(shares)]
+    return alike(shares, [max(of) for of in zip(*every, strict=True)])
+
+
+def _processes(mesh: Mesh) -> list[int]:
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
 def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) -> jax.Array:
     """Arrays on the devices of each number of an axis as one, along axis `at` of theirs. Nothing is
-    sent.
+    sent. arrays: those of which this process has something, which are of one shape.
     """
     spec = list[Any](arrays[0].sharding.spec)  # type: ignore[attr-defined]
     spec += [None] * (at + 1 - len(spec))
     spec[at], shape = axis, list(arrays[0].shape)
-    shape[at] *= len(arrays)
+    shape[at] *= mesh.shape[axis]
     shards = [shard.data for x in arrays for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(
         tuple(shape), NamedSharding(mesh, P(*spec)), shards
@@ -97,7 +119,8 @@ def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) ->
 
 def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
     """The same with one entry for each place in a stage, of all stages. Nothing is sent: each
-    array's shares stay on the devices of their stage.
+    array's shares stay on the devices of their stage. The layers are taken out of `params`, one
+    array at a time, so that none is there twice for long.
 
     Raises ConfigError for layers in one place of two stages that are kept in different formats.
     """
@@ -105,13 +128,14 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
     found = {name: value for name, value in params.items() if name not in layers}
 
     def together(path: str, nodes: Sequence[Any]) -> Any:
-        if not isinstance(nodes[0], Mapping):
+        if not isinstance(nodes[0], dict):
             return stack_of(path, nodes, mesh)
-        return {k: together(f"{path}.{k}", [node[k] for node in nodes]) for k in nodes[0]}
+        names = [*nodes[0]]
+        return {k: together(f"{path}.{k}", [node.pop(k) for node in nodes]) for k in names}
 
     for place, numbers in enumerate(zip(*table, strict=True)):
         names = [f"{prefix}.{i}" for i in numbers]
-        found[f"{prefix}.{place}"] = together("/".join(names), [params[name] for name in names])
+        found[f"{prefix}.{place}"] = together("/".join(names), [params.pop(name) for name in names])
     return found
 
 
@@ -123,13 +147,15 @@ def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
     def join(*arrays: jax.Array) -> jax.Array:
         return side_by_side([x[None] for x in arrays], mesh, AXIS, 0)
 
+    here = [x for x in leaves if not isinstance(x, Elsewhere)]
+    forms = list(itertools.chain(*each([str(getattr(x, "format", x.dtype)) for x in here])))
     try:
-        same = alike(leaves, lengths(leaves))
-        return jax.tree.map(join, *same)
+        if len({*forms}) > 1:
+            raise ValueError
+        return jax.tree.map(join, *alike_over(mesh, here))
     except (ValueError, AttributeError):
-        forms = [getattr(x, "format", str(getattr(x, "dtype", "?"))) for x in leaves]
         raise ConfigError(
-            f"{path} are kept as {', '.join(map(str, forms))}: layers in one place of two stages"
+            f"{path} are kept as {', '.join(forms)}: layers in one place of two stages"
             " must be kept in one format"
         ) from None
 

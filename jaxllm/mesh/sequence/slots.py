@@ -26,41 +26,21 @@ from jaxllm.ops.attention import (
 from jaxllm.ops.varying import varying_as
 
 
-def attend(
-    q_BTNH: jax.Array,
-    position_BT: jax.Array,
-    parts: Sequence[Part],
-    *,
-    axis: str,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-) -> jax.Array:
+def attend(queries: Queries, parts: Sequence[Part], axis: str) -> jax.Array:
     """`ops.attend` of queries that all devices have, over the slots of all: `[B, T, N, H]`.
 
     Inside `shard_map`. parts: what this device has. What several have must be seen on one of them:
     see `once`.
     """
-    queries = _queries(q_BTNH, position_BT, parts, scale, window, cap)
-    return finished(merged(softmax([Look(queries)], parts), axis), q_BTNH.dtype)
+    return finished(merged(softmax([Look(queries)], parts), axis), queries.q_BTKGH.dtype)
 
 
-def attend_round(
-    q_BTNH: jax.Array,
-    position_BT: jax.Array,
-    parts: Sequence[Part],
-    *,
-    axis: str,
-    scale: float,
-    window: int | None,
-    cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def attend_round(queries: Queries, parts: Sequence[Part], axis: str) -> tuple[jax.Array, jax.Array]:
     """The same of queries of which each device has as many of its own: see `ring.attend` for what
     is returned. They go round all devices with what they have seen, and come home.
     """
-    B, T, N, _ = q_BTNH.shape
-    queries = _queries(q_BTNH, position_BT, parts, scale, window, cap)
-    asking = (queries.q_BTKGH, position_BT)
+    B, T, K, G, _ = queries.q_BTKGH.shape
+    asking = (queries.q_BTKGH, queries.position_BT)
     asking, state = varying_as((asking, unseen(queries)), asking, *parts)
 
     def turn(carry: Any, _: None) -> tuple[Any, None]:
@@ -69,7 +49,7 @@ def attend_round(
         return passed_on(((q, at), looked(state, [Look(here)], parts)), axis), None
 
     (_, state), _ = jax.lax.scan(turn, (asking, state), length=jax.lax.axis_size(axis))
-    log_BTN = jnp.moveaxis(state.log_BKGT, 3, 1).reshape(B, T, N)
+    log_BTN = jnp.moveaxis(state.log_BKGT, 3, 1).reshape(B, T, K * G)
     return finished(state, jnp.float32), log_BTN
 
 
@@ -97,11 +77,3 @@ def merged(state: Softmax, axis: str) -> Softmax:
     sums = jnp.concatenate([state.total_BKGT[..., None], state.value_BKGTH], axis=-1)
     sums = jax.lax.psum(sums * shrink_BKGT1, axis)
     return Softmax(top_BKGT, sums[..., 0], sums[..., 1:])
-
-
-def _queries(
-    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], *rules: Any
-) -> Queries:
-    B, T, N, H = q_BTNH.shape
-    K = parts[0].k_BSKH.shape[2]
-    return Queries(q_BTNH.reshape(B, T, K, N // K, H), position_BT, *rules)

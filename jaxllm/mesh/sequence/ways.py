@@ -19,7 +19,7 @@ from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.sequence import order, ring, slots, ulysses
 from jaxllm.models.layers import Across
 from jaxllm.ops import Part
-from jaxllm.ops.attention import attend
+from jaxllm.ops.attention import Queries, attend
 from jaxllm.ops.masked import attend_masked, within_documents
 
 AXIS = "sequence"
@@ -157,7 +157,7 @@ class Around:
         here = _once(cached, self.whole)
 
         def visit(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return slots.attend_round(q, at, here, axis=AXIS, **rules)
+            return slots.attend_round(Queries.of(q, at, here, **rules), here, AXIS)
 
         def nothing(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.zeros_like(found[0]), jnp.full_like(found[1], -jnp.inf)
@@ -177,7 +177,7 @@ class OwnSlots:
     ) -> Found:
         _no_documents(document_BT)
         here = _once(parts, (*self.whole, True))
-        return slots.attend(q, at, here, axis=AXIS, **rules), parts[-1]
+        return slots.attend(Queries.of(q, at, here, **rules), here, AXIS), parts[-1]
 
 
 @dataclasses.dataclass(frozen=True)

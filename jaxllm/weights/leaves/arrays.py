@@ -113,6 +113,9 @@ class Float:
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return {"": (shape, DTYPES[self.name])}
 
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
+        return pieces[""]
+
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,20 +135,31 @@ class LowRank:
             **{f".right{name}": piece for name, piece in self.inner.expected(right).items()},
         }
 
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Factored:
+        each = self._each(shape, pieces)
+        return Factored(**{side: self.inner.of_pieces(form, mine) for side, form, mine in each})
+
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> Factored:
         if complaint := self._complaint(shape):
             raise CheckpointError(f"{path}: {complaint}")
-        made = {}
+        return Factored(
+            **{
+                side: self.inner.assemble(f"{path}.{side}", form, mine)
+                for side, form, mine in self._each(shape, pieces)
+            }
+        )
+
+    def _each(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Iterator[Any]:
+        """Of each factor its name, its shape and its pieces."""
         for side, form in zip(("left", "right"), self._sides(shape), strict=True):
             mine = {
                 name.removeprefix(f".{side}"): piece
                 for name, piece in pieces.items()
                 if name.startswith(f".{side}")
             }
-            made[side] = self.inner.assemble(f"{path}.{side}", form, mine)
-        return Factored(**made)
+            yield side, form, mine
 
     def _sides(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         *stack, rows, columns = shape

@@ -14,13 +14,15 @@ from flax import struct
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native, pallas
 from jaxllm.weights.leaves import digits
+from jaxllm.weights.leaves.affine import Affine, rounded
 from jaxllm.weights.leaves.arrays import DTYPES, product
 from jaxllm.weights.leaves.digits import CHUNK, HALF
 from jaxllm.weights.leaves.leaf import (
-    ROWS,
     Blocks,
     Leaf,
     Shape,
+    check_finite,
+    check_signs,
     collected,
     joined,
     on_borders,
@@ -182,75 +184,8 @@ class QTensor(Leaf, struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Integer:
-    """Integers with scales: see `QTensor`. group None is one scale a row (8 bits only).
-
-    `grid`, `codes`, `values` and `of` are what rounding to it means, for whoever chooses integers
-    in a way of his own: scales and codes come from here alone, so that all of them agree bit for
-    bit. They are pure and can be compiled.
-    """
-
-    bits: int
-    group: int | None
-    zero_point: bool = False
-    scale: str = "float32"
-
-    @property
-    def levels(self) -> tuple[int, int]:
-        """The least and the largest code."""
-        return (0, 2**self.bits - 1) if self.zero_point or self.bits < 8 else (-127, 127)
-
-    @property
-    def middle(self) -> int:
-        """The code of zero where there is no zero point."""
-        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
-
-    @property
-    def code_dtype(self) -> Any:
-        return jnp.dtype(jnp.int8 if self.levels[0] < 0 else jnp.uint8)
-
-    def size(self, columns: int) -> int:
-        """Columns of a group, where rows have so many."""
-        return self.group or up(columns, CHUNK)
-
-    def grid(
-        self, w_OGg: jax.Array, shrink: jax.Array | float = 1.0
-    ) -> tuple[jax.Array, jax.Array]:
-        """Scales and zero points `[..., G]` of groups `[..., G, g]`, the scale as it is stored.
-
-        Symmetric, 8 bits: the largest magnitude is 127 steps. Symmetric, fewer bits: it is minus
-        half of the levels, -8 steps of 4 bits, which uses all of them (as llama.cpp's Q4_0); the
-        zero points are all `middle`. With a zero point: from the least number to the largest, zero
-        among them, are all steps that there are.
-
-        shrink: what that range is times, `[..., G]` or one number, where a search tries to clip.
-        """
-        w_OGg, kept = w_OGg.astype(jnp.float32), jnp.dtype(self.scale)
-        least, most = self.levels
-        if self.zero_point:
-            low = jnp.minimum(w_OGg.min(-1), 0) * shrink
-            high = jnp.maximum(w_OGg.max(-1), 0) * shrink
-            scale = ((high - low) / most).astype(kept)
-            wide = scale.astype(jnp.float32)
-            zero = jnp.clip(jnp.round(-low / jnp.where(wide == 0, 1.0, wide)), least, most)
-            return scale, zero.astype(jnp.uint8)
-        if self.bits == 8:
-            end = jnp.abs(w_OGg).max(-1) * shrink / most
-        else:
-            largest = jnp.abs(w_OGg).argmax(-1, keepdims=True)
-            end = jnp.take_along_axis(w_OGg, largest, -1)[..., 0] * shrink / -self.middle
-        return end.astype(kept), jnp.full(end.shape, self.middle, jnp.uint8)
-
-    def codes(self, w: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
-        """The code nearest to each number (half to even); the three have shapes that broadcast."""
-        wide, (least, most) = scale.astype(jnp.float32), self.levels
-        steps = jnp.round(w.astype(jnp.float32) / jnp.where(wide == 0, 1.0, wide))
-        return jnp.clip(steps + zero.astype(jnp.float32), least, most).astype(self.code_dtype)
-
-    def values(self, codes: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
-        """What codes stand for, float32, bit for bit what `dense` gives of them."""
-        steps = codes.astype(jnp.float32) - zero.astype(jnp.float32)
-        return steps * scale.astype(jnp.float32)
+class Integer(Affine):
+    """Integers with scales, as a format of weights: see `QTensor`."""
 
     def of(self, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> QTensor:
         """The leaf of codes `[..., O, I]` that are chosen, with scales and zero points
@@ -294,7 +229,7 @@ class Integer:
         """
         self._check(array.shape)
         rows_OI = array.reshape(-1, array.shape[-1])
-        pieces = (x.reshape(*array.shape[:-1], x.shape[-1]) for x in _rounded(rows_OI, self))
+        pieces = (x.reshape(*array.shape[:-1], x.shape[-1]) for x in rounded(rows_OI, self))
         data, scale, zero = pieces
         kept = zero if self.zero_point else None
         return QTensor(data, scale, kept, self.bits, self.group, array.shape[-1])
@@ -303,10 +238,10 @@ class Integer:
         self._check(shape)
 
         def make(block: np.ndarray) -> tuple[jax.Array, ...]:
-            made = _rounded(jax.device_put(block, may_alias=True), self)
+            made = rounded(jax.device_put(block, may_alias=True), self)
             return made if self.zero_point else made[:2]
 
-        return self._of(collected(self._pieces(shape), blocks(), make), shape[-1])
+        return self.of_pieces(shape, on_device(collected(self._pieces(shape), blocks(), make)))
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return dict(self._pieces(shape))
@@ -325,24 +260,22 @@ class Integer:
         if not shape[-1]:
             raise ConfigError(f"{self.name} needs columns to scale, the matrix is {shape}")
 
-    def _of(self, pieces: Mapping[str, np.ndarray], columns: int) -> QTensor:
-        device = on_device(pieces)
-        scale, zero = device[".scale"], device.get(".zero")
-        return QTensor(device[".data"], scale, zero, self.bits, self.group, columns)
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> QTensor:
+        scale, zero = pieces[".scale"], pieces.get(".zero")
+        return QTensor(pieces[".data"], scale, zero, self.bits, self.group, shape[-1])
 
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> QTensor:
         zero = pieces.get(".zero")
-        if not np.isfinite(pieces[".scale"].astype(np.float32)).all():
-            raise CheckpointError(f"{path}.scale holds NaN or infinity")
+        check_finite(path, pieces, ".scale")
         if zero is not None and zero.max(initial=0) > self.levels[1]:
             raise CheckpointError(
                 f"{path}.zero holds {zero.max()}: a zero point is at most {self.levels[1]}"
             )
-        if self.levels[0] < 0 and pieces[".data"].min(initial=0) < -127:
-            raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
-        return self._of(pieces, shape[-1])
+        if self.levels[0] < 0:
+            check_signs(path, pieces, ".data")
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> Integer | None:
@@ -391,29 +324,3 @@ def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
     product = ((data & 15).astype(jnp.float32) - middle) * scale * low
     product += ((data >> 4).astype(jnp.float32) - middle) * scale * high
     return product.sum(axis=1)[None]
-
-
-@partial(jax.jit, static_argnums=1)
-def _rounded(array: jax.Array, to: Integer) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rows, columns = array.shape
-    width, group = up(columns, CHUNK), to.size(columns)
-
-    def some(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        w = jnp.pad(w.astype(jnp.float32), ((0, 0), (0, width - columns)))
-        w_OGg = w.reshape(w.shape[0], width // group, group)
-        scale, zero = to.grid(w_OGg)
-        q = to.codes(w_OGg, scale[..., None], zero[..., None])
-        return digits.packed(q.reshape(w.shape), to.bits), scale, zero
-
-    blocks = rows // ROWS
-    if not blocks:
-        return some(array)
-
-    def block(i: jax.Array) -> Any:
-        return some(jax.lax.dynamic_slice_in_dim(array, i * ROWS, ROWS, 0))
-
-    done = jax.lax.map(block, jnp.arange(blocks))
-    done = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), done)
-    if rows % ROWS:
-        done = jax.tree.map(lambda *x: jnp.concatenate(x), done, some(array[blocks * ROWS :]))
-    return done

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.leaf import (
     ROWS,
@@ -21,6 +21,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     aligned,
+    check_finite,
     joined,
     on_borders,
     on_device,
@@ -189,7 +190,7 @@ class NormalFloat:
         if self.double:
             codes, scale, mean = map(np.asarray, _doubly(jnp.asarray(absmax)))
             pieces = {".data": data, ".absmax": codes, ".scale": scale, ".mean": mean}
-        return self._of(shape, pieces)
+        return self.of_pieces(shape, on_device(pieces))
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         *stack, rows, columns = shape
@@ -204,15 +205,12 @@ class NormalFloat:
         return found
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> NF4:
-        for name in (".scale", ".mean") if self.double else (".absmax",):
-            if not np.isfinite(pieces[name]).all():
-                raise CheckpointError(f"{path}{name} holds NaN or infinity")
-        return self._of(shape, pieces)
+        check_finite(path, pieces, *((".scale", ".mean") if self.double else (".absmax",)))
+        return self.of_pieces(shape, on_device(pieces))
 
-    def _of(self, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> NF4:
-        on = on_device(pieces)
-        beside = (on.get(".scale"), on.get(".mean"))
-        return NF4(on[".data"], on[".absmax"], *beside, rows=shape[-2], columns=shape[-1])
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> NF4:
+        beside = (pieces.get(".scale"), pieces.get(".mean"))
+        return NF4(pieces[".data"], pieces[".absmax"], *beside, rows=shape[-2], columns=shape[-1])
 
 
 def parse(name: str) -> NormalFloat | None:

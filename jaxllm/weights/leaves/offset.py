@@ -13,10 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape, filled, joined, rows_of
+from jaxllm.weights.leaves.leaf import (
+    Format,
+    Linear,
+    Shape,
+    check_finite,
+    filled,
+    joined,
+    rows_of,
+)
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "offset/"
@@ -90,13 +98,11 @@ class OffsetFormat(WrappedFormat):
         scale, _ = self.inner.expected(shape)[".scale"]
         return {".offset": (scale, np.float32)}
 
-    def around(
-        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
-    ) -> Offset:
-        offset = pieces[".offset"]
-        if not np.isfinite(offset).all():
-            raise CheckpointError(f"{path}.offset holds NaN or infinity")
-        return Offset(weight, jax.device_put(offset, may_alias=True))
+    def around(self, weight: Any, pieces: Mapping[str, Any]) -> Offset:
+        return Offset(weight, pieces[".offset"])
+
+    def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
+        check_finite(path, pieces, ".offset")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:

@@ -77,13 +77,12 @@ class OrderedFormat(WrappedFormat):
     def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         return {".order": (shape[-1:], np.int32)}
 
-    def around(
-        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
-    ) -> Ordered:
-        order = pieces[".order"]
-        if not np.array_equal(np.sort(order), np.arange(shape[-1])):
+    def around(self, weight: Any, pieces: Mapping[str, Any]) -> Ordered:
+        return Ordered(weight, pieces[".order"])
+
+    def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
+        if not np.array_equal(np.sort(pieces[".order"]), np.arange(shape[-1])):
             raise CheckpointError(f"{path}.order is no order of {shape[-1]} columns")
-        return Ordered(weight, jax.device_put(order, may_alias=True))
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OrderedFormat | None:

@@ -140,13 +140,16 @@ class Bfloat16Packed:
             ".escape_value": ((None,), DTYPES["bfloat16"]),
         }
 
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Packed:
+        widest = int(np.diff(np.asarray(pieces[".escape_begin"])).max(initial=0))
+        fields = {key.removeprefix("."): value for key, value in pieces.items()}
+        return Packed(**fields, columns=shape[-1], widest=widest)
+
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> Packed:
         _check_packed(path, shape[-1], pieces)
-        widest = int(np.diff(pieces[".escape_begin"]).max(initial=0))
-        fields = {key.removeprefix("."): value for key, value in on_device(pieces).items()}
-        return Packed(**fields, columns=shape[-1], widest=widest)
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> Bfloat16Packed | None:

@@ -14,6 +14,7 @@ Outside, where parameters are whole, a leaf whose shares are no blocks of its ar
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -68,6 +69,15 @@ class Partial(Wrapped, struct.PyTreeNode):
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         return _summed(linear(x_RI, self.weight), self.over, self.split)
+
+
+def later(weight: Any) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
+    """A weight whose products are left to be parts of a sum, and what sums them, or what is linear
+    in them, `[R, O]`. Of any other than `Partial` products are whole, and nothing is left to sum.
+    """
+    if not isinstance(weight, Partial):
+        return weight, lambda y: y
+    return weight.weight, partial(_summed, over=weight.over, split=weight.split)
 
 
 class Gathered(Wrapped, struct.PyTreeNode):

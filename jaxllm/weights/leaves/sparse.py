@@ -15,7 +15,17 @@ from jaxllm.ops import native
 from jaxllm.weights.files import aligned
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.integers import CHUNK, Integer, QTensor
-from jaxllm.weights.leaves.leaf import ROWS, Blocks, Leaf, Shape, on_device, or_nan, up
+from jaxllm.weights.leaves.leaf import (
+    ROWS,
+    Blocks,
+    Leaf,
+    Shape,
+    check_finite,
+    check_signs,
+    on_device,
+    or_nan,
+    up,
+)
 
 TWO_OF_FOUR, BITMAP = PATTERNS = ("2:4", "bitmap")
 SPARE = 128  # numbers at the end of a bitmap's that are none: what a kernel may read too much
@@ -229,7 +239,7 @@ class SparseFormat:
                 f"{self.name}: in {crowded} of {total * up(columns, 4) // 4} groups of 4 columns"
                 f" more than 2 weights are not 0; prune the matrix {shape} to 2:4 first"
             )
-        return self._of(pieces, columns)
+        return self.of_pieces(shape, on_device(pieces))
 
     def _sizes(self, shape: tuple[int, ...], values: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         *rows, columns = shape
@@ -249,12 +259,10 @@ class SparseFormat:
             found[".values"] = ((None,), found[".values"][1])
         return found
 
-    def _of(self, pieces: Mapping[str, np.ndarray], columns: int) -> Sparse:
-        device = on_device(pieces)
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Sparse:
         kind = SparseInt8 if self.dtype == "int8" else Sparse
-        return kind(
-            device[".mask"], device[".values"], device.get(".begin"), device.get(".scale"), columns
-        )
+        beside = pieces.get(".begin"), pieces.get(".scale")
+        return kind(pieces[".mask"], pieces[".values"], *beside, shape[-1])
 
     def assemble(
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
@@ -265,11 +273,10 @@ class SparseFormat:
             _check_groups(path, mask, values.reshape(-1, 4 * width), shape[-1])
         else:
             _check_counts(path, mask, values, shape[-1], pieces[".begin"])
-        if self.dtype == "int8" and not np.isfinite(pieces[".scale"]).all():
-            raise CheckpointError(f"{path}.scale holds NaN or infinity")
-        if self.dtype == "int8" and values.min(initial=0) < -127:
-            raise CheckpointError(f"{path}.values holds -128: integers run from -127 to 127")
-        return self._of(pieces, shape[-1])
+        if self.dtype == "int8":
+            check_finite(path, pieces, ".scale")
+            check_signs(path, pieces, ".values")
+        return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> SparseFormat | None:

@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape, on_device
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape, check_finite
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "static/"
@@ -97,15 +97,14 @@ class StaticFormat(WrappedFormat):
             ".sum": (shape[:-1], np.float32),
         }
 
-    def around(
-        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
-    ) -> Static:
-        step, zero, total_O = (pieces[name] for name in (".step", ".zero", ".sum"))
+    def around(self, weight: Any, pieces: Mapping[str, Any]) -> Static:
+        return Static(weight, **{name: pieces[f".{name}"] for name in ("step", "zero", "sum")})
+
+    def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
+        step, zero = pieces[".step"], pieces[".zero"]
         if not (np.isfinite(step) and step > 0 and LEAST <= zero <= MOST):
             raise CheckpointError(f"{path} has no grid for its inputs: step {step}, zero {zero}")
-        if not np.isfinite(total_O).all():
-            raise CheckpointError(f"{path}.sum holds NaN or infinity")
-        return Static(weight, **on_device({"step": step, "zero": zero, "sum": total_O}))
+        check_finite(path, pieces, ".sum")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> StaticFormat | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import as_leaf
-from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Shape
+from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Shape, on_device
 
 
 class Wrapped(Leaf):
@@ -91,10 +91,12 @@ class WrappedFormat:
         """The shape and dtype of each piece of its own."""
         raise NotImplementedError
 
-    def around(
-        self, path: str, shape: tuple[int, ...], weight: Any, pieces: Mapping[str, np.ndarray]
-    ) -> Any:
-        """The leaf. Raises CheckpointError for numbers that no leaf has."""
+    def around(self, weight: Any, pieces: Mapping[str, Any]) -> Any:
+        """The leaf of a weight and its own pieces."""
+        raise NotImplementedError
+
+    def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
+        """Raises CheckpointError for numbers that no leaf has."""
         raise NotImplementedError
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
@@ -102,9 +104,15 @@ class WrappedFormat:
         return {**self.beside(shape), **inner}
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Any:
-        inner = {name: pieces[f".weight{name}"] for name in self.inner.expected(shape)}
-        weight = self.inner.assemble(f"{path}.weight", shape, inner)
-        return self.around(path, shape, weight, pieces)
+        weight = self.inner.assemble(f"{path}.weight", shape, self._inner(shape, pieces))
+        self.check(path, shape, pieces)
+        return self.around(weight, on_device({name: pieces[name] for name in self.beside(shape)}))
+
+    def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
+        return self.around(self.inner.of_pieces(shape, self._inner(shape, pieces)), pieces)
+
+    def _inner(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: pieces[f".weight{name}"] for name in self.inner.expected(shape)}
 
 
 def inner_of(name: str, kind: str, inner: Callable[[str], Format]) -> Format | None:

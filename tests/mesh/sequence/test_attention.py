@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jaxllm import ops
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.sequence import order, ring, slots, ulysses
+from jaxllm.ops.attention import Queries
 from jaxllm.ops.masked import attend_masked, within_documents
 
 pytestmark = pytest.mark.devices
@@ -171,7 +172,7 @@ def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
         """The new tokens are split too: they go to the cache, and their keys to one another."""
         before = [cached, slots.once(shared, AXIS)]
         found = [
-            slots.attend_round(q, at, before, axis=AXIS, **rules),
+            slots.attend_round(Queries.of(q, at, before, **rules), before, AXIS),
             ring.attend(q, at, new, axis=AXIS, **rules),
         ]
         return slots.mixed(found)
@@ -182,7 +183,7 @@ def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
 
     def decode(q: Any, at: Any, cached: Any, shared: Any, new: Any) -> jax.Array:
         parts = [cached, *(slots.once(part, AXIS) for part in (shared, new))]
-        return slots.attend(q, at, parts, axis=AXIS, **rules)
+        return slots.attend(Queries.of(q, at, parts, **rules), parts, AXIS)
 
     specs = (WHOLE, WHOLE, SPLIT, WHOLE, WHOLE)
     merged = jax.shard_map(decode, mesh=mesh_of(4), in_specs=specs, out_specs=WHOLE)
@@ -204,9 +205,10 @@ def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
         return (ops.attend(q, position + 8, parts, scale=SCALE, window=None)[0] ** 2).sum()
 
     def split(q: Any, k: Any, v: Any, old_k: Any, old_v: Any, old: Any, at: Any) -> jax.Array:
-        rules: Any = {"axis": AXIS, "scale": SCALE, "window": None}
-        before = slots.attend_round(q, at, [ops.Part(old_k, old_v, old)], **rules)
-        return slots.mixed([before, ring.attend(q, at, ops.Part(k, v, at), **rules)])
+        cached, new = [ops.Part(old_k, old_v, old)], ops.Part(k, v, at)
+        rules: Any = {"scale": SCALE, "window": None}
+        before = slots.attend_round(Queries.of(q, at, cached, **rules), cached, AXIS)
+        return slots.mixed([before, ring.attend(q, at, new, axis=AXIS, **rules)])
 
     over = jax.shard_map(split, mesh=mesh_of(2), in_specs=SPLIT, out_specs=SPLIT)
 

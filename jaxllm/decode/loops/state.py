@@ -1,0 +1,119 @@
+"""Where the rows of a generation stand, and what takes them on: a token sampled, a token run.
+
+These are pure functions of a state, which `generate` compiles: a step, the loop of steps, and
+(`rounds`) the loop of a model in stages.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import KVCache, Segment
+from jaxllm.decode.loops.text import Finish, finished, put
+from jaxllm.decode.sampling.sampler import Context, Sampler, sample_next
+from jaxllm.steps import Mass, run_and_commit
+from jaxllm.weights.paths import Params
+
+
+class Limits(struct.PyTreeNode):
+    """What a generation was asked for; the same at every step.
+
+    budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
+    """
+
+    budget_B: jax.Array
+    eos_E: jax.Array
+
+
+class Fixed(struct.PyTreeNode):
+    """What steps read and never change. frozen: the cache's segments beside its tail."""
+
+    params: Params
+    frozen: tuple[Segment, ...]
+    limits: Limits
+
+
+class State(struct.PyTreeNode):
+    """Where each row stands, apart from its cache.
+
+    newest_B: its last token, which the cache does not hold yet. context: its text, and its own
+    random key, which each step folds with the length. logprob_BL, top_BLN: as in `Generated`, by
+    place in the text. mass: accumulated.
+    """
+
+    newest_B: jax.Array
+    finish_B: jax.Array
+    context: Context
+    sampler: Sampler
+    logprob_BL: jax.Array
+    top_BLN: tuple[jax.Array, jax.Array]
+    mass: jax.Array | None
+
+
+def running(state: State) -> bool:
+    """Whether any row goes on."""
+    return bool((np.asarray(state.finish_B) == Finish.RUNNING).any())
+
+
+def sample(limits: Limits, state: State, logits_BV: jax.Array) -> State:
+    """Sample a token for every row that still runs, and see whether it ends with it."""
+    context, finite_B = state.context, jnp.isfinite(logits_BV).all(axis=1)
+    running_B = state.finish_B == Finish.RUNNING
+    grows_B = running_B & finite_B
+    key_B = jax.vmap(jax.random.fold_in)(context.key_B, context.length_B)
+    token_B, sampler = sample_next(logits_BV, state.sampler, context.replace(key_B=key_B))
+    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+    before_B, length_B = context.length_B, context.length_B + grows_B.astype(jnp.int32)
+    limit_B = context.prompt_B + limits.budget_B
+    finish_B = finished(token_B, length_B, limit_B, limits.eos_E, finite_B)
+    top = jax.lax.top_k(logprob_BV, state.top_BLN[0].shape[2])[::-1]
+    return state.replace(
+        newest_B=jnp.where(grows_B, token_B, state.newest_B),
+        finish_B=jnp.where(running_B, finish_B, state.finish_B),
+        context=context.replace(
+            token_BL=put(context.token_BL, before_B, token_B, grows_B), length_B=length_B
+        ),
+        sampler=sampler,
+        logprob_BL=put(state.logprob_BL, before_B, logprob_B, grows_B),
+        top_BLN=tuple(
+            put(old, before_B, new, grows_B) for old, new in zip(state.top_BLN, top, strict=True)
+        ),
+    )
+
+
+def advance(
+    model: nn.Module, fixed: Fixed, tail: KVCache, state: State, attention_mass: Mass
+) -> tuple[KVCache, State]:
+    """Run the chosen tokens, commit them (of running rows only), and choose the next.
+
+    The state's mass is then this step's own.
+    """
+    running_B = state.finish_B == Finish.RUNNING
+    position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
+    token_BT = state.newest_B[:, None]
+    given = (model, fixed.params, fixed.frozen, tail, token_BT, position_BT)
+    logits_B1V, tail, mass = run_and_commit(*given, attention_mass=attention_mass)
+    return tail, sample(fixed.limits, state.replace(mass=mass), logits_B1V[:, 0])
+
+
+def until_ended(
+    model: nn.Module, fixed: Fixed, tail: KVCache, state: State, attention_mass: Mass
+) -> tuple[KVCache, State]:
+    """Steps until every row has ended, or the tail is full. The state's mass is that of all."""
+
+    def unfinished(carry: tuple[KVCache, State]) -> jax.Array:
+        tail, state = carry
+        return (state.finish_B == Finish.RUNNING).any() & (tail.cursor < tail.capacity)
+
+    def body(carry: tuple[KVCache, State]) -> tuple[KVCache, State]:
+        tail, before = carry
+        tail, state = advance(model, fixed, tail, before, attention_mass)
+        if before.mass is not None and state.mass is not None:
+            state = state.replace(mass=before.mass + state.mass)
+        return tail, state
+
+    tail, state = jax.lax.while_loop(unfinished, body, (tail, state))
+    return tail, state

@@ -1,0 +1,33 @@
+"""Decoders whose layers differ: some see the whole text, others a window (`layer_types`)."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from jaxllm.config import Tokens
+from jaxllm.models.decoder import DecoderConfig
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedConfig(DecoderConfig):
+    """A decoder of which some layers see a window. layer_types: which, one for each layer."""
+
+    by_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
+
+    layer_types: tuple[LayerType, ...]
+    sliding_window: Tokens | None = None
+
+    def _complaints(self) -> list[str]:
+        complaints = super()._complaints()
+        sliding = "sliding_attention" in self.layer_types
+        if not complaints and sliding and self.sliding_window is None:
+            complaints.append("layers of sliding_attention need sliding_window")
+        return complaints
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer sees a window."""
+        return self.layer_types[layer] == "sliding_attention"
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.slides(layer) else None

@@ -1,0 +1,161 @@
+"""Training by two processes: the losses, the state and the result of one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxllm
+from tests.conftest import Run
+from tests.processes import training
+from tests.processes.conftest import WITHIN, Start, ended, free_port, kill, together
+from tests.twins import save_random
+
+ROOT = Path(__file__).parents[2]
+
+
+def both(model: Path, out: Path, devices: int, *each: dict[str, Any]) -> list[Any]:
+    """What two processes say of runs, one after the other; both say the same."""
+    address = f"127.0.0.1:{free_port()}"
+    given = str(model), str(out), json.dumps(each)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.training", address, str(number), *given],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
+            cwd=ROOT,
+        )
+        for number in (0, 1)
+    ]
+    found = []
+    for process in processes:
+        said, err = process.communicate(timeout=3 * WITHIN)
+        assert process.returncode == 0, err
+        found.append(json.loads(said.splitlines()[-1]))
+    assert found[0] == found[1]
+    return list(found[0])
+
+
+def assert_as_alone(found: Any, expected: Any, out: Path, alone: Path, kind: str) -> None:
+    for mine, theirs in zip(found["records"], expected["records"], strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-4)
+    name = "model.safetensors" if kind == "full" else "adapter_model.safetensors"
+    weights, others = (load_file(folder / name) for folder in (out, alone))
+    assert weights.keys() == others.keys()
+    for name, x in others.items():
+        np.testing.assert_allclose(weights[name], x, rtol=0, atol=2e-4 * max(1, np.abs(x).max()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("devices", "kind", "hows"),
+    [
+        (1, "full", [{"mesh": "data=2", "fsdp": True, "stop": 2}, {"mesh": "tensor=2"}]),
+        (1, "full", [{"mesh": "stage=2", "stop": 1}, {"mesh": "data=2"}]),
+        (2, "full", [{"mesh": "data=2,tensor=2", "fsdp": True}]),
+        (1, "lora", [{"mesh": "tensor=2", "stop": 2}, {"mesh": "data=2"}]),
+        (1, "lora", [{"mesh": "stage=2"}]),
+        (1, "dora", [{"mesh": "tensor=2", "stop": 1}, {"mesh": "tensor=2"}]),
+    ],
+)
+def test_two_processes_train_as_one_and_go_on_from_its_state(
+    devices: int, kind: str, hows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """One process begins, two go on, on one mesh after another, and write what one would have. What
+    DoRA begins with is a sum over rows, of other bits on another mesh.
+    """
+    model, alone, out = (tmp_path / name for name in ("model", "alone", "out"))
+    save_random(model, "llama", num_hidden_layers=2)
+    expected = training.run(str(model), alone, kind=kind)
+    assert kind == "dora" or training.run(str(model), out, kind=kind, stop=1) is None
+    found = both(model, out, devices, *({"kind": kind, **how} for how in hows))
+    assert found[:-1] == [None] * (len(hows) - 1)
+    assert found[-1]["said"].startswith("going on after step ")
+    assert_as_alone(found[-1], expected, out, alone, kind)
+    assert not out.with_name("out.parts").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model", "out"]
+
+
+STORY = "Once there was a little girl who had a red ball and a big dog.\n"
+
+
+@pytest.fixture
+def asked(shallow_demos: Path, tmp_path: Path) -> tuple[str, ...]:
+    """A command that trains, but for where to and how long."""
+    text = tmp_path / "story.txt"
+    text.write_text("".join(f"{number}. {STORY}" for number in range(24)), "utf-8")
+    given = "--data", str(text), "--length", "32", "--batch", "4", "--mesh", "data=2", "--fsdp"
+    return "train", "full", str(shallow_demos / "llama"), *given
+
+
+@pytest.mark.full
+def test_the_command_writes_once_and_is_refused_in_both_where_it_has(
+    start: Start, run: Run, asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    train, kind, model, *more = asked
+    out, one, report, other, plot = (
+        tmp_path / name for name in ("out", "one", "report.json", "other.json", "plot.png")
+    )
+    given = train, kind, model, str(out), *more, "--steps", "2"
+    shown = "--report", str(report), "--plot", str(plot), "--sample", "Once"
+    first, second = together(start, *given, *shown)
+    assert first.status == 0, first.err
+    assert first.out.startswith(f"{out}: loss ") and "  Once" in first.err
+    assert second == (0, "", "")
+    status, _, err = run(train, kind, model, one, *more[:-3], "--steps", "2", "--report", other)
+    assert status == 0, err
+    mine, theirs = (json.loads(file.read_text())["steps"] for file in (report, other))
+    losses = [[step["loss"] for step in steps] for steps in (mine, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    learned, others = (jaxllm.load(folder).params["norm"]["weight"] for folder in (out, one))
+    np.testing.assert_allclose(learned, others, atol=3e-4)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*part*"))
+    for again in together(start, *given):
+        assert (again.status, again.out) == (1, "")
+        assert again.err.startswith(f"jaxllm: {out} already holds a result"), again.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_if_one_is_killed_in_training_the_other_ends_with_a_line(
+    start: Start, asked: tuple[str, ...], tmp_path: Path, killed: int
+) -> None:
+    train, kind, model, *more = asked
+    given = train, kind, model, str(tmp_path / "out"), *more
+    port = free_port()
+    shown = "--steps", "100000", "--evaluate-every", "1"
+    every = [start(port, 2, number, *given, *shown) for number in (0, 1)]
+    assert every[0].stderr is not None
+    while not every[0].stderr.readline().startswith("step 1:"):
+        assert every[0].poll() is None
+    kill(every[killed].pid)
+    status, _, err = ended(every[1 - killed])
+    assert status == 1, err
+    last = err.splitlines()[-1]
+    assert last.startswith("jaxllm: ") and "gone" in last, err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_processes_with_other_data_refuse_each_other(
+    start: Start, asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    folders, (train, kind, model, *more) = [tmp_path / "0", tmp_path / "1"], asked
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "story.txt").write_text(STORY * (20 + number))
+    given = train, kind, model, "out", "--data", "story.txt", *more[2:], "--steps", "2"
+    port = free_port()
+    for process in [start(port, 2, n, *given, cwd=folder) for n, folder in enumerate(folders)]:
+        status, _, err = ended(process)
+        assert status == 1, err
+        assert "processes must have the same of everything: data: " in err
