@@ -182,9 +182,13 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What every architecture has. Query heads are shared out evenly over key/value heads."""
+    """What every architecture has. Query heads are shared out evenly over key/value heads.
+
+    by_layer: the names of those fields that have an entry for each layer.
+    """
 
     model_type: ClassVar[str]
+    by_layer: ClassVar[tuple[str, ...]] = ()
 
     vocab_size: Vocabulary
     hidden_size: Width
@@ -205,7 +209,12 @@ class ModelConfig:
     def _complaints(self) -> list[str]:
         if complaints := complaints_of(self):
             return complaints
-        complaints = []
+        layers, entries = self.num_hidden_layers, {n: getattr(self, n) for n in self.by_layer}
+        complaints = [
+            f"{name} has {len(given)} entries for {layers} layers"
+            for name, given in entries.items()
+            if len(given) != layers
+        ]
         if self.num_attention_heads % self.num_key_value_heads:
             complaints.append(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of"
@@ -287,7 +296,9 @@ class ModelConfig:
 
     def with_layers(self, numbers: Sequence[int]) -> Self:
         """The configuration of a model that has these layers of this one's, in this order."""
-        return dataclasses.replace(self, num_hidden_layers=len(numbers))
+        kept = {name: tuple(getattr(self, name)[i] for i in numbers) for name in self.by_layer}
+        changes: dict[str, Any] = {"num_hidden_layers": len(numbers), **kept}
+        return dataclasses.replace(self, **changes)
 
     def form(self, layer: int) -> int:
         """The first layer whose parameters have the names and shapes of this one's."""

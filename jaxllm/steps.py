@@ -22,7 +22,7 @@ from jaxllm.inputs import Array, as_array, checked, is_concrete, numpy_for, posi
 from jaxllm.models.layers import Trace
 from jaxllm.programs import Program
 from jaxllm.shapes import power_of_two
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, Placed
 from jaxllm.whole import whole
 
 Segments = tuple[Segment, ...]
@@ -268,7 +268,9 @@ def run_and_commit(
         model, params, segments, token_BT, position_BT, memory=tail.memory, **asked
     )
     # The last layer, which nothing after it waits for, reads its slots before they are written.
-    after = (trace.layers[-1].attention.heads, *(() if mass is None else (mass,)))
+    split = isinstance(model, Placed) and model.splits(token_BT.shape[1])
+    after = () if split else trace.reads
+    after = after if mass is None else (*after, mass)
     mass = None if mass is None else settle(mass, tail, token_BT.shape[1])
     return trace.logits, where_placed(unchecked_commit(tail, delta, after), model), mass
 

@@ -40,9 +40,9 @@ def at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) 
     """The tail with new entries from slot `cursor` on; on a CPU in place where it was donated.
 
     What would run past the end is dropped. after: what was made by reading the tail as it was; the
-    write waits for it. XLA:CPU rewrites a whole bfloat16 array to change one slot of it. Where
-    there are several devices the kernel is not asked: a cache may be spread over them, and what the
-    compiler cannot look into it is given whole.
+    write waits for it (in plain JAX for what is `[B, T, D]`). XLA:CPU rewrites a whole bfloat16
+    array to change one slot of it. Where there are several devices the kernel is not asked: a cache
+    may be spread over them, and what the compiler cannot look into it is given whole.
     """
     if not native.enabled() or jax.device_count() > 1:
         return _each_at_cursor(cursor, tail, new, after)
@@ -73,8 +73,27 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def _each_at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
+    for x in after:
+        new = _waiting(new, x) if x.ndim == 3 else new
     written: T = jax.tree.map(lambda old, x: window_at_cursor(old, x, cursor), tail, new)
     return written
+
+
+def _waiting(new: T, after_BTX: jax.Array) -> T:
+    """Keys and values that are not there before `after` is. Without an order between reading a tail
+    and writing into it XLA copies all of it first.
+    """
+    last_BT = after_BTX.reshape(*after_BTX.shape[:2], -1)[..., 0].astype(jnp.float32)
+    # A zero that XLA cannot know to be one, whose sign leaves that of other zeros alone.
+    zero_BT = jnp.abs(jnp.clip(jnp.nan_to_num(last_BT), -1.0, 1.0)) * -0.0
+
+    def later(x: jax.Array) -> jax.Array:
+        if x.ndim < 3:  # where tokens are, which is small
+            return x
+        return x + zero_BT.reshape(*zero_BT.shape, *[1] * (x.ndim - 2)).astype(x.dtype)
+
+    waiting: T = jax.tree.map(later, new)
+    return waiting
 
 
 def window_at_cursor(old_BSX: jax.Array, new_BTX: jax.Array, cursor: jax.Array) -> jax.Array:

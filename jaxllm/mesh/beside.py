@@ -7,6 +7,8 @@ stacked as they are.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import mesh_of
 from jaxllm.mesh.pipeline.stacked import stack_of
@@ -41,8 +43,12 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
         each = [
             Shared.beside(reader, name, x.replace(weight=None))
             for name, x in zip(names, found, strict=True)
+            if reader.here(name)
         ]
-        return stack_of("/".join(names), each, mesh_of(model.axes)).replace(weight=weight)
+        arrays = zip(*map(jax.tree.leaves, each), strict=True)
+        stacks = [stack_of("/".join(names), some, mesh_of(model.axes)) for some in arrays]
+        made: Any = jax.tree.unflatten(jax.tree.structure(each[0]), stacks)
+        return made.replace(weight=weight)
 
     return map_leaves(leaf, params)
 

@@ -183,6 +183,10 @@ class Meshed(nn.Module, Placed, InRounds):
         rows = specs.rows_over(self.axes, array.shape[0]) if array.ndim else None
         return NamedSharding(mesh_of(self.axes), specs.of_cache(path, array, rows, self.axes))
 
+    @nn.nowrap
+    def splits(self, columns: int) -> bool:
+        return columns > 1 and (self.axes.stream or self.axes.sequence > 1)
+
     @property
     def writer(self) -> SplitSlots | None:  # type: ignore[override]
         if self.axes.sequence == 1 or self.axes.exchange:

@@ -2,10 +2,11 @@
 
 gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe,
 smollm3: the families, a row each in `FAMILIES`; family: what a row says. decoder: what most of them
-are; experts: those of which a token runs a part; modules: what names parameters; layers: what is
-computed; long/: attention that is not dense. A family's file has its configuration too, which says
-what its rotary settings and windows are (`ModelConfig.rotary`, `.window`). How its checkpoints are
-read, its table in `convert` says; docs/add_a_family.md goes through all of it.
+are; layer_types: those whose layers see more or less; experts: those of which a token runs a part;
+modules: what names parameters; layers: what is computed; long/: attention that is not dense. A
+family's file has its configuration too, which says what its rotary settings and windows are
+(`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says;
+docs/add_a_family.md goes through all of it.
 """
 
 from functools import cache

@@ -149,6 +149,13 @@ class Trace(struct.PyTreeNode):
         return tuple(layer.attention.v for layer in self.layers)
 
     @property
+    def reads(self) -> tuple[jax.Array, ...]:
+        """What is made of the last slots that are read, `[B, T, D]`; empty where all are read
+        before any new key is there.
+        """
+        return (self.layers[-1].attention.x,)
+
+    @property
     def memory(self) -> tuple[Any, ...]:
         """What the layers keep beside keys and values; empty where none of them does."""
         kept = tuple(layer.memory for layer in self.layers)

@@ -1,8 +1,7 @@
 """Qwen3-MoE (Yang et al. 2025): Qwen3 of which all layers, or some, have experts."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from jaxllm.config import Tokens, Width
 from jaxllm.models import experts
@@ -17,21 +16,13 @@ class Qwen3MoeConfig(MixtureConfig):
     """
 
     model_type: ClassVar[str] = "qwen3_moe"
+    by_layer: ClassVar[tuple[str, ...]] = ("mlp_layer_types",)
 
     moe_intermediate_size: Width
     norm_topk_prob: bool
     mlp_layer_types: tuple[Literal["sparse", "dense"], ...]
     attention_bias: bool = False
     sliding_window: Tokens | None = None
-
-    def _complaints(self) -> list[str]:
-        complaints = super()._complaints()
-        if not complaints and len(self.mlp_layer_types) != self.num_hidden_layers:
-            complaints.append(
-                f"mlp_layer_types has {len(self.mlp_layer_types)} entries for"
-                f" {self.num_hidden_layers} layers"
-            )
-        return complaints
 
     @property
     def expert_size(self) -> int:
@@ -57,11 +48,6 @@ class Qwen3MoeConfig(MixtureConfig):
     @property
     def biases(self) -> tuple[bool, bool, bool]:
         return (self.attention_bias, self.attention_bias, False)
-
-    def with_layers(self, numbers: Sequence[int]) -> Self:
-        kept = tuple(self.mlp_layer_types[i] for i in numbers)
-        changed: dict[str, Any] = {"num_hidden_layers": len(kept), "mlp_layer_types": kept}
-        return dataclasses.replace(self, **changed)
 
 
 class Block(experts.Block):

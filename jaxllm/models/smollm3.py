@@ -1,8 +1,7 @@
 """SmolLM3 (Bakouch et al. 2025): Llama of which some layers turn nothing (NoPE)."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from jaxllm.config import Rope
 from jaxllm.models.decoder import Decoder, family
@@ -14,27 +13,14 @@ class SmolLM3Config(MixedConfig):
     """SmolLM3. turns: whether each layer turns its queries and keys."""
 
     model_type: ClassVar[str] = "smollm3"
+    by_layer: ClassVar[tuple[str, ...]] = (*MixedConfig.by_layer, "turns")
 
     turns: tuple[bool, ...]
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    def _complaints(self) -> list[str]:
-        complaints = super()._complaints()
-        if not complaints and len(self.turns) != self.num_hidden_layers:
-            complaints.append(
-                f"turns has {len(self.turns)} entries for {self.num_hidden_layers} layers"
-            )
-        return complaints
-
     def rotary(self, layer: int) -> Rope | None:
         return self.rope if self.turns[layer] else None
-
-    def with_layers(self, numbers: Sequence[int]) -> Self:
-        kept = tuple(self.layer_types[i] for i in numbers)
-        turns = tuple(self.turns[i] for i in numbers)
-        count = len(kept)
-        return dataclasses.replace(self, num_hidden_layers=count, layer_types=kept, turns=turns)
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
@@ -20,9 +19,8 @@ GOALS: dict[str, Callable[[Plan], float]] = {
 
 
 def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
-    """Data x stage x sequence x expert x tensor for so many devices, where they divide the model:
-    around a ring, and exchanged for heads where there are as many. Not all of them run everything
-    (`estimate.plan` refuses).
+    """Data x stage x sequence x expert x tensor for so many devices, where they divide the model
+    and its context: around a ring, or exchanged for heads. `estimate.plan` refuses some of them.
     """
     config = asked.opened.config
     experts = config.num_experts if isinstance(config, MixtureConfig) else 1
@@ -33,14 +31,18 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
         if config.num_hidden_layers % stage or experts % expert:
             continue
         for exchange in (False, True) if sequence > 1 else (False,):
-            sizes: dict[str, Any] = {
-                "data": data,
-                "stage": stage,
-                "sequence": sequence,
-                "expert": expert,
-            }
+            if not exchange and asked.context % sequence:
+                continue  # slots that do not divide are on all devices
+            axes = Axes(
+                data=data,
+                stage=stage,
+                sequence=sequence,
+                expert=expert,
+                tensor=tensor,
+                exchange=exchange,
+            )
             try:
-                yield fitted(Axes(**sizes, tensor=tensor, exchange=exchange), config)
+                yield fitted(axes, config)
             except ConfigError:
                 continue
 

@@ -19,7 +19,7 @@ from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import cut_of
-from jaxllm.mesh.rules import WHOLE, share_of, split_of
+from jaxllm.mesh.rules import WHOLE, Split, share_of, split_of
 from jaxllm.mesh.sequence.ways import Way
 from jaxllm.models.experts import MixtureConfig, share_read
 from jaxllm.ops.attention import BLOCK
@@ -52,8 +52,15 @@ def weights(
     shapes = dict(flatten(models.param_shapes(models.build(config))))
     tables = models.family(config.model_type).tables
     held = read = 0
+    alike: dict[Any, int] = {}  # layers are: what one's share takes is found once
     for path, shape in shapes.items():
-        count = _bytes(opened, precision, path, shape, axes, exact)
+        split = split_of(config, exact, path)
+        name = opened.formats.get(path) or precision.formats_at(path, shape.ndim)[-1]
+        count = alike.get((name, split, shape.shape))
+        if count is None:
+            count = _bytes(opened, name, path, shape, split, axes)
+            if path not in opened.formats:  # whose numbers may decide
+                alike[name, split, shape.shape] = count
         if axes.stage > 1 and path.split(".")[0] == models.family(config.model_type).layers:
             count //= axes.stage
         held += count
@@ -66,18 +73,17 @@ def weights(
 
 def _bytes(
     opened: Checkpoint,
-    precision: Precision,
+    name: str,
     path: str,
     shape: jax.ShapeDtypeStruct,
+    split: Split,
     axes: Axes,
-    exact: bool,
 ) -> int:
-    """Of one device's share of a parameter."""
-    split, kept = split_of(opened.config, exact, path), list(shape.shape)
+    """Of one device's share of a parameter in a format."""
+    kept = list(shape.shape)
     if split.stack:
         kept[0] //= axes.expert
     cut = None if split is WHOLE else cut_of(path, tuple(kept), split, axes)
-    name = opened.formats.get(path) or precision.formats_at(path, len(kept))[-1]
     whole = form(name, tuple(kept))
     if whole is not None:
         return _size(whole if cut is None else jax.eval_shape(lambda x: cut.share(x, 0), whole))
@@ -133,20 +139,21 @@ def working(
     """About what a step of `tokens` new tokens a row holds beside weights and cache, in bytes,
     where no kernels of ours run. groups: microbatches of a pipeline.
 
-    What compiled programs hold (`memory_analysis`), by what it is:
-    a copy of the cache, which layers read and the end of the step writes in no order that XLA
-    knows (in stages it knows: all are read before), the new keys and values of all layers until
-    then, and the stream with what is made of it on the way (some eight of its size, float32);
-    the larger of what a layer makes of it, scores of a block of slots and their weights beside the
-    block itself, or the hidden numbers of an MLP; and what experts make, whose loops have room of
-    their own.
+    What compiled programs hold (`memory_analysis`), by what it is: the new keys and values of all
+    layers, which are written at the end, where tokens or slots are split beside a copy of the cache
+    (XLA knows no order between reading and writing it there); the stream and what is made of it on
+    the way, some eight of its size in float32; the larger of what a layer makes of it, scores of a
+    block of slots and their weights beside the block itself, or hidden numbers of an MLP; and what
+    experts make, whose loops have room of their own. XLA:CPU widens what is narrower than float32.
     """
     local, share = rows_of(axes, rows), share_of(config, axes)
     here = Way(tokens, axes.sequence, axes.exchange).here
     at_once = -(-local // groups)  # rows that a layer runs
     slot, _ = _row(share, precision.cache)
     kept = slot * local * here // axes.stage
-    copied = cache(config, precision, axes, rows, slots) if axes.stage == 1 else 0
+    ring = axes.sequence > 1 and not axes.exchange
+    unordered = ring or (tokens > 1 and (axes.exchange or axes.stream))
+    copied = cache(config, precision, axes, rows, slots) if unordered else 0
     stream = 4 * local * here * config.hidden_size
     seen = max(_block(slots), _block(tokens))
     heads, keys = share.num_attention_heads, share.num_key_value_heads

@@ -43,6 +43,14 @@ class Split:
             yield self._one("logits", "all-reduce", 1, 4 * self.rows * self.config.vocab_size)
 
     @property
+    def marks(self) -> bool:
+        """Whether what stands beside slots is asked of all devices: of a prompt around a ring,
+        against slots that are split.
+        """
+        split = self._way.split and not self.axes.exchange
+        return split and self.slots % self.axes.sequence == 0
+
+    @property
     def _way(self) -> Way:
         return Way(self.tokens, self.axes.sequence, self.axes.exchange)
 
@@ -94,7 +102,9 @@ class Split:
         n, count, here = self.axes.sequence, self._layers, self._here
         for size in self._kept(here):
             yield self._one("ring: keys and values", "collective-permute", 2 * count, size, n - 1)
-        yield self._one("ring: positions", "collective-permute", count, 4 * here, n - 1)
+        # Two devices take one turn, which is no loop: their positions go round once for all layers.
+        turns = count if n > 2 else 1
+        yield self._one("ring: positions", "collective-permute", turns, 4 * here, n - 1)
         queries = here * share_of(self.config, self.axes).num_attention_heads
         size = queries * self.config.head_dim
         for what, number, bytes_ in (
@@ -107,7 +117,7 @@ class Split:
             yield self._one(what, "collective-permute", number * count, bytes_, n)
         for size in self._kept(here // 2):  # of either half
             yield self._one("into plain order", "collective-permute", 4 * count, size)
-        if self.slots % n:
+        if not self.marks:
             return
         for size in self._kept(here):
             yield self._one("written", "collective-permute", 2 * count, size, n - 1)

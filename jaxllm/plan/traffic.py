@@ -71,7 +71,9 @@ class _Step:
     groups: int
 
     def all(self) -> Iterator[Collective]:
-        yield Collective("which columns are real", "all-reduce", "data", self.among, 1, self.tokens)
+        text = self.text
+        said = self.tokens + text.marks  # and whether any slot is filled
+        yield Collective("which columns are real", "all-reduce", "data", self.among, 1, said)
         yield from self.ends()
         yield from self.layers()
         if self.axes.stage > 1:
@@ -79,8 +81,12 @@ class _Step:
         if self.axes.expert > 1:
             yield from self.experts()
         if self.axes.sequence > 1:
-            sizes = (self.rows, self.tokens, self.slots, self.width)
-            yield from Split(self.config, self.axes, *sizes, self.precision.cache).all()
+            yield from text.all()
+
+    @property
+    def text(self) -> Split:
+        sizes = (self.rows, self.tokens, self.slots, self.width)
+        return Split(self.config, self.axes, *sizes, self.precision.cache)
 
     @property
     def tensor(self) -> int:

@@ -37,6 +37,10 @@ class Placed:
         """Of the one at `path`, whose shape `array` has."""
         raise NotImplementedError
 
+    def splits(self, columns: int) -> bool:
+        """Whether devices each have some of so many columns."""
+        raise NotImplementedError
+
     def names(self, path: str) -> tuple[str, ...]:
         """The paths, in a model of one device, of what the parameter at `path` holds."""
         raise NotImplementedError

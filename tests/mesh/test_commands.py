@@ -44,7 +44,12 @@ def trained(run: Run, text: Path, out: Path, kind: str, *more: object) -> list[d
     [
         ("prompt", "data=2,tensor=2", ("--begin", "Once upon a time")),
         ("qat", "data=2,tensor=2", ("--format", "int4-g32", "--float-steps", 1)),
-        ("distill", "data=2,tensor=2", ("--layers", 1, "--hidden", "mse", "--on-policy", 0.5)),
+        pytest.param(
+            "distill",
+            "data=2,tensor=2",
+            ("--layers", 1, "--hidden", "mse", "--on-policy", 0.5),
+            marks=FULL,
+        ),
         pytest.param("prompt", "data=2,tensor=2", ("--begin", "Once", "--entries"), marks=FULL),
         pytest.param("prompt", "stage=2,tensor=2", ("--begin", "Once upon"), marks=FULL),
         pytest.param("qat", "data=2", ("--format", "int8", "--learned-scales"), marks=FULL),
@@ -148,3 +153,13 @@ def test_a_recipe_is_for_one_device(run: Run, text: Path, tmp_path: Path) -> Non
     recipe = ("--step", "quantize: gptq int4-g32", "--text", text)
     status, _, err = run("compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2")
     assert (status, "run what it writes with --mesh data=2" in err) == (1, True), err
+
+
+@FULL
+def test_weights_are_pruned_for_a_timing_and_shared_again(run: Run, text: Path) -> None:
+    times = ("--prompts", 8, "--decode", 2, "--depths", 0, "--batches", 1, "-r", 1, "-o", "json")
+    status, out, err = run(
+        "bench", "-m", "demo:llama", "--sparse", "bfloat16-2:4", "--mesh", "tensor=2", *times
+    )
+    assert status == 0, err
+    assert len(json.loads(out)["rows"]) == 2

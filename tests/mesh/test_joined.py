@@ -40,9 +40,10 @@ BEGUN: dict[str, Callable[[jaxllm.LM], jobs.Job]] = {
     "qat": lambda lm: qat(lm, "int4-g32", starts=1),
     "prompt": lambda lm: prompt(lm, [5, 6, 7]),
 }
+OFTEN = ("int4", "nf4-f32", "bfloat16-2:4")
 FORMATS = (
-    "bf16-packed", "int8", "int8-g64", "int4", "int4-g32-zp", "int3-g64-f16", "int2-g32", "nf4-f32",
-    "bfloat16-2:4", "int8-2:4", "bfloat16-bitmap",
+    "bf16-packed", "int8", "int8-g64", "int4-g32-zp", "int3-g64-f16", "int2-g32", "int8-2:4",
+    "bfloat16-bitmap",
 )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def assert_same(found: Params, expected: Params) -> None:
             np.testing.assert_array_equal(piece, other.pieces()[name], err_msg=f"{path}{name}")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(x, marks=FULL) for x in FORMATS)])
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
@@ -105,7 +106,9 @@ def test_a_model_that_was_quantized_on_a_mesh_is_saved_for_one_device(
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("kind", ["lora", "qat", "prompt"])
+@pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(x, marks=FULL) for x in ("qat", "prompt"))]
+)
 def test_what_is_trained_goes_on_on_another_mesh(kind: str, tmp_path: Path) -> None:
     """The digest of a run that is kept is of whole weights, whatever mesh has shares of them."""
     found = set()

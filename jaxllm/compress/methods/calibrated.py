@@ -11,7 +11,7 @@ from jaxllm.compress.layers.stream import Stage, at, put
 from jaxllm.compress.matrices import pruning
 from jaxllm.compress.matrices.clip import rounded
 from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
-from jaxllm.compress.matrices.surgery import factor, solve
+from jaxllm.compress.matrices.surgery import Factor, factor, solve
 from jaxllm.compress.methods.experts import Linear, by_expert, chosen_stacks
 from jaxllm.compress.methods.walk import chosen_of, layer_by_layer, single
 from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
@@ -63,14 +63,7 @@ def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
     to = integers(argument)
 
     def prepare(moments: Moments, where: str) -> Linear:
-        by = factor(
-            moments.gram_II,
-            float(moments.count),
-            damping=options.damping,
-            act_order=options.act_order,
-        )
-        if by.damping > options.damping:
-            work.say(f"{where}: H is not positive definite, damped by {by.damping:.3g}")
+        by = _factored(moments, where, options.damping, work, act_order=options.act_order)
 
         def change(path: str, weight: Weight) -> Weight:
             array = dense(weight, jnp.float32)
@@ -93,9 +86,7 @@ def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -
     to = integers(options.quantize) if options.quantize else None
 
     def prepare(moments: Moments, where: str) -> Linear:
-        by = factor(moments.gram_II, float(moments.count), damping=options.damping)
-        if by.damping > options.damping:
-            work.say(f"{where}: H is not positive definite, damped by {by.damping:.3g}")
+        by = _factored(moments, where, options.damping, work)
 
         def change(path: str, weight: Weight) -> Weight:
             found = solve(dense(weight, jnp.float32), by, to=to, sparsity=sparsity)
@@ -107,6 +98,16 @@ def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -
         return change
 
     return by_inputs(subject, options, work, f"SparseGPT, {sparsity.name}", prepare)
+
+
+def _factored(
+    moments: Moments, where: str, damping: float, work: Work, act_order: bool = False
+) -> Factor:
+    """What GPTQ takes of a site's inputs. Says so where they had to be damped more than asked."""
+    by = factor(moments.gram_II, float(moments.count), damping=damping, act_order=act_order)
+    if by.damping > damping:
+        work.say(f"{where}: H is not positive definite, damped by {by.damping:.3g}")
+    return by
 
 
 def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:

@@ -34,6 +34,10 @@ class Staged(Trace):
     kept: tuple[tuple[Entries, ...], tuple[Entries, ...]]
 
     @property
+    def reads(self) -> tuple[jax.Array, ...]:
+        return ()  # new keys are those of all ticks, which have read by then
+
+    @property
     def k(self) -> tuple[Entries, ...]:
         return self.kept[0]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.digits import CHUNK
 from jaxllm.weights.leaves.integers import QTensor
 from jaxllm.weights.leaves.leaf import (
@@ -21,6 +21,8 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Linear,
     Shape,
+    check_finite,
+    check_signs,
     filled,
     joined,
     on_borders,
@@ -135,11 +137,8 @@ class FineFormat:
         return Fine(pieces[".data"], pieces[".first"], pieces[".second"], shape[-1])
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Fine:
-        for name in (".first", ".second"):
-            if not np.isfinite(pieces[name]).all():
-                raise CheckpointError(f"{path}{name} holds NaN or infinity")
-        if pieces[".data"].min(initial=0) < -127:
-            raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
+        check_finite(path, pieces, ".first", ".second")
+        check_signs(path, pieces, ".data")
         return self.of_pieces(shape, on_device(pieces))
 
 

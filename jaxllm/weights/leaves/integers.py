@@ -21,6 +21,8 @@ from jaxllm.weights.leaves.leaf import (
     Blocks,
     Leaf,
     Shape,
+    check_finite,
+    check_signs,
     collected,
     joined,
     on_borders,
@@ -146,19 +148,14 @@ class QTensor(Leaf, struct.PyTreeNode):
         return rows_of(self, index)
 
     def with_columns(self, begin: int, end: int) -> "QTensor":
-        if self.group is None:
-            scale, zero = self.scale, self.zero
-        else:
-            mine = on_borders(self.format, begin, end, self.columns, self.group)
-            scale = self.scale[..., mine]
-            zero = None if self.zero is None else self.zero[..., mine]
-        if begin % CHUNK or (end % CHUNK and end != self.columns):
+        if self.group is not None:
+            on_borders(self.format, begin, end, self.columns, self.group)
+        whole = not begin % CHUNK and (not end % CHUNK or end == self.columns)
+        until = up(end, CHUNK) if whole else end  # with what is added to the last chunk
+        scale, zero = (self._of_columns(x, begin, until) for x in (self.scale, self.zero))
+        if not whole:
             return self.kind.of(self.codes[..., begin:end], scale, zero)
-        lie = slice(begin * self.bits // 8, up(end, CHUNK) * self.bits // 8)
-        if self.group is not None:  # with the scales of what is added to the last chunk
-            mine = slice(begin // self.group, up(end, CHUNK) // self.group)
-            scale = self.scale[..., mine]
-            zero = None if self.zero is None else self.zero[..., mine]
+        lie = slice(begin * self.bits // 8, until * self.bits // 8)
         return QTensor(self.data[..., lie], scale, zero, self.bits, self.group, end - begin)
 
     def with_more(self, after: Sequence["QTensor"], axis: int) -> "QTensor":
@@ -166,15 +163,20 @@ class QTensor(Leaf, struct.PyTreeNode):
         if axis == 0:
             return joined(parts)
         codes = joined([x.codes[..., : x.columns] for x in parts], 1)
-        scale, zero = self.scale, self.zero
-        if self.group is not None:
-            scale = joined([x.own_groups(x.scale) for x in parts], 1)
-            zero = None if zero is None else joined([x.own_groups(x.zero) for x in parts], 1)
+        if self.group is None:
+            return self.kind.of(codes, self.scale, self.zero)
+        scale = joined([x.own_groups(x.scale) for x in parts], 1)
+        zero = None if self.zero is None else joined([x.own_groups(x.zero) for x in parts], 1)
         return self.kind.of(codes, scale, zero)
 
     def own_groups(self, x_OG: Any) -> Any:
         """What groups have, `[..., O, G]`, without those that are added to the last chunk."""
-        return x_OG[..., : -(-self.columns // self.kind.size(self.columns))]
+        return self._of_columns(x_OG, 0, self.columns)
+
+    def _of_columns(self, x_OG: Any, begin: int, end: int) -> Any:
+        if x_OG is None or self.group is None:
+            return x_OG
+        return x_OG[..., begin // self.group : -(-end // self.group)]
 
     def pieces(self) -> dict[str, jax.Array]:
         parts = {".data": self.data, ".scale": self.scale, ".zero": self.zero}
@@ -266,14 +268,13 @@ class Integer(Affine):
         self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]
     ) -> QTensor:
         zero = pieces.get(".zero")
-        if not np.isfinite(pieces[".scale"].astype(np.float32)).all():
-            raise CheckpointError(f"{path}.scale holds NaN or infinity")
+        check_finite(path, pieces, ".scale")
         if zero is not None and zero.max(initial=0) > self.levels[1]:
             raise CheckpointError(
                 f"{path}.zero holds {zero.max()}: a zero point is at most {self.levels[1]}"
             )
-        if self.levels[0] < 0 and pieces[".data"].min(initial=0) < -127:
-            raise CheckpointError(f"{path}.data holds -128: integers run from -127 to 127")
+        if self.levels[0] < 0:
+            check_signs(path, pieces, ".data")
         return self.of_pieces(shape, on_device(pieces))
 
 

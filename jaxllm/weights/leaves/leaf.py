@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops.native import Matrix
 from jaxllm.weights.files import aligned
 
@@ -178,6 +178,19 @@ def or_nan(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
     """
     inside = ((index >= 0) & (index < count)).reshape(-1, 1)
     return jnp.where(inside, rows, jnp.nan).reshape(*index.shape, rows.shape[1])
+
+
+def check_finite(path: str, pieces: Mapping[str, np.ndarray], *names: str) -> None:
+    """Raise CheckpointError where one of these pieces of the leaf at `path` is not finite."""
+    for name in names:
+        if not np.isfinite(pieces[name].astype(np.float32)).all():
+            raise CheckpointError(f"{path}{name} holds NaN or infinity")
+
+
+def check_signs(path: str, pieces: Mapping[str, np.ndarray], name: str) -> None:
+    """Raise CheckpointError for an int8 of which there is no negative: the kernels change signs."""
+    if pieces[name].min(initial=0) < -127:
+        raise CheckpointError(f"{path}{name} holds -128: integers run from -127 to 127")
 
 
 def on_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:

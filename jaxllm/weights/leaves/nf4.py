@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.leaf import (
     ROWS,
@@ -21,6 +21,7 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     aligned,
+    check_finite,
     joined,
     on_borders,
     on_device,
@@ -204,9 +205,7 @@ class NormalFloat:
         return found
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> NF4:
-        for name in (".scale", ".mean") if self.double else (".absmax",):
-            if not np.isfinite(pieces[name]).all():
-                raise CheckpointError(f"{path}{name} holds NaN or infinity")
+        check_finite(path, pieces, *((".scale", ".mean") if self.double else (".absmax",)))
         return self.of_pieces(shape, on_device(pieces))
 
     def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> NF4:

@@ -13,10 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape, filled, joined, rows_of
+from jaxllm.weights.leaves.leaf import (
+    Format,
+    Linear,
+    Shape,
+    check_finite,
+    filled,
+    joined,
+    rows_of,
+)
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "offset/"
@@ -94,8 +102,7 @@ class OffsetFormat(WrappedFormat):
         return Offset(weight, pieces[".offset"])
 
     def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
-        if not np.isfinite(pieces[".offset"]).all():
-            raise CheckpointError(f"{path}.offset holds NaN or infinity")
+        check_finite(path, pieces, ".offset")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:

@@ -15,7 +15,17 @@ from jaxllm.ops import native
 from jaxllm.weights.files import aligned
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.integers import CHUNK, Integer, QTensor
-from jaxllm.weights.leaves.leaf import ROWS, Blocks, Leaf, Shape, on_device, or_nan, up
+from jaxllm.weights.leaves.leaf import (
+    ROWS,
+    Blocks,
+    Leaf,
+    Shape,
+    check_finite,
+    check_signs,
+    on_device,
+    or_nan,
+    up,
+)
 
 TWO_OF_FOUR, BITMAP = PATTERNS = ("2:4", "bitmap")
 SPARE = 128  # numbers at the end of a bitmap's that are none: what a kernel may read too much
@@ -263,10 +273,9 @@ class SparseFormat:
             _check_groups(path, mask, values.reshape(-1, 4 * width), shape[-1])
         else:
             _check_counts(path, mask, values, shape[-1], pieces[".begin"])
-        if self.dtype == "int8" and not np.isfinite(pieces[".scale"]).all():
-            raise CheckpointError(f"{path}.scale holds NaN or infinity")
-        if self.dtype == "int8" and values.min(initial=0) < -127:
-            raise CheckpointError(f"{path}.values holds -128: integers run from -127 to 127")
+        if self.dtype == "int8":
+            check_finite(path, pieces, ".scale")
+            check_signs(path, pieces, ".values")
         return self.of_pieces(shape, on_device(pieces))
 
 

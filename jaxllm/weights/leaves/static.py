@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.leaf import Format, Linear, Shape
+from jaxllm.weights.leaves.leaf import Format, Linear, Shape, check_finite
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "static/"
@@ -101,11 +101,10 @@ class StaticFormat(WrappedFormat):
         return Static(weight, **{name: pieces[f".{name}"] for name in ("step", "zero", "sum")})
 
     def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
-        step, zero, total_O = (pieces[name] for name in (".step", ".zero", ".sum"))
+        step, zero = pieces[".step"], pieces[".zero"]
         if not (np.isfinite(step) and step > 0 and LEAST <= zero <= MOST):
             raise CheckpointError(f"{path} has no grid for its inputs: step {step}, zero {zero}")
-        if not np.isfinite(total_O).all():
-            raise CheckpointError(f"{path}.sum holds NaN or infinity")
+        check_finite(path, pieces, ".sum")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> StaticFormat | None:
