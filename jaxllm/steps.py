@@ -270,7 +270,7 @@ def run_and_commit(
     # The last layer, which nothing after it waits for, reads its slots before they are written.
     split = isinstance(model, Placed) and model.splits(token_BT.shape[1])
     after = () if split else trace.reads
-    after = after if mass is None else (*after, mass)
+    after = after if mass is None or not after else (*after, mass)
     mass = None if mass is None else settle(mass, tail, token_BT.shape[1])
     return trace.logits, where_placed(unchecked_commit(tail, delta, after), model), mass
 

@@ -15,7 +15,7 @@ from flax import struct
 from jaxllm.cache.equal import same
 from jaxllm.cache.show import Shown, marked_text
 from jaxllm.config import ModelConfig
-from jaxllm.distributed import fetched
+from jaxllm.distributed import fetched, several
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
@@ -253,6 +253,16 @@ def where_placed(cache: KVCache, model: Any) -> KVCache:
     placed = [jax.lax.with_sharding_constraint(x, model.place(path, x)) for path, x in named]
     made: KVCache = jax.tree.unflatten(structure, placed)
     return made
+
+
+def where_read(tree: Any, model: Any) -> Any:
+    """In a compiled program, what the host reads beside a cache: all of it in each of several
+    processes.
+    """
+    if not (several() and isinstance(model, Placed)):
+        return tree
+    everywhere = model.place("", np.zeros(()))
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, everywhere), tree)
 
 
 def back_in_place(cache: KVCache, model: Any) -> KVCache:

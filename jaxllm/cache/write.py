@@ -40,7 +40,7 @@ def at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) 
     """The tail with new entries from slot `cursor` on; on a CPU in place where it was donated.
 
     What would run past the end is dropped. after: what was made by reading the tail as it was; the
-    write waits for it (in plain JAX for what is `[B, T, D]`). XLA:CPU rewrites a whole bfloat16
+    write waits for it (in plain JAX for the first, `[B, T, D]`). XLA:CPU rewrites a whole bfloat16
     array to change one slot of it. Where there are several devices the kernel is not asked: a cache
     may be spread over them, and what the compiler cannot look into it is given whole.
     """
@@ -73,13 +73,12 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def _each_at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
-    for x in after:
-        new = _waiting(new, x) if x.ndim == 3 else new
+    new = waiting(new, after[0]) if after else new
     written: T = jax.tree.map(lambda old, x: window_at_cursor(old, x, cursor), tail, new)
     return written
 
 
-def _waiting(new: T, after_BTX: jax.Array) -> T:
+def waiting(new: T, after_BTX: jax.Array) -> T:
     """Keys and values that are not there before `after` is. Without an order between reading a tail
     and writing into it XLA copies all of it first.
     """

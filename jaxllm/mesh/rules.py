@@ -90,6 +90,7 @@ def _rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Split]]:
     yield r"(.*\.)?[^.]*(norm|ln_)[^.]*\.(weight|bias)", WHOLE
 
 
+@cache
 def split_of(config: ModelConfig, exact: bool, path: str) -> Split:
     """What a device has of the parameter at `path`. Raises ConfigError where no rule names it."""
     found = first_match(rules(config, exact), path)

@@ -140,7 +140,7 @@ def working(
     where no kernels of ours run. groups: microbatches of a pipeline.
 
     What compiled programs hold (`memory_analysis`), by what it is: the new keys and values of all
-    layers, which are written at the end, where tokens or slots are split beside a copy of the cache
+    layers, which are written at the end, where tokens are split beside a copy of the cache
     (XLA knows no order between reading and writing it there); the stream and what is made of it on
     the way, some eight of its size in float32; the larger of what a layer makes of it, scores of a
     block of slots and their weights beside the block itself, or hidden numbers of an MLP; and what
@@ -151,8 +151,7 @@ def working(
     at_once = -(-local // groups)  # rows that a layer runs
     slot, _ = _row(share, precision.cache)
     kept = slot * local * here // axes.stage
-    ring = axes.sequence > 1 and not axes.exchange
-    unordered = ring or (tokens > 1 and (axes.exchange or axes.stream))
+    unordered = tokens > 1 and (axes.sequence > 1 or axes.stream)
     copied = cache(config, precision, axes, rows, slots) if unordered else 0
     stream = 4 * local * here * config.hidden_size
     seen = max(_block(slots), _block(tokens))

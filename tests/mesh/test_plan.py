@@ -182,7 +182,10 @@ def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
     assert wanted / WITHIN <= held.temp_size_in_bytes <= wanted * WITHIN
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", pytest.param("data=2,tensor=4", marks=FULL)])
+@pytest.mark.parametrize(
+    "mesh",
+    ["tensor=2", *(pytest.param(m, marks=FULL) for m in ("data=2,tensor=4", "sequence=4"))],
+)
 def test_a_step_that_is_given_its_cache_does_not_copy_it(mesh: str) -> None:
     over, shared = spread(*one("llama"), mesh)
     cache = init_cache(over, ROWS, 2048)

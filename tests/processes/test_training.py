@@ -84,6 +84,19 @@ def test_two_processes_train_as_one_and_go_on_from_its_state(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model", "out"]
 
 
+@pytest.mark.full
+def test_an_adapter_beside_stages_of_other_processes_is_refused(
+    start: Start, tmp_path: Path
+) -> None:
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    save_random(model, "llama", num_hidden_layers=2)
+    training.run(str(model), adapter, kind="lora")
+    asked = "generate", "-m", str(model), "--adapter", str(adapter), "--mesh", "stage=2", "-p", "x"
+    for found in together(start, *asked):
+        assert (found.status, found.out) == (1, ""), found.err
+        assert "jaxllm merge" in found.err and "stage=1" in found.err
+
+
 STORY = "Once there was a little girl who had a red ball and a big dog.\n"
 
 

@@ -100,7 +100,12 @@ def test_shares_of_runs_are_the_whole_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize(
-    ("axis", "borders"), [(0, (0, 5, 6, 12)), (1, (0, 128, 384)), (1, (0, 64, 192, 384))]
+    ("axis", "borders"),
+    [
+        (0, (0, 5, 6, 12)),
+        (1, (0, 64, 192, 384)),
+        pytest.param(1, (0, 128, 384), marks=pytest.mark.full),
+    ],
 )
 def test_parts_put_together_are_the_whole_bit_for_bit(
     name: str, axis: int, borders: tuple[int, ...]

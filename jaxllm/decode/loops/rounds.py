@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import KVCache
+from jaxllm.cache.kv import KVCache, where_placed, where_read
 from jaxllm.decode.loops.state import Fixed, State, sample
 from jaxllm.decode.loops.text import Finish
 from jaxllm.steps import Mass
@@ -51,7 +51,7 @@ def until_ended(
         jnp.full((rows,), -1, jnp.int32),
     )
     _, tail, state, _, _ = jax.lax.while_loop(unfinished, tick, begin)
-    return tail, state
+    return where_placed(tail, model), where_read(state, model)
 
 
 def _entered(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.kv import KVCache, Segment
+from jaxllm.cache.kv import KVCache, Segment, where_read
 from jaxllm.decode.loops.text import Finish, finished, put
 from jaxllm.decode.sampling.sampler import Context, Sampler, sample_next
 from jaxllm.steps import Mass, run_and_commit
@@ -96,7 +96,8 @@ def advance(
     token_BT = state.newest_B[:, None]
     given = (model, fixed.params, fixed.frozen, tail, token_BT, position_BT)
     logits_B1V, tail, mass = run_and_commit(*given, attention_mass=attention_mass)
-    return tail, sample(fixed.limits, state.replace(mass=mass), logits_B1V[:, 0])
+    state = sample(fixed.limits, state.replace(mass=mass), logits_B1V[:, 0])
+    return tail, where_read(state, model)
 
 
 def until_ended(

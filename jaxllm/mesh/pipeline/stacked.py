@@ -148,7 +148,7 @@ def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
         return side_by_side([x[None] for x in arrays], mesh, AXIS, 0)
 
     here = [x for x in leaves if not isinstance(x, Elsewhere)]
-    forms = list(itertools.chain(*each([str(getattr(x, "format", x.dtype)) for x in here])))
+    forms = list(itertools.chain(*each([_form(x) for x in here])))
     try:
         if len({*forms}) > 1:
             raise ValueError
@@ -158,6 +158,11 @@ def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
             f"{path} are kept as {', '.join(forms)}: layers in one place of two stages"
             " must be kept in one format"
         ) from None
+
+
+def _form(leaf: Any) -> str:
+    """The format of a leaf, of what stands beside a weight its kind."""
+    return str(getattr(leaf, "format", None) or getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def spec_of_stacked(leaf: Any, of: Callable[[Any], Any]) -> Any:

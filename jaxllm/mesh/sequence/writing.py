@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
-from jaxllm.cache.write import NOWHERE, at_cursor
+from jaxllm.cache.write import NOWHERE, at_cursor, waiting
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.sequence.ring import passed_on
 from jaxllm.mesh.sequence.ways import AXIS, Way
@@ -43,7 +43,9 @@ class SplitSlots:
             out_specs=here,
             check_vma=False,
         )
-        k, v = write(cursor, (tail.k, tail.v), (new.k, new.v))
+        entries = (new.k, new.v)
+        entries = waiting(entries, after[0]) if after else entries
+        k, v = write(cursor, (tail.k, tail.v), entries)
         old, marks = ((x.position_BS, x.token_BS, x.patched_BS) for x in (tail, new))
         position, token, patched = at_cursor(cursor, old, marks, after)
         return Segment(k, v, position, token, patched)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding
 
 from jaxllm.weights.leaves.arrays import as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear, or_nan
@@ -262,16 +263,21 @@ def alike(shares: Sequence[Any], longest: Sequence[int]) -> list[Any]:
     shares = [_widened(x, widest) for x in shares]
 
     def same(length: int, pieces: Sequence[jax.Array]) -> list[jax.Array]:
-        missing = [length - x.shape[-1] if x.ndim else 0 for x in pieces]
-        padded = zip(pieces, missing, strict=True)
-        return [
-            jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, more)]) if more else x for x, more in padded
-        ]
+        return [_padded(x, length - x.shape[-1]) if x.ndim else x for x in pieces]
 
     each = zip(*map(jax.tree.leaves, shares), strict=True)
     columns = [same(*of) for of in zip(ends, each, strict=True)]
     structure = jax.tree.structure(shares[0])
     return [jax.tree.unflatten(structure, mine) for mine in zip(*columns, strict=True)]
+
+
+def _padded(x: jax.Array, more: int) -> jax.Array:
+    """With so many zeros behind its last axis, where it is."""
+    if not more:
+        return x
+    wide = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, more)])
+    where = getattr(x, "sharding", None)
+    return jax.device_put(wide, where) if isinstance(where, NamedSharding) else wide
 
 
 def _widest(x: Any) -> int:
