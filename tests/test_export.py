@@ -83,7 +83,7 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     needed = (
-        "errors", "files", "fixed", "fixed.exported", "moved", "process", "weights",
+        "distributed", "errors", "files", "fixed", "fixed.exported", "moved", "process", "weights",
         "weights.files",
         "weights.lazy",
     )  # fmt: skip
