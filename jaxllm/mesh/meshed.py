@@ -1,6 +1,6 @@
 """A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -98,6 +98,13 @@ class Meshed(nn.Module, Placed, InRounds):
         stages = self.axes.stage
         heads = self.config.num_key_value_heads
         return self.config.num_hidden_layers // stages, heads * stages
+
+    @nn.nowrap
+    def by_layer(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
+        parts = [np.split(x, self.stages, axis=2) for x in kept]
+        found = {n: x for each, of in zip(zip(*self.table, strict=True), parts, strict=True)
+                 for n, x in zip(each, of, strict=True)}  # fmt: skip
+        return [found[n] for n in sorted(found)]
 
     @property
     def stages(self) -> int:

@@ -24,7 +24,7 @@ from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, Placed, map_leaves
+from jaxllm.weights.paths import Params, Placed, map_leaves, of_one_device
 from jaxllm.weights.precision import cast
 
 V = TypeVar("V")
@@ -102,7 +102,7 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
 
     def finish(params: Params, directory: Path) -> None:
         beside = map_leaves(lambda _, leaf: _adapters_of(leaf), params)
-        found = taken(lm.config, whole(lm.model, beside), config)
+        found = taken(lm.config, of_one_device(lm.model, beside), config)
         write_adapter(directory, found, lm.config, base=str(lm.path))
 
     return Job(
@@ -155,7 +155,7 @@ def run(
     facts = (plain(setup), plan, job.rules, job.prepare, digests)
     journal = Journal()
     if directory is not None:
-        journal = journal_of(whole(model, job.params), job.given, facts, directory)
+        journal = journal_of(of_one_device(model, job.params), job.given, facts, directory)
     with journal.kept():
         return train(
             job.params,
@@ -197,11 +197,6 @@ def spread_as(lm: LM, other: LM) -> LM:
         return lm
     model = other.model.like(lm.config).clone(precision=lm.model.precision)
     return dataclasses.replace(lm, model=model, params=model.shared(lm.params))
-
-
-def whole(model: nn.Module, params: Params) -> Params:
-    """Parameters as a model of one device has them."""
-    return model.whole(params) if isinstance(model, Placed) else params
 
 
 def plain(setup: Setup) -> Setup:

@@ -8,7 +8,7 @@ in it: `layers\\.0` is all of layer 0, `.*mlp\\.down_proj` one linear of each la
 `lm_head\\.weight` one parameter. The first row that names a path or something that it lies in wins.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -85,6 +85,20 @@ class Placed:
     def kept(self) -> tuple[int, int]:
         """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
         raise NotImplementedError
+
+    def by_layer(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of arrays as a cache of it has them, `[B, S, K, H]`, those of each layer."""
+        raise NotImplementedError
+
+
+def of_one_device(model: Any, params: Params) -> Params:
+    """A model's parameters as a model of one device has them: on the host, where it is placed."""
+    return model.whole(params) if isinstance(model, Placed) else params
+
+
+def by_layer(model: Any, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of what a model's cache keeps, `[B, S, K, H]`, what each layer does."""
+    return model.by_layer(kept) if isinstance(model, Placed) else list(kept)
 
 
 def own_name(path: str) -> tuple[str, ...]:

@@ -163,3 +163,16 @@ def test_weights_are_pruned_for_a_timing_and_shared_again(run: Run, text: Path) 
     )
     assert status == 0, err
     assert len(json.loads(out)["rows"]) == 2
+
+
+@FULL
+@pytest.mark.parametrize("mesh", ["stage=2", "data=2,stage=2,tensor=2", "sequence=2"])
+def test_models_on_a_mesh_are_verified_and_give_vectors(
+    run: Run, text: Path, tmp_path: Path, mesh: str
+) -> None:
+    """Stages' caches have several layers in one place: each is compared by itself."""
+    status, out, err = run("verify", "demo:llama", "--against", "demo:llama", "--mesh", mesh)
+    assert status == 0, (out, err)
+    assert run("vectors", "make", "demo:llama", tmp_path / "v", "-n", 2)[0] == 0
+    status, out, err = run("vectors", "check", "demo:llama", tmp_path / "v", "--mesh", mesh)
+    assert status == 0, (out, err)

@@ -18,7 +18,7 @@ from jaxllm.train.prompts import prompt
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_leaf, parse
 from jaxllm.weights.leaves.parted import Shares
-from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.paths import Params, flatten, map_leaves, of_one_device
 from tests.mesh.made import one, spread
 from tests.twins import save_random, tokens
 
@@ -117,6 +117,6 @@ def test_what_is_trained_goes_on_on_another_mesh(kind: str, tmp_path: Path) -> N
         lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
         job = BEGUN[kind](lm)
         plain = jobs.plain(Setup(job.model, job.objective, Optimizer(steps=1)))
-        params = jobs.whole(job.model, job.params)
+        params = of_one_device(job.model, job.params)
         found.add(journal_of(params, job.given, (plain,), tmp_path).digest)
     assert len(found) == 1

@@ -27,7 +27,7 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.spread import Form
 from jaxllm.train.step import Setup, measure, start, train_step
 from jaxllm.train.trained import ALL, Rules, join, split
-from jaxllm.weights.paths import Params, flatten, names_of
+from jaxllm.weights.paths import Params, flatten, names_of, of_one_device
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
 from tests.mesh.made import WIDE, one
@@ -206,7 +206,7 @@ def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
         lm = jaxllm.load("demo:gpt2", dtype="float32", mesh=mesh, fsdp=fsdp)
         job, setup = jobs.full(lm), Setup(lm.model, NextToken(), Optimizer(steps=1))
         plain = jobs.plain(setup)
-        found.add(journal_of(jobs.whole(lm.model, job.params), None, (plain,), tmp_path).digest)
+        found.add(journal_of(of_one_device(lm.model, job.params), None, (plain,), tmp_path).digest)
     assert len(found) == 1
 
 

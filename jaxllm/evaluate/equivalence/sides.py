@@ -20,7 +20,7 @@ from jaxllm.inputs import check_border
 from jaxllm.ops.entries import dense
 from jaxllm.shapes import pad_texts
 from jaxllm.steps import decode_step, prefill
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, by_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,10 @@ class Ours:
         logits_BNV = np.stack(found, axis=1)
         position_BS = np.asarray(cache.position_BS)
         k, v = (
-            tuple(by_position(np.asarray(dense(x)), position_BS) for x in entries)
+            tuple(
+                by_position(x, position_BS)
+                for x in by_layer(self.model, [np.asarray(dense(x)) for x in entries])
+            )
             for entries in (cache.tail.k, cache.tail.v)
         )
         return Decoded(logits_BNV, logits_BNV.argmax(axis=2), k, v, held(position_BS))
@@ -141,7 +144,7 @@ class Ours:
     ) -> tuple[Any, KVCache]:
         B, T = case.token_BT.shape
         kept = self.model.precision.cache
-        logits_BV, cache = None, init_cache(self.model.config, B, T + room, dtype=kept)
+        logits_BV, cache = None, init_cache(self.model, B, T + room, dtype=kept)
         for tokens_BT, position_BT in pieces:
             logits_BV, cache = prefill(
                 self.model, self.params, cache, tokens_BT, positions_BT=position_BT

@@ -34,6 +34,7 @@ from jaxllm.files import (
 from jaxllm.progress import steps_bar
 from jaxllm.weights.files import digest, open_tensors, write_tensors
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.paths import of_one_device
 
 FORMAT = "jaxllm-vectors"
 VERSION = 1
@@ -283,7 +284,7 @@ def _identity(ours: Ours) -> dict[str, Any]:
     identity = {
         "config": ours.model.config.to_dict(),
         "precision": dataclasses.asdict(ours.model.precision),
-        "weights": fingerprint(ours.params),
+        "weights": fingerprint(of_one_device(ours.model, ours.params)),
     }
     plain: dict[str, Any] = _said(json.loads(json.dumps(identity)))
     return plain

@@ -7,9 +7,9 @@ from jaxllm import models
 from jaxllm.api import LM
 from jaxllm.errors import ConfigError
 from jaxllm.train.fake.prepare import convert, prepare
-from jaxllm.train.jobs import Job, shared, whole
+from jaxllm.train.jobs import Job, shared
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.weights.paths import Params, Placed
+from jaxllm.weights.paths import Params, Placed, of_one_device
 from jaxllm.weights.precision import cast, exactly, freeze
 from jaxllm.weights.quantize import Rules
 
@@ -47,7 +47,7 @@ def qat(
             "inputs that are rounded as they come (int8_inputs) are trained on one device: on a"
             " mesh leave them out"
         )
-    start = whole(lm.model, lm.params)
+    start = of_one_device(lm.model, lm.params)
 
     def prepared(params: Params) -> Params:
         made = prepare(
@@ -57,7 +57,7 @@ def qat(
         return shared(lm.model, made)
 
     def finish(params: Params, directory: Path) -> None:
-        made = convert(whole(lm.model, params))
+        made = convert(of_one_device(lm.model, params))
         model = models.build(lm.config, exactly(made, floats))
         recipe = (*lm.recipe, f"train: qat {rules if isinstance(rules, str) else 'by rules'}")
         dataclasses.replace(lm, params=made, model=model, recipe=recipe).save(directory)
