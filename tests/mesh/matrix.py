@@ -29,8 +29,10 @@ PRECISIONS = {
     "int8": Precision(quantize="int8"),
     "int4": Precision(quantize="int4-g32"),
 }
-CLOSE = 1e-5  # of the largest logit: sums in another order
-TRAINED = 1e-4  # of a step of 0.01, which Adam makes of slopes of any size
+# Of the largest logit: sums in another order. Of one device with kernels and without them four
+# layers of Gemma 2 differ by 7e-5, of such random weights.
+CLOSE = 1e-4
+TRAINED = 3e-4  # of a step of 0.01, which Adam makes of slopes of any size
 ROWS = 4
 ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 EPS = 1e-3  # Adam's: with less, a gradient that is rounding alone (of keys' biases) moves as others
