@@ -16,7 +16,7 @@ from jaxllm.train.trained import Hole, Names
 from jaxllm.weights.leaves.arrays import after, as_leaf
 from jaxllm.weights.leaves.leaf import Leaf, Linear
 from jaxllm.weights.leaves.wrapped import Wrapped
-from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.paths import Params, map_leaves, own_name
 
 
 class Frozen(Wrapped, struct.PyTreeNode):
@@ -45,7 +45,7 @@ class Frozen(Wrapped, struct.PyTreeNode):
         return {}
 
 
-def frozen(rest: Params, names: Names) -> Params:
+def frozen(rest: Params, names: Names = own_name) -> Params:
     """What is not trained with a `Frozen` around each matrix that nothing trained lies in.
 
     names: of a path, what stands side by side there (`Placed.names`): matrices of several stages
