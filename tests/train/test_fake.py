@@ -263,4 +263,5 @@ def test_training_at_three_bits_gets_below_what_rounding_loses() -> None:
     said = jax.nn.log_softmax(logits)
     chosen = np.take_along_axis(np.asarray(said), ids[:, 1:, None], -1)
     last = measure(state.trained, rest, None, rows, key, setup=setup)
-    np.testing.assert_allclose(-chosen.mean(), last.total / last.weight, rtol=1e-5)
+    # Logarithms of what is nearly 1: a rounding of logits is as large as in any other loss.
+    np.testing.assert_allclose(-chosen.mean(), last.total / last.weight, rtol=1e-5, atol=1e-6)
