@@ -28,6 +28,7 @@ from tests.mesh.made import FAMILIES, WIDE, one, spread
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
 ROWS, SLOTS, CHUNK = 4, 32, 8
+EXPERTS = {"mixtral": {"num_local_experts": 8}}
 CASES = [
     ("llama", "tensor=2", None, False),
     ("gpt2", "data=2,stage=2,tensor=2", None, False),
@@ -75,10 +76,11 @@ def test_bytes_and_collectives_are_the_programs_own(
 ) -> None:
     precision = Precision(quantize=quantize)
     changes = WIDE.get(family, {}) if quantize else {}
-    if "expert" in mesh:
-        changes = {"num_local_experts": 8}
-    model, params = one(family, precision, **changes)
-    over, shared = spread(model, params, mesh, exact=exact)
+    model, params = one(family, precision, **(EXPERTS[family] if "expert" in mesh else changes))
+    check(*spread(model, params, mesh, exact=exact), exact)
+
+
+def check(over: Any, shared: Any, exact: bool = False) -> None:
     found = plan(asked(over, over.axes, exact))
     assert max(per_device(shared).values()) == found.weights.held
     cache = init_cache(over, ROWS, SLOTS)
@@ -87,7 +89,8 @@ def test_bytes_and_collectives_are_the_programs_own(
     for tokens in (1, CHUNK):
         ran = collectives(over, shared, cache, tokens)
         wanted = in_all(planned(over, tokens, exact=exact))
-        if "all-to-all" in wanted:  # buffers of two sizes are in it, for even and uneven routes
+        if over.axes.expert > 1 and "all-to-all" in wanted:
+            # Buffers of two sizes are in it, for even and uneven routes.
             (calls, size), (once, bytes_) = ran.pop("all-to-all"), wanted.pop("all-to-all")
             assert calls in (once, 2 * once)
             assert size >= bytes_
@@ -123,6 +126,27 @@ def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama", "stage=2,sequence=2"),
+        *(pytest.param(*case, marks=FULL) for case in (
+            ("gpt2", "stage=2,tensor=2:tokens"), ("olmo2", "data=2,stage=2,tensor=2:tokens"),
+            ("llama", "stage=2,tensor=4:tokens"), ("gpt2", "stage=2,sequence=4"),
+            ("llama", "stage=2,sequence=2:heads"), ("llama", "stage=2,sequence=2,tensor=2:tokens"),
+            ("mixtral", "tensor=2:tokens"), ("mixtral", "expert=2,tensor=2:tokens"),
+            ("mixtral", "expert=2,sequence=2"), ("mixtral", "expert=2,sequence=2:heads"),
+            ("mixtral", "expert=2,sequence=4"), ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
+            ("mixtral", "stage=2,sequence=2,expert=2"))),
+    ],
+)  # fmt: skip
+def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
+    family: str, mesh: str
+) -> None:
+    layers = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
+    check(*spread(*one(family, **layers, **EXPERTS.get(family, {})), mesh))
+
+
+@pytest.mark.parametrize(
     ("family", "mesh", "kept"),
     [
         ("llama", "sequence=4", "float32"),
@@ -136,13 +160,7 @@ def test_collectives_of_a_split_text_are_the_programs_own(
     family: str, mesh: str, kept: str
 ) -> None:
     """Of a token over what is split, and of a prompt that is: ring, order, writing, exchanges."""
-    over, shared = spread(*one(family, Precision(cache=kept)), mesh)
-    cache = init_cache(over, ROWS, SLOTS)
-    found = plan(asked(over, over.axes))
-    assert max(per_device(cache).values()) == found.cache + 4 * (1 + rows_of(over.axes, ROWS))
-    assert max(per_device(shared).values()) == found.weights.held
-    for tokens in (1, CHUNK):
-        assert collectives(over, shared, cache, tokens) == in_all(planned(over, tokens))
+    check(*spread(*one(family, Precision(cache=kept)), mesh))
 
 
 BIG: dict[str, dict[str, Any]] = {  # large enough that what is of one number a token is little
@@ -241,7 +259,7 @@ def test_meshes_are_proposed_that_divide_the_model_the_best_first() -> None:
         "data=2,stage=2,tensor=2", "data=4,stage=2",
     }  # fmt: skip
     assert meshes >= {"sequence=8", "data=2,sequence=4", "data=4,sequence=2:heads"}
-    assert not any("stage" in mesh and "sequence" in mesh for mesh in meshes)
+    assert meshes >= {"stage=2,sequence=4", "stage=2,sequence=2:heads,tensor=2"}
     assert "sequence=8:heads" not in meshes  # of two key/value heads
     assert [p.token_time for p in found] == sorted(p.token_time for p in found)
     tight = dataclasses.replace(HARDWARE["h100"], memory=found[0].total / 0.9 - 1)
