@@ -72,8 +72,12 @@ class _Step:
 
     def all(self) -> Iterator[Collective]:
         text = self.text
-        said = self.tokens + text.marks  # and whether any slot is filled
+        # Whether any slot is filled is said with it, but among stages: XLA names the groups of both
+        # otherwise there, and does not see that they are the same.
+        alone = text.marks and self.axes.stage > 1
+        said = self.tokens + (text.marks and not alone)
         yield Collective("which columns are real", "all-reduce", "data", self.among, 1, said)
+        yield Collective("whether a row is cached", "all-reduce", "data", self.among, int(alone), 1)
         yield from self.ends()
         yield from self.layers()
         if self.axes.stage > 1:

@@ -88,11 +88,12 @@ def check(over: Any, shared: Any, exact: bool = False) -> None:
     assert max(per_device(cache).values()) == found.cache + scalars
     for tokens in (1, CHUNK):
         ran = collectives(over, shared, cache, tokens)
-        wanted = in_all(planned(over, tokens, exact=exact))
-        if over.axes.expert > 1 and "all-to-all" in wanted:
+        said = planned(over, tokens, exact=exact)
+        wanted = in_all(said)
+        if routed := sum(c.count for c in said if (c.axis, c.kind) == ("expert", "all-to-all")):
             # Buffers of two sizes are in it, for even and uneven routes.
             (calls, size), (once, bytes_) = ran.pop("all-to-all"), wanted.pop("all-to-all")
-            assert calls in (once, 2 * once)
+            assert calls in (once, once + routed)
             assert size >= bytes_
         assert ran == wanted
 
@@ -135,7 +136,8 @@ def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
             ("llama", "stage=2,sequence=2:heads"), ("llama", "stage=2,sequence=2,tensor=2:tokens"),
             ("mixtral", "tensor=2:tokens"), ("mixtral", "expert=2,tensor=2:tokens"),
             ("mixtral", "expert=2,sequence=2"), ("mixtral", "expert=2,sequence=2:heads"),
-            ("mixtral", "expert=2,sequence=4"), ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
+            ("mixtral", "expert=2,sequence=4"), ("mixtral", "data=2,expert=2,sequence=2"),
+            ("llama", "data=2,stage=2,sequence=2"), ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
             ("mixtral", "stage=2,sequence=2,expert=2"))),
     ],
 )  # fmt: skip
@@ -180,7 +182,10 @@ BIG: dict[str, dict[str, Any]] = {  # large enough that what is of one number a 
             ("llama", "tensor=1", 1, 256, 1), ("llama", "tensor=1", 8, 2048, 1),
             ("llama", "tensor=1", 1, 2048, 256), ("llama", "tensor=2", 8, 2048, 1),
             ("llama", "stage=2", 4, 2048, 256), ("llama", "tensor=4", 4, 256, 64),
-            ("llama", "sequence=4", 4, 2048, 256), ("gpt2", "tensor=1", 4, 512, 256),
+            ("llama", "sequence=4", 4, 2048, 256), ("llama", "stage=2,sequence=2", 4, 2048, 256),
+            ("llama", "stage=2,tensor=2:tokens", 4, 512, 256),
+            ("gpt2", "stage=2,sequence=2,tensor=2:tokens", 4, 512, 256),
+            ("mixtral", "expert=2,sequence=2", 4, 512, 256), ("gpt2", "tensor=1", 4, 512, 256),
             ("gpt2", "tensor=4", 8, 512, 1), ("mixtral", "tensor=2", 4, 512, 256),
             ("mixtral", "tensor=1", 8, 512, 1), ("gemma2", "data=2,tensor=2", 4, 2048, 256))),
     ],
@@ -189,7 +194,8 @@ def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
     family: str, mesh: str, rows: int, slots: int, tokens: int
 ) -> None:
     """`memory_analysis` of steps that are given their cache, without kernels: within 1.75 times."""
-    changes = {**BIG[family], "num_hidden_layers": 4, "vocab_size": 2048}
+    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    changes = {**BIG[family], layers: 4, "vocab_size": 2048}
     over, shared = spread(*one(family, None, **changes), mesh)
     cache = init_cache(over, rows, slots)
     with native.disabled():
@@ -259,7 +265,7 @@ def test_meshes_are_proposed_that_divide_the_model_the_best_first() -> None:
         "data=2,stage=2,tensor=2", "data=4,stage=2",
     }  # fmt: skip
     assert meshes >= {"sequence=8", "data=2,sequence=4", "data=4,sequence=2:heads"}
-    assert meshes >= {"stage=2,sequence=4", "stage=2,sequence=2:heads,tensor=2"}
+    assert meshes >= {"stage=2,sequence=2,tensor=2", "data=2,stage=2,sequence=2:heads"}
     assert "sequence=8:heads" not in meshes  # of two key/value heads
     assert [p.token_time for p in found] == sorted(p.token_time for p in found)
     tight = dataclasses.replace(HARDWARE["h100"], memory=found[0].total / 0.9 - 1)

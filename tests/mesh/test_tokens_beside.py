@@ -33,7 +33,7 @@ FULL = pytest.mark.full
 
 EIGHT: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
-    "qwen3_moe": {"num_experts": 8},
+    "qwen3_moe": {"num_experts": 8, "num_key_value_heads": 4},
 }
 STAGES = [
     ("gpt2", "stage=2,tensor=2:tokens"),
@@ -45,7 +45,7 @@ STAGES = [
     ("llama", "data=2,stage=2,sequence=2:heads"),
     ("gemma2", "stage=2,sequence=2,tensor=2"),  # windows and caps
     ("gpt2", "stage=2,sequence=2,tensor=2:tokens"),
-    ("qwen3", "stage=2,sequence=2:heads,tensor=2:tokens"),
+    ("gpt2", "stage=2,sequence=2:heads,tensor=2:tokens"),
 ]
 EXPERTS = [
     ("mixtral", "expert=2,sequence=2"),
