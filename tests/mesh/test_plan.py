@@ -24,6 +24,7 @@ from jaxllm.plan.traffic import rows_of, step
 from jaxllm.steps import _decode_step, _prefill
 from jaxllm.weights.precision import Precision
 from tests.mesh.made import FAMILIES, WIDE, one, spread
+from tests.mesh.test_pipeline import of_layers
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
@@ -144,8 +145,7 @@ def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
 def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
     family: str, mesh: str
 ) -> None:
-    layers = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
-    check(*spread(*one(family, **layers, **EXPERTS.get(family, {})), mesh))
+    check(*spread(*of_layers(family, 2, **EXPERTS.get(family, {})), mesh))
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,7 @@ def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
     family: str, mesh: str, rows: int, slots: int, tokens: int
 ) -> None:
     """`memory_analysis` of steps that are given their cache, without kernels: within 1.75 times."""
-    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    changes = {**BIG[family], layers: 4, "vocab_size": 2048}
-    over, shared = spread(*one(family, None, **changes), mesh)
+    over, shared = spread(*of_layers(family, 4, **BIG[family], vocab_size=2048), mesh)
     cache = init_cache(over, rows, slots)
     with native.disabled():
         held = compiled(over, shared, cache, tokens, donate_argnums=0).memory_analysis()
