@@ -66,15 +66,15 @@ CASES = [
 ROWS = 4
 
 
-def made(family: str, mesh: str) -> tuple[Any, Any, Any, Any]:
+def made(family: str, mesh: str, **options: Any) -> tuple[Any, Any, Any, Any]:
     """A model of one device and the same on a mesh; its rows go through stages in two microbatches,
     of which a device's tokens are not those that it has of the whole batch.
     """
     stages = parse(mesh).stage
-    layers = 2 * stages if family == "gemma2" else max(2, stages)
+    layers = {"gemma2": 2 * stages, "mixtral": stages}.get(family, max(2, stages))
     alike = {"mlp_only_layers": []} if family == "qwen3_moe" and stages > 1 else {}
     model, params = of_layers(family, layers, **EIGHT.get(family, {}), **alike)
-    options: dict[str, Any] = {"microbatches": 2} if stages > 1 else {}
+    options |= {"microbatches": 2} if stages > 1 else {}
     return model, params, *spread(model, params, mesh, **options)
 
 
@@ -108,21 +108,49 @@ def test_of_slots_that_do_not_divide_each_device_has_all(mesh: str) -> None:
     check("llama", mesh, 55)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("gpt2", "stage=2,sequence=2,tensor=2:tokens"),
+        ("llama", "stage=2,sequence=2:heads"),
+        ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
+    ],
+)
+def test_what_layers_compute_is_that_of_one_device(family: str, mesh: str) -> None:
+    model, params, over, shared = made(family, mesh)
+    ours, theirs = (
+        steps.forward(m, p, None, prompt(rows=ROWS), hidden_states=True)
+        for m, p in ((over, shared), (model, params))
+    )
+    assert ours.hidden_states is not None and theirs.hidden_states is not None
+    for mine, whole in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        assert largest_difference(mine, whole) < matrix.CLOSE
+    assert largest_difference(ours.logits, theirs.logits) < matrix.CLOSE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mesh", ["stage=2,sequence=2,tensor=2:tokens", "data=2,stage=2,sequence=2:heads"]
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_drawn_and_served_texts_are_the_same(family: str, mesh: str) -> None:
+    found = matrix.cell(family, mesh, "float32")
+    assert found.logits < matrix.CLOSE
+    assert found.trained < matrix.TRAINED
+    assert (found.generated, found.drawn, found.served) == (True, True, True)
+
+
 def batch() -> Rows:
     """Packed rows of two documents each; some end in padding."""
     return jax.tree.map(lambda *x: np.concatenate(x), packed(), packed(seed=1))
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh"),
-    [
-        ("gpt2", "stage=2,tensor=2:tokens"),
-        *(pytest.param(*case, marks=FULL) for case in (*STAGES[1:], *EXPERTS)),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "mesh"), STAGES + EXPERTS)
 def test_a_step_of_training_is_that_of_one_device(family: str, mesh: str) -> None:
     """What AdamW makes of all parameters, of packed rows; the loss, and the gradient's norm."""
-    model, params, over, shared = made(family, mesh)
+    model, params, over, shared = made(family, mesh, fsdp="data" in mesh)
     found = []
     for m, p in ((over, shared), (model, params)):
         trained, rest = split(p, ALL, None, names_of(m))
