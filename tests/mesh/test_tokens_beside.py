@@ -59,7 +59,7 @@ EXPERTS = [
     ("qwen3_moe", "stage=2,sequence=2,expert=2"),
     ("qwen3_moe", "stage=2,sequence=2:heads,expert=2"),
 ]
-EVERY_DAY = ("stage=2,sequence=2", "expert=2,sequence=2")
+EVERY_DAY = ("stage=2,sequence=2,tensor=2:tokens", "expert=2,sequence=2")
 CASES = [
     case if case[1] in EVERY_DAY else pytest.param(*case, marks=FULL) for case in STAGES + EXPERTS
 ]
