@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.distributed import fetched
+from jaxllm.distributed import fetched, fetched_rows
 from jaxllm.weights.later import Later
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
@@ -36,16 +36,14 @@ def joined(params: Params, names: Callable[[str], tuple[str, ...]]) -> Params:
 def _later(stage: int | None, _: str, leaf: Any) -> Later:
     """A parameter, or the one of a stage that stands in it."""
 
-    def own(leaf: Any) -> Any:
-        if stage is None:
-            return leaf
-        return jax.tree.map(lambda x: jax.lax.index_in_dim(x, stage, keepdims=False), leaf)
+    def own(x: jax.Array) -> Any:
+        return fetched(x) if stage is None else fetched_rows(x, stage, 1)[0]
 
     def read() -> Any:
-        here = jax.tree.map(np.asarray, fetched(own(leaf)))
+        here = jax.tree.map(lambda x: np.asarray(own(x)), leaf)
         return jax.tree.map(_of_shares, here, is_leaf=lambda x: isinstance(x, Shares))
 
-    form = jax.eval_shape(own, leaf)
+    form = jax.eval_shape(lambda: leaf if stage is None else jax.tree.map(lambda x: x[0], leaf))
     if isinstance(form, Shares) and not isinstance(form.parts, Leaf):
         form = jax.ShapeDtypeStruct(form.shape, form.dtype)
     return Later(read, form)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxllm.distributed import fetched, several
+from jaxllm.distributed import fetched, fetched_rows, several
 from jaxllm.train.trained import Hole, Trained
 from jaxllm.weights.later import Later, now
 from jaxllm.weights.leaves.parted import Shares
@@ -113,8 +113,7 @@ def _whole(x: jax.Array, stage: tuple[int, int] | None, places: np.ndarray | Non
     rows = x.shape[0] if stage is None else stage[1]
 
     def read() -> np.ndarray:
-        own = x if stage is None else jax.lax.dynamic_slice_in_dim(x, stage[0] * rows, rows)
-        array = np.asarray(fetched(own))
+        array = fetched(x) if stage is None else fetched_rows(x, stage[0] * rows, rows)
         return array if places is None else array[places]
 
     length = rows if places is None else len(places)
