@@ -186,36 +186,21 @@ def fetched(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(_gathered, tree) if several() else tree)
 
 
-def fetched_rows(x: Any, begin: int, count: int) -> Any:
-    """Rows along an array's first axis on the host, as `fetched`; no more than they are sent."""
-    import jax
-
-    rows = jax.lax.slice_in_dim(_bits_of(x), begin, begin + count)
-    return fetched(rows).view(x.dtype)
-
-
 def _gathered(x: Any) -> Any:
-    """An array as it is where all of it is here, else from all processes."""
+    """An array as it is where all of it is here, else from all processes, bit for bit: what sums of
+    zeros and it would be, -0 is not.
+    """
     import jax
+    import jax.numpy as jnp
     import numpy as np
     from jax.experimental import multihost_utils
 
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
-    return np.asarray(multihost_utils.process_allgather(_bits_of(x), tiled=True)).view(x.dtype)
-
-
-def _bits_of(x: Any) -> Any:
-    """The bits of floats as integers: what devices join, or cut where it is divided, they may add
-    up, and of sums of zeros and -0 the sign is lost.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+        return multihost_utils.process_allgather(x, tiled=True)
+    bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return np.asarray(multihost_utils.process_allgather(bits, tiled=True)).view(x.dtype)
 
 
 def from_first(x: Any) -> Any:

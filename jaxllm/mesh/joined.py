@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.distributed import fetched, fetched_rows
+from jaxllm.distributed import fetched
 from jaxllm.weights.later import Later
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
@@ -36,11 +36,12 @@ def joined(params: Params, names: Callable[[str], tuple[str, ...]]) -> Params:
 def _later(stage: int | None, _: str, leaf: Any) -> Later:
     """A parameter, or the one of a stage that stands in it."""
 
-    def own(x: jax.Array) -> Any:
-        return fetched(x) if stage is None else fetched_rows(x, stage, 1)[0]
+    def own(x: jax.Array) -> np.ndarray:  # cut by the host: what devices cut they may add up
+        whole = np.asarray(fetched(x))
+        return whole if stage is None else whole[stage]
 
     def read() -> Any:
-        here = jax.tree.map(lambda x: np.asarray(own(x)), leaf)
+        here = jax.tree.map(own, leaf)
         return jax.tree.map(_of_shares, here, is_leaf=lambda x: isinstance(x, Shares))
 
     form = jax.eval_shape(lambda: leaf if stage is None else jax.tree.map(lambda x: x[0], leaf))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxllm.distributed import fetched, fetched_rows, several
+from jaxllm.distributed import fetched, several
 from jaxllm.train.trained import Hole, Trained
 from jaxllm.weights.later import Later, now
 from jaxllm.weights.leaves.parted import Shares
@@ -113,7 +113,8 @@ def _whole(x: jax.Array, stage: tuple[int, int] | None, places: np.ndarray | Non
     rows = x.shape[0] if stage is None else stage[1]
 
     def read() -> np.ndarray:
-        array = fetched(x) if stage is None else fetched_rows(x, stage[0] * rows, rows)
+        array = np.asarray(fetched(x))
+        array = array if stage is None else array[stage[0] * rows :][:rows]
         return array if places is None else array[places]
 
     length = rows if places is None else len(places)
