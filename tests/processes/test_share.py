@@ -12,7 +12,8 @@ import pytest
 from tests.processes.conftest import WITHIN, free_port
 from tests.twins import save_random
 
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+# A vocabulary that two stages divide: what a state has beyond one is nobody's, and is not kept.
+SIZES = {"vocab_size": 132, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
 PROGRAM = """
 import json, re, sys
 from pathlib import Path
