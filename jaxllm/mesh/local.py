@@ -31,7 +31,7 @@ class Local:
 
     params: as `shard_map` is given them. rows: the axes over which the rows are split that
     are computed. stream: whether tokens between linears are split too (`sequence.megatron`). exact,
-    fsdp: as of `Meshed`.
+    fsdp, parallel_logits: as of `Meshed`.
     """
 
     config: ModelConfig
@@ -41,6 +41,7 @@ class Local:
     params: Params
     rows: specs.Rows
     stream: bool = False
+    parallel_logits: bool = False
 
     @cached_property
     def specs(self) -> Params:
@@ -80,7 +81,8 @@ class Local:
         if split.kind == "gathered":
             return Gathered(mine, over, parts)
         if split.kind == "vocabulary":
-            return Vocabulary(mine, over, self.config.vocab_size, self.stream)
+            size, apart = self.config.vocab_size, self.parallel_logits
+            return Vocabulary(mine, over, size, self.stream, apart)
         return Spread(mine, over, self.exact) if split.kind == "norm" else mine
 
     @cached_property

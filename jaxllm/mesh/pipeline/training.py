@@ -7,7 +7,8 @@ a function like others, whose gradient has been computed with its value (`jax.cu
 
 All stages run one program, so a tick takes as long as the longest job in it. The first stage looks
 tokens up and the last makes logits; of the tables, which lie divided over all stages, each gathers
-the whole once a step, and their gradients from both ends are added up on the way back.
+what its devices of `tensor` have of all once a step, and their gradients from both ends are added
+up on the way back. Logits stay divided over `tensor`, but in the exact mode.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from jaxllm.mesh.local import Local
 from jaxllm.mesh.meshed import Meshed, module_of
 from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
 from jaxllm.mesh.pipeline.stages import AXIS, rows_of
-from jaxllm.mesh.rules import HEADS, split_of
+from jaxllm.mesh.rules import HEADS, Over, split_of
 from jaxllm.mesh.specs import rows_over
 from jaxllm.models.layers import Scope, Trace, run_blocks
 from jaxllm.weights.leaves.leaf import Leaf
@@ -36,7 +37,9 @@ from jaxllm.weights.leaves.scattered import Scattered
 from jaxllm.weights.paths import Params, map_leaves
 
 Ints = Any  # int32, of numpy or JAX
-Loss = Callable[[jax.Array, Any], jax.Array]  # of logits [B, T, V] and rows: a sum over them
+# Of logits [B, T, V] and rows, a sum over them; of logits that are divided over axes of the mesh, a
+# device's own (`ops.likelihood`).
+Loss = Callable[[jax.Array, Any, Over], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +215,7 @@ def _on_stage(
     def prepared(*moved: jax.Array) -> Any:
         some = dict(zip(moving, moved, strict=True))
         params = jax.tree.unflatten(form, [some.get(i, x) for i, x in enumerate(arrays)])
-        return map_leaves(partial(_taken, local), params)
+        return map_leaves(partial(_taken, local, parted(model)), params)
 
     still, inner = jax.tree.flatten(prepared(*(arrays[i] for i in moving)))
 
@@ -286,6 +289,7 @@ class _Parts:
 
     def __init__(self, model: Meshed, chunks: int, loss: Loss) -> None:
         self._module, self._chunks, self._loss = module_of(model), chunks, loss
+        self._size, self._over = model.config.vocab_size, parted(model)
 
     def begin(self, params: Params, rows: Any) -> jax.Array:
         """What the first layer is given."""
@@ -307,7 +311,13 @@ class _Parts:
     def end(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
         """The loss of what the last layer puts out."""
         trace = self._run(params, rows, lambda blocks, _, scope, remat: ((), x))
-        return self._loss(trace.logits, rows)
+        if not self._over:
+            return self._loss(trace.logits, rows, ())
+        logits_BTV = trace.logits
+        here = logits_BTV.shape[-1]
+        left = self._size - jax.lax.axis_index(self._over) * here  # of the vocabulary
+        own_V = jax.lax.iota(jnp.int32, here) < left
+        return self._loss(jnp.where(own_V[None, None], logits_BTV, -jnp.inf), rows, self._over)
 
     def _run(self, params: Params, rows: Any, course: Any) -> Trace:
         position_BT = rows.position_BT
@@ -322,7 +332,12 @@ class _Parts:
         return found
 
 
-def _taken(local: Local, path: str, part: Any) -> Any:
+def parted(model: Meshed) -> Over:
+    """The axes over which a stage's logits stay divided."""
+    return () if model.exact or model.axes.over(HEADS) == 1 else HEADS
+
+
+def _taken(local: Local, over: Over, path: str, part: Any) -> Any:
     """What the module takes for a parameter, of tables what no other stage need be asked for."""
     split = split_of(local.config, local.exact, path)
     if split.kind != "vocabulary" or local.axes.over(split.over) == 1:
@@ -336,4 +351,6 @@ def _taken(local: Local, path: str, part: Any) -> Any:
         )
     whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
     rows = local.config.vocab_size
-    return whole[:rows] if local.axes.over(HEADS) == 1 else Vocabulary(whole, HEADS, rows)
+    if local.axes.over(HEADS) == 1:
+        return whole[:rows]
+    return Vocabulary(whole, HEADS, rows, apart=bool(over))
