@@ -90,7 +90,7 @@ def _forward(how: Passes, params: Any, rows: Any) -> tuple[jax.Array, Any]:
 
 
 def _backward(how: Passes, gradients: Any, slope: Any) -> tuple[Any, None]:
-    return jax.tree.map(lambda g: (g * slope).astype(g.dtype), gradients), None
+    return jax.tree.map(lambda g: (g.astype(slope.dtype) * slope).astype(g.dtype), gradients), None
 
 
 summed_loss.defvjp(_forward, _backward, symbolic_zeros=True)
