@@ -118,7 +118,6 @@ def losses(model: Any, params: Any, objective: Any, given: Any, rows: Rows) -> A
         pytest.param("llama", "float32", "data=2,tensor=2", "teacher", 128, marks=FULL),
         ("llama", "float32", "tensor=8", "next", 9),  # three devices have no token
         pytest.param("gpt2", "float32", "stage=2,tensor=4", "schedule", 9, marks=FULL),
-        pytest.param("gemma2", "float32", "stage=2,tensor=2", "schedule", 131, marks=FULL),
     ],
 )
 def test_losses_and_gradients_are_those_of_one_device(
