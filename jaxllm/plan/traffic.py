@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.sequence.ways import Way
+from jaxllm.mesh.specs import rows_over
 from jaxllm.models import family
 from jaxllm.models.experts import MixtureConfig
 from jaxllm.plan.collective import Collective, Kind
@@ -25,13 +26,13 @@ from jaxllm.weights.precision import Precision
 
 
 def rows_of(axes: Axes, rows: int) -> int:
-    """How many of so many rows a device runs: as `Meshed.rows_over`, where they divide."""
-    return rows // _over(axes, rows)
+    """How many of so many rows a device runs."""
+    return rows // _among(axes, rows)
 
 
-def _over(axes: Axes, rows: int) -> int:
-    """Among how many devices rows are divided."""
-    return next((n for n in (axes.data * axes.expert, axes.data) if rows % n == 0), 1)
+def _among(axes: Axes, rows: int) -> int:
+    """How many devices have rows of their own."""
+    return axes.over(rows_over(axes, rows) or ())
 
 
 def step(
@@ -51,8 +52,8 @@ def step(
     groups: microbatches that a pipeline runs. Of experts' buffers those for even routes are
     counted, and of a split prompt a chunk that `sequence` divides.
     """
-    over = _over(axes, rows)
-    each = _Step(config, precision, axes, rows // over, over, tokens, slots, exact, groups)
+    among = _among(axes, rows)
+    each = _Step(config, precision, axes, rows // among, among, tokens, slots, exact, groups)
     return [c for c in each.all() if c.over > 1 and c.count > 0]
 
 
