@@ -25,6 +25,7 @@ from jaxllm.mesh.rules import HEADS, TOKENS, Over
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import Way
 from jaxllm.models.layers import Layer, Trace
+from jaxllm.weights.leaves.parted import Tokens
 from jaxllm.weights.paths import Params
 
 
@@ -58,9 +59,9 @@ class Layout:
         return Way(self.columns, self.axes.sequence, self.axes.exchange)
 
     @property
-    def stream(self) -> bool:
-        """Whether devices of `tensor` have tokens of their own between linears."""
-        return megatron.takes(self.axes, HEADS, self.way.here)
+    def stream(self) -> Tokens | None:
+        """Which tokens devices of `tensor` have between linears; None: all."""
+        return megatron.tokens_of(self.axes, self.way.here)
 
     @property
     def vocabulary(self) -> Over:
@@ -88,7 +89,7 @@ class Layout:
 
         def run(params: Params, by_row: Any, cached: Any, past: Any) -> Trace:
             mine = partial(apply, {"params": local(params)}, **cached)
-            mine = partial(megatron.run, mine, HEADS) if self.stream else mine
+            mine = mine if self.stream is None else partial(megatron.run, mine, self.stream)
             trace = self.way.run(mine, by_row, whole, past)
             return _summed(trace) if self.mass is True else trace
 

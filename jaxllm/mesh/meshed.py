@@ -24,11 +24,12 @@ from jaxllm.mesh.local import Local, staged
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared, everywhere
-from jaxllm.mesh.rules import GROUPS, HEADS, TOKENS, fitted, share_of
+from jaxllm.mesh.rules import HEADS, TOKENS, fitted, share_of
 from jaxllm.mesh.sequence import megatron
-from jaxllm.mesh.sequence.ways import check
+from jaxllm.mesh.sequence.ways import check, check_chunks
 from jaxllm.mesh.sequence.writing import SplitSlots
 from jaxllm.models.layers import Trace
+from jaxllm.weights.leaves.parted import Tokens
 from jaxllm.weights.linear import ROUNDED
 from jaxllm.weights.paths import InRounds, Params, Placed, map_leaves
 from jaxllm.weights.precision import Precision
@@ -200,8 +201,8 @@ class Meshed(nn.Module, Placed, InRounds):
         return kind(self.config, self.axes, self.exact, self.table)
 
     @nn.nowrap
-    def local(self, params: Params, rows: specs.Rows, stream: bool = False) -> Local:
-        """What a device takes for these parameters, where it has such rows of a call."""
+    def local(self, params: Params, rows: specs.Rows, stream: Tokens | None = None) -> Local:
+        """What a device takes for these parameters, where it has such rows and tokens of a call."""
         return Local(
             self.config,
             self.axes,
@@ -226,7 +227,7 @@ class Meshed(nn.Module, Placed, InRounds):
     def writer(self) -> SplitSlots | None:  # type: ignore[override]
         if self.axes.sequence == 1 or self.axes.exchange:
             return None
-        return SplitSlots(self.axes, ("data",), GROUPS)
+        return SplitSlots(self.axes)
 
 
 def meshed(
@@ -245,17 +246,13 @@ def meshed(
     """
     axes = fitted(axes, config)
     check(share_of(config, axes), axes, exact)
-    megatron.check(config, axes, exact)
+    megatron.check(axes, exact)
     mesh_of(axes)
-    if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
-        raise ConfigError(
-            f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"
-            " experts: leave out one of them"
-        )
     if not exact:
         check_rounding(config, precision, axes)
     course = Stages(axes.stage, chunks, microbatches)
     check_stages(config, precision, course)
+    check_chunks(axes, chunks)
     return Meshed(
         config=config, precision=precision, axes=axes, exact=exact, course=course, fsdp=fsdp
     )
