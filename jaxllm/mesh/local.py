@@ -18,10 +18,17 @@ from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.fsdp import over_data, scattered
 from jaxllm.mesh.pipeline.stacked import spec_of_stacked
-from jaxllm.mesh.rules import EXPERTS, HEADS, Over, Split, split_of
+from jaxllm.mesh.rules import EXPERTS, Over, Split, split_of
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.owned import Owned
-from jaxllm.weights.leaves.parted import Everywhere, Gathered, Partial, Spread, Vocabulary
+from jaxllm.weights.leaves.parted import (
+    Everywhere,
+    Gathered,
+    Partial,
+    Spread,
+    Tokens,
+    Vocabulary,
+)
 from jaxllm.weights.paths import Params, flatten, map_leaves
 
 
@@ -30,8 +37,8 @@ class Local:
     """A model's parameters on a mesh, as one device of it has them.
 
     params: as `shard_map` is given them. rows: the axes over which the rows are split that
-    are computed. stream: whether tokens between linears are split too (`sequence.megatron`). exact,
-    fsdp: as of `Meshed`.
+    are computed. stream: which tokens a device has between linears (`sequence.megatron`); None:
+    all. exact, fsdp, parallel_logits: as of `Meshed`.
     """
 
     config: ModelConfig
@@ -40,7 +47,8 @@ class Local:
     fsdp: bool
     params: Params
     rows: specs.Rows
-    stream: bool = False
+    stream: Tokens | None = None
+    parallel_logits: bool = False
 
     @cached_property
     def specs(self) -> Params:
@@ -71,8 +79,11 @@ class Local:
         """A share with what its products need of other devices."""
         over, parts = split.over, self.axes.over(split.over)
         mine = _apart(mine, (self.rows or (), over if split.kind == "row" and parts > 1 else ()))
-        if self.stream and path == f"{models.family(self.config.model_type).positions}.weight":
-            return Everywhere(mine, HEADS)
+        if (
+            self.stream is not None
+            and path == f"{models.family(self.config.model_type).positions}.weight"
+        ):
+            return Everywhere(mine, self.stream)
         if parts == 1:
             return mine
         if split.kind == "row":
@@ -80,7 +91,8 @@ class Local:
         if split.kind == "gathered":
             return Gathered(mine, over, parts)
         if split.kind == "vocabulary":
-            return Vocabulary(mine, over, self.config.vocab_size, self.stream)
+            size, apart = self.config.vocab_size, self.parallel_logits
+            return Vocabulary(mine, over, size, self.stream, apart)
         return Spread(mine, over, self.exact) if split.kind == "norm" else mine
 
     @cached_property

@@ -118,10 +118,11 @@ def fitted(axes: Axes, config: ModelConfig) -> Axes:
     if experts % axes.expert:
         what = f"num_experts {experts}" if experts > 1 else f"{config.model_type} without experts"
         raise ConfigError(f"{what} does not divide over expert={axes.expert}")
-    if getattr(config, "capacity_factor", None) is not None and axes.data * axes.expert > 1:
+    apart = axes.over(("data", "sequence", "expert"))
+    if getattr(config, "capacity_factor", None) is not None and apart > 1:
         raise ConfigError(
-            "capacity_factor counts the tokens of all rows, and each device has rows of its own:"
-            " leave it out, or use a mesh with data=1 and expert=1"
+            "capacity_factor counts the tokens of all rows, and each device has some of its own:"
+            " leave it out, or use a mesh with data=1, sequence=1 and expert=1"
         )
     counts = {"num_attention_heads": heads} | {
         name: getattr(config, name) for name in models.family(config.model_type).widths

@@ -168,7 +168,8 @@ class Mixture(nn.Module):
         if c.capacity_factor is not None:
             expert_Tk = within_capacity(expert_Tk, c.num_experts, c.capacity_factor)
         y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
-        return y_TD.astype(x.dtype).reshape(B, T, D), score_TE.reshape(B, T, -1)
+        # Of what is summed over devices, each may have its own tokens alone.
+        return y_TD.astype(x.dtype).reshape(B, -1, D), score_TE.reshape(B, T, -1)
 
 
 class Block(decoder.Block):

@@ -46,11 +46,13 @@ class Across(NamedTuple):
     """What is done together with other devices, which have some of the tokens too.
 
     attend: attention; None: this device has all that its heads need. whole: gives the tokens of
-    all, of the stream between linears, of which a device has some; None: it has them all.
+    all, of the stream between linears, of which a device has some; None: it has them all. at_once:
+    whether attention waits for every device of the mesh, not for some who run the same layers.
     """
 
     attend: Attend | None = None
     whole: Callable[[jax.Array], jax.Array] | None = None
+    at_once: bool = False
 
 
 ALONE = Across()

@@ -64,7 +64,8 @@ class Asked:
         if self.groups is not None or self.axes.stage == 1:
             return self.microbatches
         rows = traffic.rows_of(self.axes, self.batch)
-        return Stages(self.axes.stage).divided(rows, min(CHUNK, self.context))
+        way = Way(min(CHUNK, self.context), self.axes.sequence, self.axes.exchange)
+        return Stages(self.axes.stage).divided(rows, way.here)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,13 +169,8 @@ def _check(asked: Asked) -> None:
     """Raises ConfigError for a mesh on which such a model does not run (`mesh.meshed`)."""
     config, axes = asked.opened.config, asked.axes
     ways.check(share_of(config, axes), axes, asked.exact)
-    megatron.check(config, axes, asked.exact)
+    megatron.check(axes, asked.exact)
     check_stages(config, asked.precision, Stages(axes.stage))
-    if (axes.sequence > 1 or axes.stream) and axes.stage * axes.expert > 1:
-        raise ConfigError(
-            f"mesh {axes}: tokens of a text are split beside data and tensor, not beside stages or"
-            " experts: leave out one of them"
-        )
 
 
 def _weights(asked: Asked) -> sizes.Weights:

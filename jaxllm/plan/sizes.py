@@ -19,7 +19,8 @@ from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
 from jaxllm.mesh.placing import cut_of
-from jaxllm.mesh.rules import WHOLE, Split, share_of, split_of
+from jaxllm.mesh.rules import HEADS, WHOLE, Split, share_of, split_of
+from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import Way
 from jaxllm.models.experts import MixtureConfig, share_read
 from jaxllm.ops.attention import BLOCK
@@ -142,9 +143,10 @@ def working(
     What compiled programs hold (`memory_analysis`), by what it is: the new keys and values of all
     layers, which are written at the end, where tokens are split beside a copy of the cache
     (XLA knows no order between reading and writing it there); the stream and what is made of it on
-    the way, some eight of its size in float32; the larger of what a layer makes of it, scores of a
-    block of slots and their weights beside the block itself, or hidden numbers of an MLP; and what
-    experts make, whose loops have room of their own. XLA:CPU widens what is narrower than float32.
+    the way, some eight of its size in float32, half of them of a device's own tokens where norms
+    and sums are split; the larger of what a layer makes of it, scores of a block of slots and their
+    weights beside the block itself, or hidden numbers of an MLP; and what experts make, whose loops
+    have room of their own. XLA:CPU widens what is narrower than float32.
     """
     local, share = rows_of(axes, rows), share_of(config, axes)
     here = Way(tokens, axes.sequence, axes.exchange).here
@@ -154,13 +156,14 @@ def working(
     unordered = tokens > 1 and (axes.sequence > 1 or axes.stream)
     copied = cache(config, precision, axes, rows, slots) if unordered else 0
     stream = 4 * local * here * config.hidden_size
+    own = 1 if megatron.tokens_of(axes, here) is None else axes.over(HEADS)
     seen = max(_block(slots), _block(tokens))
     heads, keys = share.num_attention_heads, share.num_key_value_heads
     scores = 2 * 4 * at_once * heads * here * seen
     scores += 4 * 4 * at_once * seen * keys * config.head_dim
     hidden = 2 * 4 * at_once * here * share.intermediate_size
     layer = max(scores, hidden) + _experts(share, axes, at_once * here)
-    return copied + kept + 8 * stream + layer
+    return copied + kept + 4 * stream + 4 * stream // own + layer
 
 
 def _block(slots: int) -> int:

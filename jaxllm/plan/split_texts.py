@@ -22,7 +22,8 @@ from jaxllm.plan.collective import Collective, Kind
 class Split:
     """A step of so many tokens of each of a device's rows, against a cache of so many slots.
 
-    width: bytes of a number of what layers are given. cache: the cache's format.
+    width: bytes of a number of what layers are given. cache: the cache's format. groups:
+    microbatches of rows that a pipeline runs, one in each of its ticks.
     """
 
     config: ModelConfig
@@ -32,6 +33,7 @@ class Split:
     slots: int
     width: int
     cache: str
+    groups: int = 1
 
     def all(self) -> Iterator[Collective]:
         split = self._way.split
@@ -60,11 +62,26 @@ class Split:
         return self.rows * self._way.here
 
     @property
+    def _at_once(self) -> int:
+        """Rows that layers run at once."""
+        return -(-self.rows // self.groups)
+
+    @property
     def _layers(self) -> int:
-        return self.config.num_hidden_layers
+        """Of a stage."""
+        return self.config.num_hidden_layers // self.axes.stage
+
+    @property
+    def _ticks(self) -> int:
+        """How often a device runs its layers."""
+        return self.groups + self.axes.stage - 1
 
     def _one(self, what: str, kind: Kind, count: int, size: int, times: int = 1) -> Collective:
         return Collective(what, kind, AXIS, self.axes.sequence, count, size, times)
+
+    def _within(self, what: str, kind: Kind, count: int, size: int, times: int = 1) -> Collective:
+        """One of layers, in each tick."""
+        return self._one(what, kind, count, size, times * self._ticks)
 
     def _kept(self, tokens: int) -> list[int]:
         """Bytes of the pieces of so many tokens' keys, or values, as the cache keeps them."""
@@ -76,35 +93,35 @@ class Split:
     def _own_slots(self) -> Iterator[Collective]:
         """Softmaxes of each device's slots are made one."""
         heads = share_of(self.config, self.axes).num_attention_heads
-        each = 4 * self.rows * self.tokens * heads
-        yield self._one("largest", "all-reduce", self._layers, each)
-        yield self._one("sums", "all-reduce", self._layers, each * (self.config.head_dim + 1))
+        each = 4 * self._at_once * self.tokens * heads
+        yield self._within("largest", "all-reduce", self._layers, each)
+        yield self._within("sums", "all-reduce", self._layers, each * (self.config.head_dim + 1))
 
     def _own_heads(self) -> Iterator[Collective]:
         heads = share_of(self.config, self.axes).num_attention_heads
-        size = self.rows * self.tokens * heads * self.config.head_dim * self.width
-        yield self._one("heads", "all-gather", self._layers, size)
+        size = self._at_once * self.tokens * heads * self.config.head_dim * self.width
+        yield self._within("heads", "all-gather", self._layers, size)
 
     def _exchanged(self) -> Iterator[Collective]:
-        share, wide = share_of(self.config, self.axes), self._here * self.config.head_dim
-        queries = share.num_attention_heads * wide * self.width
+        share, here = share_of(self.config, self.axes), self._at_once * self._way.here
+        queries = share.num_attention_heads * here * self.config.head_dim * self.width
         for what in ("queries", "out"):
-            yield self._one(what, "all-to-all", self._layers, queries)
-        for size in self._kept(self._here):
-            yield self._one("keys and values", "all-to-all", 2 * self._layers, size)
-        positions = 4 * self._here * self.axes.sequence
-        yield self._one("positions", "all-gather", 1, positions)
+            yield self._within(what, "all-to-all", self._layers, queries)
+        for size in self._kept(here):
+            yield self._within("keys and values", "all-to-all", 2 * self._layers, size)
+        yield self._within("positions", "all-gather", 1, 4 * here * self.axes.sequence)
 
     def _around(self) -> Iterator[Collective]:
         """Keys and values go round among queries; queries round what is cached, with what they have
         seen; then all keys and values into plain order, and round to where they are written.
         """
-        n, count, here = self.axes.sequence, self._layers, self._here
+        n, count, here = self.axes.sequence, self._layers, self._at_once * self._way.here
         for size in self._kept(here):
-            yield self._one("ring: keys and values", "collective-permute", 2 * count, size, n - 1)
+            what = "ring: keys and values"
+            yield self._within(what, "collective-permute", 2 * count, size, n - 1)
         # Two devices take one turn, which is no loop: their positions go round once for all layers.
         turns = count if n > 2 else 1
-        yield self._one("ring: positions", "collective-permute", turns, 4 * here, n - 1)
+        yield self._within("ring: positions", "collective-permute", turns, 4 * here, n - 1)
         queries = here * share_of(self.config, self.axes).num_attention_heads
         size = queries * self.config.head_dim
         for what, number, bytes_ in (
@@ -114,12 +131,12 @@ class Split:
             ("values", 1, 4 * size),
         ):
             what = f"over the cache: {what}"
-            yield self._one(what, "collective-permute", number * count, bytes_, n)
-        for size in self._kept(here // 2):  # of either half
+            yield self._within(what, "collective-permute", number * count, bytes_, n)
+        for size in self._kept(self._here // 2):  # of either half
             yield self._one("into plain order", "collective-permute", 4 * count, size)
         if not self.marks:
             return
-        for size in self._kept(here):
+        for size in self._kept(self._here):
             yield self._one("written", "collective-permute", 2 * count, size, n - 1)
         yield self._one("slots' tokens", "all-gather", 1, 4 * self.rows * self.slots)
         yield self._one("whether any is cached", "all-reduce", 1, 1)

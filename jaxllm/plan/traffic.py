@@ -73,8 +73,12 @@ class _Step:
 
     def all(self) -> Iterator[Collective]:
         text = self.text
-        said = self.tokens + text.marks  # and whether any slot is filled
+        # Whether any slot is filled is said with it, but among stages: XLA names the groups of both
+        # otherwise there, and does not see that they are the same.
+        alone = text.marks and self.axes.stage > 1
+        said = self.tokens + (text.marks and not alone)
         yield Collective("which columns are real", "all-reduce", "data", self.among, 1, said)
+        yield Collective("whether a row is cached", "all-reduce", "data", self.among, int(alone), 1)
         yield from self.ends()
         yield from self.layers()
         if self.axes.stage > 1:
@@ -87,7 +91,7 @@ class _Step:
     @property
     def text(self) -> Split:
         sizes = (self.rows, self.tokens, self.slots, self.width)
-        return Split(self.config, self.axes, *sizes, self.precision.cache)
+        return Split(self.config, self.axes, *sizes, self.precision.cache, self.groups)
 
     @property
     def tensor(self) -> int:
@@ -114,15 +118,19 @@ class _Step:
         return -(-self.rows // self.groups) * self.columns
 
     def ends(self) -> Iterator[Collective]:
-        """The vocabulary is split over tensor and stages."""
-        c, over = self.config, self.tensor * self.axes.stage
+        """The vocabulary is split over tensor and stages, of which each has tokens of its own or
+        all: what one of them has of others' rows is summed among its likes.
+        """
+        c, p, over = self.config, self.axes.stage, self.tensor * self.axes.stage
         axis = "stage" if self.axes.stage > 1 else "tensor"
         table = parse(self.precision.format_at(f"{family(c.model_type).tokens}.weight", 2)).exact_in
         whole = self.rows * self.columns * c.hidden_size * np.dtype(DTYPES[table]).itemsize
         if self.streams:
-            yield Collective("embeddings", "reduce-scatter", axis, over, 1, whole // over)
+            own = whole // self.tensor
+            yield Collective("embeddings", "reduce-scatter", "tensor", self.tensor, 1, own)
+            yield Collective("embeddings of stages", "all-reduce", "stage", p, 1, own)
             norm = self.rows * self.columns * c.hidden_size * self.width
-            yield Collective("last norm", "all-gather", axis, over, 1, norm)
+            yield Collective("last norm", "all-gather", "tensor", self.tensor, 1, norm)
         else:
             yield Collective("embeddings", "all-reduce", axis, over, 1, whole)
         logits = self.rows * -(-c.vocab_size // over) * over * 4
@@ -188,10 +196,11 @@ class _Step:
         return Collective(what, kind, "tensor", over or self.tensor, number, size, self.turns)
 
     def stages(self) -> Iterator[Collective]:
-        p, D = self.axes.stage, self.config.hidden_size
-        block = -(-self.rows // self.groups) * self.tokens * D * self.width
+        p, own = self.axes.stage, self.tensor if self.streams else 1
+        token = self.config.hidden_size * self.width
+        block = self.each // own * token
         yield Collective("stages", "collective-permute", "stage", p, 1, block, self.turns)
-        whole = self.rows * self.tokens * D * self.width
+        whole = self.rows * self.columns // own * token
         yield Collective("last output", "all-reduce", "stage", p, 1, whole)
 
     def experts(self) -> Iterator[Collective]:

@@ -96,6 +96,8 @@ MATRIX = [
         ("stage=4", 4, {"microbatches": 4}),
         ("data=2,stage=2,tensor=2", 4, {}),
         ("stage=2", 4, {"chunks": 2, "microbatches": 2}),
+        ("stage=2,sequence=2", 4, {"microbatches": 2}),
+        ("stage=2,sequence=2,tensor=2:tokens", 4, {"microbatches": 4}),
     )
 ]
 

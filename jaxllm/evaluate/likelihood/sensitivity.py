@@ -27,7 +27,7 @@ from jaxllm.evaluate.likelihood.score import check_loader, logits
 from jaxllm.files import writing
 from jaxllm.progress import steps_bar
 from jaxllm.weights.formats import dense, parse
-from jaxllm.weights.paths import Params, Placed, first_match, flatten, map_leaves
+from jaxllm.weights.paths import Params, Placed, among_of, first_match, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
 
 BY = ("layer", "kind", "module")
@@ -111,7 +111,8 @@ def sensitivity(
             variant, before, after = _lowered(params, wide, regex, format)
             parts: list[Differences] = []
             for batch, p_BTV, q_BTV in zip(batches, references, run(variant), strict=True):
-                each = _differences(p_BTV, q_BTV, batch.token_BT)
+                rows = among_of(model, len(batch.token_BT))
+                each = _differences(p_BTV, q_BTV, batch.token_BT, rows)
                 parts.append(counted(each, batch))
             found.append(Sensitivity(name, regex, Divergence.of(joined(parts)), before, after))
             done()
@@ -157,6 +158,4 @@ def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Par
 _logits = jax.jit(logits, static_argnums=0)
 
 
-@jax.jit
-def _differences(p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array) -> Differences:
-    return differences(p_BTV, q_BTV, token_BT)
+_differences = jax.jit(differences, static_argnums=3)

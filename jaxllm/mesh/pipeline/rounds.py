@@ -6,6 +6,7 @@ others are on their way. At tick t stage s has group (t - s) mod p, for the (t -
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +18,8 @@ from jaxllm.cache.kv import Segment
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import mesh_of
 from jaxllm.mesh.pipeline.stages import AXIS
+from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
+from jaxllm.mesh.sequence.ways import Way
 from jaxllm.models.layers import Scope, run_blocks
 from jaxllm.ops.entries import cast
 from jaxllm.weights.paths import Params
@@ -37,6 +40,8 @@ def tick(
     batch, stages = token_B.shape[0], model.axes.stage
     rows = specs.rows_over(model.axes, batch)
     local = model.local(params, rows)
+    way = Way(1, model.axes.sequence, model.axes.exchange)
+    whole = [specs.slot_axis(model.axes, x.position_BS.shape[1]) is None for x in segments]
     ring = [(i, (i + 1) % stages) for i in range(stages)]
 
     def run(
@@ -45,7 +50,8 @@ def tick(
         token_B, position_B = by_row
         stage, each = jax.lax.axis_index(AXIS), token_B.shape[0] // stages
         group, turn = (number - stage) % stages, (number - stage) // stages
-        slot = start + turn
+        slots = segments[-1].position_BS.shape[1]
+        slot = start + turn - (0 if whole[-1] else jax.lax.axis_index(SEQUENCE) * slots)
 
         def mine(x: jax.Array, group: jax.Array) -> jax.Array:
             if x.shape[0] == 1 and token_B.shape[0] > 1:
@@ -55,7 +61,7 @@ def tick(
         past = [jax.tree.map(lambda x: mine(x, group), segment) for segment in segments]
         tail = past[-1]
         # The tail has its token's own slot already, and later stages not yet what is in it.
-        before_S = jnp.arange(tail.position_BS.shape[1]) < slot
+        before_S = jnp.arange(slots) < slot
         past[-1] = tail.replace(position_BS=jnp.where(before_S[None], tail.position_BS, -1))
         read: list[jax.Array] = []
 
@@ -66,16 +72,16 @@ def tick(
 
         # All stages look up what enters: the table is divided among them.
         position_G1 = mine(position_B, group)[:, None]
-        trace: Any = inner.clone(course=course).apply(
-            {"params": local(params)},
-            mine(token_B, number % stages)[:, None],
-            position_G1,
-            position_G1[:, 0] + 1,
-            tuple(past),
-        )
+        apply = partial(inner.clone(course=course).apply, {"params": local(params)})
+        by_row = {
+            "token_BT": mine(token_B, number % stages)[:, None],
+            "position_BT": position_G1,
+            "length_B": position_G1[:, 0] + 1,
+        }
+        trace: Any = way.run(partial(apply, segments=tuple(past)), by_row, whole, None)
         # A group that has not entered yet, and rows that have ended, have no token on its way: they
-        # write nothing. Their slot may not be there.
-        busy_G = position_G1[:, 0] >= 0
+        # write nothing. Their slot may not be there, or on another device.
+        busy_G = (position_G1[:, 0] >= 0) & (slot >= 0) & (slot < slots)
 
         def written(old: Any, new: Any) -> Any:
             def put(old: jax.Array, new: jax.Array) -> jax.Array:

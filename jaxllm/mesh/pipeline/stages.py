@@ -1,13 +1,15 @@
 """Layers in stages: microbatches of rows go from device to device, one tick a stage.
 
 This is the `Course` of a model of which a device has its stage's layers, inside `jax.shard_map`.
-Ticks go by the table of `schedule.forward`. A stage that waits runs nothing, and what it has at
-such a tick is never looked at: keys and values are taken from the ticks of its jobs alone.
+Ticks go by the table of `schedule.forward`. A stage that waits runs nothing, or where attention is
+of all devices at once (`Across.at_once`) whatever it has. What comes of such a tick is never looked
+at: keys and values are taken from the ticks of its jobs alone.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -60,7 +62,7 @@ class Stages:
         self, blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool
     ) -> tuple[tuple[Layer, ...], jax.Array]:
         """This stage's layers of all rows, and what the last stage puts out, on all of them."""
-        count = self.divided(*x.shape[:2])
+        count = self.divided(*scope.position_BT.shape)
         table = forward(self.stages, count, self.chunks)
         each = len(blocks) // self.chunks
         runs = [apart(blocks[i : i + each], remat) for i in range(0, len(blocks), each)]
@@ -83,7 +85,8 @@ class Stages:
 
         def tick(message: jax.Array, jobs: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
             number, chunk, busy = (job[stage] for job in jobs)
-            layers = jax.lax.cond(busy, lambda: work(number, chunk, message), blank)
+            job = partial(work, number, chunk, message)
+            layers = job() if scope.across.at_once else jax.lax.cond(busy, job, blank)
             return jax.lax.ppermute(layers[-1].x, AXIS, ring), layers
 
         _, ticks = jax.lax.scan(tick, blank_x, _jobs(table))
@@ -168,7 +171,7 @@ def part_of(scope: Scope, number: jax.Array, count: int) -> Scope:
         return rows_of(x, number, count) if x.shape[0] == batch else x
 
     fields = scope._asdict()
-    fixed = {"mass": fields.pop("mass")}
+    fixed = {name: fields.pop(name) for name in ("mass", "across")}
     parts: dict[str, Any] = jax.tree.map(part, fields)
     return Scope(**parts, **fixed)
 

@@ -7,7 +7,8 @@ a function like others, whose gradient has been computed with its value (`jax.cu
 
 All stages run one program, so a tick takes as long as the longest job in it. The first stage looks
 tokens up and the last makes logits; of the tables, which lie divided over all stages, each gathers
-the whole once a step, and their gradients from both ends are added up on the way back.
+what its devices of `tensor` have of all once a step, and their gradients from both ends are added
+up on the way back. Logits stay divided over `tensor`, but in the exact mode.
 """
 
 import dataclasses
@@ -27,21 +28,25 @@ from jaxllm.mesh.local import Local
 from jaxllm.mesh.meshed import Meshed, module_of
 from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
 from jaxllm.mesh.pipeline.stages import AXIS, rows_of
-from jaxllm.mesh.rules import HEADS, split_of
+from jaxllm.mesh.rules import HEADS, Over, split_of
+from jaxllm.mesh.sequence import megatron
+from jaxllm.mesh.sequence.ways import Way
 from jaxllm.mesh.specs import rows_over
 from jaxllm.models.layers import Scope, Trace, run_blocks
 from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Vocabulary
+from jaxllm.weights.leaves.parted import Tokens, Vocabulary
 from jaxllm.weights.leaves.scattered import Scattered
 from jaxllm.weights.paths import Params, map_leaves
 
 Ints = Any  # int32, of numpy or JAX
-Loss = Callable[[jax.Array, Any], jax.Array]  # of logits [B, T, V] and rows: a sum over them
+# Of logits [B, T, V] and rows, a sum over them; of logits that are divided over axes of the mesh, a
+# device's own (`ops.likelihood`).
+Loss = Callable[[jax.Array, Any, Over], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """How a loss is computed, static. loss: a sum over rows, a function that hashes."""
+    """How a loss is computed, static. loss: a sum over tokens, a function that hashes."""
 
     model: Meshed
     schedule: Schedule
@@ -49,13 +54,21 @@ class Passes:
 
 
 def passes(model: Meshed, loss: Loss, schedule: str, microbatches: int) -> Passes:
-    """Raises ConfigError for a model without stages, and what `schedule` refuses."""
+    """Raises ConfigError for a model without stages, for attention around a ring, and for what
+    `schedule` refuses.
+    """
     if model.axes.stage == 1:
         raise ConfigError(
             f"schedule {schedule!r} is of stages: load the model with stage=2 or more"
         )
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r:.40}")
+    if model.axes.sequence > 1 and not model.axes.exchange:
+        raise ConfigError(
+            f"in a schedule stages do other jobs at one tick, and around a ring (mesh {model.axes})"
+            " keys and values go from all devices at once: use sequence="
+            f"{model.axes.sequence}:heads, or train without a schedule"
+        )
     table = SCHEDULES[schedule](model.axes.stage, microbatches, model.course.chunks)
     return Passes(model, table, loss)
 
@@ -65,7 +78,8 @@ def summed_loss(how: Passes, params: Params, rows: Any) -> jax.Array:
     """The loss of rows, summed: float32.
 
     rows: a pytree of `[B, T]` with `token_BT`, `position_BT` and `document_BT`
-    (`train.data.rows.Rows`). Raises ConfigError where they do not divide into microbatches.
+    (`train.data.rows.Rows`). Raises ConfigError where they do not divide into microbatches, or
+    their columns over `sequence`.
     """
     return _computed(how, (), params, rows)[0]
 
@@ -87,7 +101,7 @@ def _forward(how: Passes, params: Any, rows: Any) -> tuple[jax.Array, Any]:
 
 
 def _backward(how: Passes, gradients: Any, slope: Any) -> tuple[Any, None]:
-    return jax.tree.map(lambda g: (g * slope).astype(g.dtype), gradients), None
+    return jax.tree.map(lambda g: (g.astype(slope.dtype) * slope).astype(g.dtype), gradients), None
 
 
 summed_loss.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -164,20 +178,26 @@ def _computed(
     how: Passes, moving: tuple[int, ...], params: Params, rows: Any
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The loss, and its gradient by those of the parameters' arrays that have these numbers."""
-    model, batch = how.model, jax.tree.leaves(rows)[0].shape[0]
-    over = rows_over(model.axes, batch)
+    model, (batch, columns) = how.model, jax.tree.leaves(rows)[0].shape
+    over, way = rows_over(model.axes, batch), Way(columns, how.model.axes.sequence, exchange=True)
     share = batch // model.axes.over(over or ())
     if share % how.schedule.microbatches:
         raise ConfigError(
             f"{share} rows of a device do not divide into {how.schedule.microbatches} microbatches"
         )
-    local = model.local(params, over)
+    if way.split and len(way.order) != columns:
+        raise ConfigError(
+            f"rows of {columns} columns are not cut for sequence={way.devices}, which takes"
+            f" multiples of {2 * way.devices}: give rows of {len(way.order)}"
+        )
+    local = model.local(params, over, megatron.tokens_of(model.axes, way.here))
     flat = jax.tree.leaves(local.specs, is_leaf=lambda x: isinstance(x, P))
     # Devices that compute the same loss each have a part of it, as transposed sums take it.
-    alike = model.axes.devices // (model.axes.stage * (batch // share))
+    apart = batch // share * (way.devices if way.split else 1)
+    alike = model.axes.devices // (model.axes.stage * apart)
 
     def run(params: Params, rows: Any) -> tuple[jax.Array, list[jax.Array]]:
-        total, gradients = _on_stage(how, moving, 1 / alike, local, params, rows)
+        total, gradients = _on_stage(how, moving, 1 / alike, local, way, params, rows)
         summed = [
             jax.lax.psum(g, tuple(n for n in model.axes.names if n not in _names(flat[i])))
             for i, g in zip(moving, gradients, strict=True)
@@ -187,7 +207,7 @@ def _computed(
     spread = jax.shard_map(
         run,
         mesh=mesh_of(model.axes),
-        in_specs=(local.specs, P(over)),
+        in_specs=(local.specs, P(over, way.axis)),
         out_specs=(P(), [flat[i] for i in moving]),
         check_vma=False,
     )
@@ -202,17 +222,22 @@ def _names(spec: P) -> set[str]:
 
 
 def _on_stage(
-    how: Passes, moving: tuple[int, ...], seed: float, local: Local, params: Params, rows: Any
+    how: Passes,
+    moving: tuple[int, ...],
+    seed: float,
+    local: Local,
+    way: Way,
+    params: Params,
+    rows: Any,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """What one device computes: its part of the loss, and of the gradient. seed: the loss's own."""
-    model, count = how.model, how.schedule.microbatches
-    stages, chunks = how.schedule.stages, how.schedule.chunks
+    count, stages, chunks = how.schedule.microbatches, how.schedule.stages, how.schedule.chunks
     arrays, form = jax.tree.flatten(params)
 
     def prepared(*moved: jax.Array) -> Any:
         some = dict(zip(moving, moved, strict=True))
         params = jax.tree.unflatten(form, [some.get(i, x) for i, x in enumerate(arrays)])
-        return map_leaves(partial(_taken, local), params)
+        return map_leaves(partial(_taken, local, parted(how.model)), params)
 
     still, inner = jax.tree.flatten(prepared(*(arrays[i] for i in moving)))
 
@@ -221,7 +246,7 @@ def _on_stage(
         return [leaves[i] for i in moving]
 
     moved, back = jax.vjp(picked, *(arrays[i] for i in moving))
-    stage, parts = jax.lax.axis_index(AXIS), _Parts(model, chunks, how.loss)
+    stage, parts = jax.lax.axis_index(AXIS), _Parts(how, way, local.stream)
 
     def pass_through(
         moved: list[jax.Array], x: jax.Array, number: jax.Array, chunk: jax.Array
@@ -284,8 +309,12 @@ def _on_stage(
 class _Parts:
     """A model's parts, each as a function of its parameters and of rows."""
 
-    def __init__(self, model: Meshed, chunks: int, loss: Loss) -> None:
-        self._module, self._chunks, self._loss = module_of(model), chunks, loss
+    def __init__(self, how: Passes, way: Way, stream: Tokens | None) -> None:
+        self._module, self._loss = module_of(how.model), how.loss
+        self._size, self._over = how.model.config.vocab_size, parted(how.model)
+        self._chunks, self._way = how.schedule.chunks, way
+        whole = None if stream is None else stream.of_all
+        self._across = way.across()._replace(whole=whole)
 
     def begin(self, params: Params, rows: Any) -> jax.Array:
         """What the first layer is given."""
@@ -307,22 +336,35 @@ class _Parts:
     def end(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
         """The loss of what the last layer puts out."""
         trace = self._run(params, rows, lambda blocks, _, scope, remat: ((), x))
-        return self._loss(trace.logits, rows)
+        if not self._over:
+            return self._loss(trace.logits, rows, ())
+        logits_BTV = trace.logits
+        here = logits_BTV.shape[-1]
+        left = self._size - jax.lax.axis_index(self._over) * here  # of the vocabulary
+        own_V = jax.lax.iota(jnp.int32, here) < left
+        return self._loss(jnp.where(own_V[None, None], logits_BTV, -jnp.inf), rows, self._over)
 
     def _run(self, params: Params, rows: Any, course: Any) -> Trace:
         position_BT = rows.position_BT
+        last_B = position_BT.max(axis=1)
         trace: Any = self._module.clone(course=course).apply(
             {"params": params},
             jnp.where(position_BT >= 0, rows.token_BT, 0),
             position_BT,
-            position_BT.max(axis=1) + 1,
+            (jax.lax.pmax(last_B, self._way.axis) if self._way.split else last_B) + 1,
             document_BT=rows.document_BT,
+            across=self._across,
         )
         found: Trace = trace
         return found
 
 
-def _taken(local: Local, path: str, part: Any) -> Any:
+def parted(model: Meshed) -> Over:
+    """The axes over which a stage's logits stay divided."""
+    return () if model.exact or model.axes.over(HEADS) == 1 else HEADS
+
+
+def _taken(local: Local, over: Over, path: str, part: Any) -> Any:
     """What the module takes for a parameter, of tables what no other stage need be asked for."""
     split = split_of(local.config, local.exact, path)
     if split.kind != "vocabulary" or local.axes.over(split.over) == 1:
@@ -336,4 +378,6 @@ def _taken(local: Local, path: str, part: Any) -> Any:
         )
     whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
     rows = local.config.vocab_size
-    return whole[:rows] if local.axes.over(HEADS) == 1 else Vocabulary(whole, HEADS, rows)
+    if local.axes.over(HEADS) == 1:
+        return whole[:rows]
+    return Vocabulary(whole, HEADS, rows, local.stream, apart=bool(over))

@@ -85,26 +85,35 @@ class Way:
 
         return {name: lay(name, x) for name, x in by_row.items()}
 
+    def across(self, whole: Sequence[bool] = (), past: Any = False) -> Across:
+        """How attention goes over the axis. whole: of which of the cache's segments this device has
+        all slots, as others have. past: bool, whether anything is cached.
+        """
+        if self.devices == 1:
+            return Across()
+        if not self.split:
+            return Across(OwnHeads() if self.exchange else OwnSlots(tuple(whole)))
+        if self.exchange:
+            return Across(Exchanged())
+        # What goes to a neighbour goes from all at once: a collective-permute has no groups.
+        return Across(Around(tuple(whole), past), at_once=True)
+
     def run(
         self, apply: Callable[..., Any], by_row: dict[str, Any], whole: Sequence[bool], past: Any
     ) -> Any:
         """The trace of this device, inside `shard_map`, in plain order.
 
-        apply: the module's call, of `across` and of `by_row`. whole: of which of the cache's
-        segments it has all slots, as others have. past: bool, whether anything is cached.
+        apply: the module's call, of `across` and of `by_row`. whole, past: as of `across`.
         """
-        if self.devices == 1:
-            return apply(across=Across(), **by_row)
+        across = self.across(whole, past)
         if not self.split:
-            own: Any = OwnHeads() if self.exchange else OwnSlots(tuple(whole))
-            return apply(across=Across(own), **by_row)
+            return apply(across=across, **by_row)
         column_B, mine = by_row["column_B"], self.here
         here_B = None
         if column_B is not None:
             here_B = column_B // mine == jax.lax.axis_index(AXIS)
             by_row = {**by_row, "column_B": column_B % mine}
-        around: Any = Exchanged() if self.exchange else Around(tuple(whole), past)
-        trace = apply(across=Across(around), **by_row)
+        trace = apply(across=across, **by_row)
         logits = trace.logits
         if here_B is not None:
             logits = jax.lax.psum(jnp.where(here_B[:, None, None], logits, 0.0), AXIS)
@@ -138,6 +147,15 @@ def check(config: ModelConfig, axes: Axes, exact: bool) -> None:
     if axes.exchange:
         heads = config.num_attention_heads, config.num_key_value_heads
         ulysses.check_heads(*heads, axes.sequence, cached=True)
+
+
+def check_chunks(axes: Axes, chunks: int) -> None:
+    """Raise ConfigError for a ring among stages that run other layers at one tick."""
+    if chunks > 1 and axes.sequence > 1 and not axes.exchange:
+        raise ConfigError(
+            f"stages of {chunks} chunks run other layers at one tick, and keys and values go round"
+            f" a ring from all devices at once: use sequence={axes.sequence}:heads, or one chunk"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

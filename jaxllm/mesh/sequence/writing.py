@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.cache.kv import Segment
 from jaxllm.cache.write import NOWHERE, at_cursor, waiting
+from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.sequence.ring import passed_on
 from jaxllm.mesh.sequence.ways import AXIS, Way
@@ -19,13 +20,10 @@ from jaxllm.mesh.sequence.ways import AXIS, Way
 class SplitSlots:
     """As `cache.write.at_cursor`, of a tail with S / n slots on each of n devices.
 
-    Entries that are split go round, so that no device ever has all of them. rows, groups: the axes
-    of the mesh over which rows of a batch and key/value heads are split.
+    Entries that are split go round, so that no device ever has all of them.
     """
 
     axes: Axes
-    rows: tuple[str, ...]
-    groups: tuple[str, ...]
 
     def __call__(
         self, cursor: jax.Array, tail: Segment, new: Segment, after: tuple[jax.Array, ...]
@@ -34,8 +32,11 @@ class SplitSlots:
         if tail.position_BS.shape[1] % devices:
             return at_cursor(cursor, tail, new, after)
         split = Way(columns, devices).split and columns % devices == 0
-        rows = self.rows if tail.position_BS.shape[0] % self.axes.data == 0 else None
-        here, there = (P(rows, axis, self.groups) for axis in (AXIS, AXIS if split else None))
+        rows, groups = (
+            specs.rows_over(self.axes, tail.position_BS.shape[0]),
+            specs.groups(self.axes),
+        )
+        here, there = (P(rows, axis, groups) for axis in (AXIS, AXIS if split else None))
         write = jax.shard_map(
             partial(_write, split),
             mesh=mesh_of(self.axes),

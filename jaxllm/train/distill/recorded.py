@@ -231,7 +231,8 @@ def _said(teacher: nn.Module, params: Params, rows: Rows, asked: Asked) -> Mappi
 def _ask(
     teacher: nn.Module, params: Params, rows: Rows, size: int, temperature: float, k: int
 ) -> Buckets:
-    return buckets(run(teacher, params, rows).logits, size, temperature, k)
+    logits_BTV = run(teacher, params, rows, whole=True).logits
+    return buckets(logits_BTV, size, temperature, k)
 
 
 def _keys(rows: Rows) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ smaller weight of its own kind, and nothing here: rows of queries, keys, values,
 
 Partial      columns: each device's product is a part of the sum (Shoeybi et al. 2019, figure 3)
 Gathered     rows, of inputs of which each device has some: nothing is summed in another order
-Vocabulary   rows of a table of tokens, or of the head: logits are gathered whole
+Vocabulary   rows of a table of tokens, or of the head: logits are gathered whole, or stay apart
 Everywhere   a table of which each device takes rows of its own
 Spread       a norm's weights, of a vector of which each device has a part
 
@@ -15,7 +15,7 @@ Outside, where parameters are whole, a leaf whose shares are no blocks of its ar
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,41 +31,50 @@ from jaxllm.weights.leaves.wrapped import Wrapped
 Over = tuple[str, ...]
 
 
-def own_rows(x_BTX: jax.Array, over: Over) -> jax.Array:
-    """This device's share `[B, T / n, X]` of rows `[B, T, X]` that all have: B x T / n of them in
-    their order, whatever rows of the batch they were of.
+class Tokens(NamedTuple):
+    """Which tokens of a text are a device's own, of `columns` that each row of a batch has: of each
+    row columns / n, in their order, over these axes. So a part of the rows is as a whole batch is.
     """
-    B, T, X = x_BTX.shape
-    each = B * T // jax.lax.axis_size(over)
-    begin = jax.lax.axis_index(over) * each
-    own_RX = jax.lax.dynamic_slice_in_dim(x_BTX.reshape(B * T, X), begin, each)
-    return own_RX.reshape(B, -1, X)
+
+    over: Over
+    columns: int
+
+    def own(self, x_BTX: jax.Array) -> jax.Array:
+        """This device's share `[B, T / n, ...]` of what all have, `[B, T, ...]`."""
+        each = self.columns // jax.lax.axis_size(self.over)
+        begin = jax.lax.axis_index(self.over) * each
+        return jax.lax.dynamic_slice_in_dim(x_BTX, begin, each, axis=1)
+
+    def of_all(self, x_BTX: jax.Array) -> jax.Array:
+        """The way back."""
+        return jax.lax.all_gather(x_BTX, self.over, axis=1, tiled=True)
+
+    def summed(self, y_RX: jax.Array) -> jax.Array:
+        """Of parts of sums `[B x T, X]`, the sums of this device's own: `[B x T / n, X]`."""
+        y_BTX = y_RX.reshape(-1, self.columns, y_RX.shape[-1])
+        own_BTX = jax.lax.psum_scatter(y_BTX, self.over, scatter_dimension=1, tiled=True)
+        return own_BTX.reshape(-1, y_RX.shape[-1])
 
 
-def of_all(x_BTX: jax.Array, over: Over) -> jax.Array:
-    """The way back from `own_rows`."""
-    B, _, X = x_BTX.shape
-    whole_RX = jax.lax.all_gather(x_BTX.reshape(-1, X), over, axis=0, tiled=True)
-    return whole_RX.reshape(B, -1, X)
-
-
-def _summed(y_RO: jax.Array, over: Over, split: bool) -> jax.Array:
-    if not split:
+def _summed(y_RO: jax.Array, over: Over, split: Tokens | None) -> jax.Array:
+    if split is None:
         return jax.lax.psum(y_RO, over)
-    return jax.lax.psum_scatter(y_RO, over, scatter_dimension=0, tiled=True)
+    rest = tuple(axis for axis in over if axis not in split.over)
+    own_RO = split.summed(y_RO)
+    return jax.lax.psum(own_RO, rest) if rest and jax.lax.axis_size(rest) > 1 else own_RO
 
 
 class Partial(Wrapped, struct.PyTreeNode):
     """Some columns of a matrix `[O, I]`, whose inputs each device has: products are summed.
 
-    split: each device takes the sums of its own rows of x alone, R / n in their order.
+    split: each device takes the sums of its own tokens alone; None: of all rows of x.
     """
 
     kind = "partial/"
 
     weight: Any
     over: Over = struct.field(pytree_node=False)
-    split: bool = struct.field(pytree_node=False, default=False)
+    split: Tokens | None = struct.field(pytree_node=False, default=None)
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         return _summed(linear(x_RI, self.weight), self.over, self.split)
@@ -107,7 +116,8 @@ class Gathered(Wrapped, struct.PyTreeNode):
 class Vocabulary(Wrapped, struct.PyTreeNode):
     """Rows of a table `[V, D]`, as many on each device; the last may lie beyond V.
 
-    rows: V. split: as of `Partial`, of the rows that are taken.
+    rows: V. split: as of `Partial`, of the tokens whose rows are taken. apart: whether each device
+    keeps the logits of its own rows, V / n rounded up; those beyond V are of no token.
     """
 
     kind = "vocabulary/"
@@ -115,7 +125,8 @@ class Vocabulary(Wrapped, struct.PyTreeNode):
     weight: Any
     over: Over = struct.field(pytree_node=False)
     rows: int = struct.field(pytree_node=False)
-    split: bool = struct.field(pytree_node=False, default=False)
+    split: Tokens | None = struct.field(pytree_node=False, default=None)
+    apart: bool = struct.field(pytree_node=False, default=False)
 
     def take(self, index: jax.Array) -> jax.Array:
         mine = self.stored.shape[0]
@@ -123,24 +134,26 @@ class Vocabulary(Wrapped, struct.PyTreeNode):
         here = ((at >= 0) & (at < mine))[..., None]
         taken = self.stored.take(jnp.clip(at, 0, mine - 1))
         taken = jnp.where(here, taken, jnp.zeros((), taken.dtype)).reshape(-1, taken.shape[-1])
-        index = own_rows(index[..., None], self.over)[..., 0] if self.split else index
+        index = index if self.split is None else self.split.own(index)
         return or_nan(_summed(taken, self.over, self.split), index, self.rows)
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         y_RV = linear(x_RI, self.weight)
+        if self.apart:
+            return y_RV
         return jax.lax.all_gather(y_RV, self.over, axis=1, tiled=True)[:, : self.rows]
 
 
 class Everywhere(Wrapped, struct.PyTreeNode):
-    """A table that each device has whole, and of which it takes its own rows alone."""
+    """A table that each device has whole, and of which it takes rows for its own tokens alone."""
 
     kind = "everywhere/"
 
     weight: Any
-    over: Over = struct.field(pytree_node=False)
+    split: Tokens = struct.field(pytree_node=False)
 
     def take(self, index: jax.Array) -> jax.Array:
-        return self.stored.take(own_rows(index[..., None], self.over)[..., 0])
+        return self.stored.take(self.split.own(index))
 
 
 class Spread(struct.PyTreeNode):

@@ -27,7 +27,6 @@ from tests.mesh.made import FAMILIES, largest_difference, one, spread
 
 pytestmark = pytest.mark.devices
 
-MIXTURES = ("mixtral", "qwen3_moe")  # whose streams are not split
 QUICK = [("gpt2", "tensor=4:tokens")]
 MORE = [
     ("llama", "data=2,sequence=2,tensor=2"),
@@ -41,7 +40,7 @@ FULL = [
     (family, mesh)
     for mesh in ("sequence=4", "sequence=2:heads", "data=2,sequence=2,tensor=2", "tensor=4:tokens")
     for family in FAMILIES
-    if (family, mesh) not in QUICK + MORE and not ("tokens" in mesh and family in MIXTURES)
+    if (family, mesh) not in QUICK + MORE
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE + FULL)]
 LENGTHS = np.array([40, 27])
@@ -277,9 +276,6 @@ def test_what_cannot_be_split_is_refused() -> None:
         ConfigError, match=r"after its size an axis says sequence=4:heads, tensor=4:tokens or"
     ):
         parse("tensor=2:heads")
-    with pytest.raises(ConfigError, match=r"the experts of mixtral .* leave :tokens out"):
-        mixture, _ = one("mixtral")
-        meshed(mixture.config, mixture.precision, parse("tensor=2:tokens"))
     with pytest.raises(ConfigError, match="exact=True none: leave :tokens out"):
         meshed(model.config, model.precision, parse("tensor=2:tokens"), exact=True)
     with pytest.raises(ConfigError, match=r"exact=True .* mesh sequence=2 must have sequence=1"):

@@ -1,0 +1,33 @@
+"""The page on many devices tells the truth: its example runs, its commands are README's."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.devices
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(code, "devices.md", "exec"), {"__name__": "__main__"})
+    spec, held, said = capsys.readouterr().out.splitlines()
+    assert "tensor" in spec
+    assert held.count(":") == 4
+    assert "all-reduce" in said
+
+
+def test_the_commands_run() -> None:
+    """Those that README has run there; here the others."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    for line in "".join(found).splitlines():
+        if line not in readme:
+            words = shlex.split(line)
+            done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
