@@ -10,15 +10,15 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
+from jaxllm.ops.likelihood import log_likelihood
 from jaxllm.ops.pooling import COUNTED, normalized, pool
 from jaxllm.progress import steps_bar
 from jaxllm.shapes import pad_texts, power_of_two
 from jaxllm.steps import run
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, for_sums
 from jaxllm.whole import check_ids, is_whole, whole, whole_array
 
 LOGITS = 1 << 28  # bytes of the float32 logits of texts that run together
@@ -119,9 +119,8 @@ def log_probs(
 def _log_probs(
     model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
-    logits_BTV = run(model, params, (), token_BT, position_BT)[0].logits[:, :-1]
-    logprob_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
-    return jnp.take_along_axis(logprob_BTV, token_BT[:, 1:, None], axis=2)[..., 0]
+    logits_BTV = run(for_sums(model), params, (), token_BT, position_BT)[0].logits[:, :-1]
+    return log_likelihood(logits_BTV, token_BT[:, 1:])
 
 
 def _groups(

@@ -21,7 +21,7 @@ from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.local import Local
 from jaxllm.mesh.pipeline.stacked import Table, unfolded
-from jaxllm.mesh.rules import HEADS
+from jaxllm.mesh.rules import HEADS, TOKENS, Over
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import Way
 from jaxllm.models.layers import Layer, Trace
@@ -34,7 +34,8 @@ class Layout:
     """Of a call with tokens `[batch, columns]`.
 
     table: the numbers of the layers that each stage has. picked: whether logits are of one column
-    of a row. mass: what is said of attention, as the model is asked for it. apart: as of `Meshed`.
+    of a row. mass: what is said of attention, as the model is asked for it. apart, parallel_logits:
+    as of `Meshed`.
     """
 
     config: ModelConfig
@@ -45,6 +46,7 @@ class Layout:
     picked: bool = False
     mass: Any = False
     apart: bool = False
+    parallel_logits: bool = False
 
     @property
     def rows(self) -> specs.Rows:
@@ -60,6 +62,11 @@ class Layout:
     def stream(self) -> Tokens | None:
         """Which tokens devices of `tensor` have between linears; None: all."""
         return megatron.tokens_of(self.axes, self.way.here)
+
+    @property
+    def vocabulary(self) -> Over:
+        """The axes over which logits are divided."""
+        return TOKENS if self.parallel_logits else ()
 
     def run(
         self,
@@ -120,14 +127,18 @@ class Layout:
             self.way.axis,
             layers=len(self.table[0]),
             picked=self.picked,
+            vocabulary=self.vocabulary,
             by_head=self.mass == "heads",
         )
 
     def _joined(self, trace: Trace) -> Trace:
         """The call's own trace, of what devices have found."""
         trace = self.way.cut(trace, self.picked)
+        if self.parallel_logits:  # shares of a vocabulary that does not divide end beyond it
+            trace = trace.replace(logits=trace.logits[..., : self.config.vocab_size])
         if not self.apart:
-            seen = {n: self._by_all(getattr(trace, n)) for n in ("logits", "embeddings", "norm")}
+            seen = {n: self._by_all(getattr(trace, n)) for n in ("embeddings", "norm")}
+            seen["logits"] = specs.by_all(trace.logits, self.axes, P(None, None, self.vocabulary))
             trace = trace.replace(layers=tuple(map(self._layer_by_all, trace.layers)), **seen)
         return trace if self.axes.stage == 1 else unfolded(trace, self.table, self.mass)
 

@@ -38,7 +38,7 @@ class Local:
 
     params: as `shard_map` is given them. rows: the axes over which the rows are split that
     are computed. stream: which tokens a device has between linears (`sequence.megatron`); None:
-    all. exact, fsdp: as of `Meshed`.
+    all. exact, fsdp, parallel_logits: as of `Meshed`.
     """
 
     config: ModelConfig
@@ -48,6 +48,7 @@ class Local:
     params: Params
     rows: specs.Rows
     stream: Tokens | None = None
+    parallel_logits: bool = False
 
     @cached_property
     def specs(self) -> Params:
@@ -90,7 +91,8 @@ class Local:
         if split.kind == "gathered":
             return Gathered(mine, over, parts)
         if split.kind == "vocabulary":
-            return Vocabulary(mine, over, self.config.vocab_size, self.stream)
+            size, apart = self.config.vocab_size, self.parallel_logits
+            return Vocabulary(mine, over, size, self.stream, apart)
         return Spread(mine, over, self.exact) if split.kind == "norm" else mine
 
     @cached_property

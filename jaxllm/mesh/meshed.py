@@ -24,7 +24,7 @@ from jaxllm.mesh.local import Local, staged
 from jaxllm.mesh.pipeline import rounds
 from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
 from jaxllm.mesh.placing import Shared, everywhere
-from jaxllm.mesh.rules import HEADS, fitted, share_of
+from jaxllm.mesh.rules import HEADS, TOKENS, fitted, share_of
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import check, check_chunks
 from jaxllm.mesh.sequence.writing import SplitSlots
@@ -45,7 +45,8 @@ class Meshed(nn.Module, Placed, InRounds):
     exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
     fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). apart: whether each of
     several processes has its own rows of what comes out, as a training wants it; otherwise each has
-    all, to be read on the host. Made by `meshed`, which checks.
+    all, to be read on the host. parallel_logits: whether logits stay divided over the vocabulary.
+    Made by `meshed`, which checks.
     """
 
     config: ModelConfig
@@ -56,6 +57,7 @@ class Meshed(nn.Module, Placed, InRounds):
     fsdp: bool = False
     remat: bool = False
     apart: bool = False
+    parallel_logits: bool = False
 
     @nn.nowrap
     def apply(  # type: ignore[override]
@@ -83,7 +85,15 @@ class Meshed(nn.Module, Placed, InRounds):
         (batch, columns), mass = token_BT.shape, attention_mass
         picked = column_B is not None
         layout = Layout(
-            self.config, self.axes, self.table, batch, columns, picked, mass, self.apart
+            self.config,
+            self.axes,
+            self.table,
+            batch,
+            columns,
+            picked,
+            mass,
+            self.apart,
+            self.parallel_logits,
         )
         local = self.local(variables["params"], layout.rows, layout.stream)
         apply = partial(module_of(self).apply, attention_mass=mass)
@@ -112,8 +122,12 @@ class Meshed(nn.Module, Placed, InRounds):
         return self.axes.stage
 
     @nn.nowrap
+    def among(self, rows: int) -> int:
+        return self.axes.over(specs.rows_over(self.axes, rows) or ())
+
+    @nn.nowrap
     def groups(self, rows: int) -> np.ndarray | None:
-        devices = self.axes.over(specs.rows_over(self.axes, rows) or ())
+        devices = self.among(rows)
         if self.stages == 1 or self.course.chunks > 1 or rows % (devices * self.stages):
             return None
         each = rows // (devices * self.stages)
@@ -153,14 +167,17 @@ class Meshed(nn.Module, Placed, InRounds):
         return tuple(f"{layers}.{row[int(place)]}{dot}{rest}" for row in self.table)
 
     @nn.nowrap
-    def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host."""
-
+    def later(self, params: Params) -> Params:
         return joined(params, self.names)
 
     @nn.nowrap
     def beside(self, params: Params, around: Callable[[str, Any], Any]) -> Params:
         return beside(self, params, around)
+
+    @nn.nowrap
+    def with_parallel_logits(self) -> "Meshed":
+        parts = self.axes.over(TOKENS)
+        return self if self.exact or parts == 1 else self.clone(parallel_logits=True)
 
     @nn.nowrap
     def check_rows(self, rows: int) -> None:
@@ -184,7 +201,16 @@ class Meshed(nn.Module, Placed, InRounds):
     @nn.nowrap
     def local(self, params: Params, rows: specs.Rows, stream: Tokens | None = None) -> Local:
         """What a device takes for these parameters, where it has such rows and tokens of a call."""
-        return Local(self.config, self.axes, self.exact, self.fsdp, params, rows, stream)
+        return Local(
+            self.config,
+            self.axes,
+            self.exact,
+            self.fsdp,
+            params,
+            rows,
+            stream,
+            self.parallel_logits,
+        )
 
     @nn.nowrap
     def place(self, path: str, array: Any) -> NamedSharding:

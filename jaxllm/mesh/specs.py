@@ -16,7 +16,7 @@ from jaxllm.distributed import several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.placing import adapted_splits, spec_of, split_within
-from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Split
+from jaxllm.mesh.rules import EXPERTS, GROUPS, HEADS, STAGES, Over, Split
 from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.models.layers import Attended, Layer, Trace
 from jaxllm.weights.leaves.adapted import Adapted
@@ -89,11 +89,13 @@ def slot_axis(axes: Axes, slots: int) -> str | None:
     return SEQUENCE
 
 
-def by_all(x: jax.Array, axes: Axes) -> jax.Array:
-    """What is read on the host, by each of several processes: all of it for each of them."""
+def by_all(x: jax.Array, axes: Axes, spec: P = P()) -> jax.Array:  # noqa: B008  a constant
+    """What is read on the host, by each of several processes: all of it for each of them, but for
+    what `spec` divides.
+    """
     if not several():
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(axes), P()))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(axes), spec))
 
 
 def columns(name: str, axis: str | None) -> tuple[str | None, ...]:
@@ -142,11 +144,13 @@ def of_trace(
     *,
     layers: int,
     picked: bool,
+    vocabulary: Over,
     by_head: bool,
 ) -> Any:
     """Of all that a model computes. split: the axis over which tokens are split. layers: of one
     stage, beside which those of the others stand on the axis of heads or features (of mass: of
-    slots). picked: whether logits are of one column. by_head: whether mass is each head's.
+    slots). picked: whether logits are of one column. vocabulary: the axes over which logits are
+    divided. by_head: whether mass is each head's.
     """
     stream, each = P(rows, split), P(rows, split, STAGES)
     heads = P(rows, split, (*STAGES, *HEADS))
@@ -158,6 +162,6 @@ def of_trace(
         fields: dict[str, Any] = dict.fromkeys(Layer._fields, each)
         fields |= {"attention": Attended(*attended), "mlp_hidden": heads, "memory": memory}
         found.append(Layer(**fields))
-    logits: Any = P(rows) if picked else stream
+    logits: Any = P(rows, None if picked else split, vocabulary or None)
     whole: Any = stream
     return Trace(embeddings=whole, layers=tuple(found), norm=whole, logits=logits)

@@ -4,7 +4,7 @@ attention: over segments, blockwise; extended: far tokens in groups; masked: und
 dilated/: LongNet's, by gathering. entries: keys and values as they are kept, int8 or not. rope,
 norms, activations: what their names say. pooling: one vector for many. compressive: the memory of
 Infini-attention; buckets: tokens by the segments that they touch. varying: what differs among
-devices. native/: kernels in C++; pallas: one for GPUs.
+devices. likelihood: log-probabilities of tokens. native/: kernels in C++; pallas: one for GPUs.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

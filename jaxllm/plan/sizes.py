@@ -143,7 +143,7 @@ def working(
     What compiled programs hold (`memory_analysis`), by what it is: the new keys and values of all
     layers, which are written at the end, where tokens are split beside a copy of the cache
     (XLA knows no order between reading and writing it there); the stream and what is made of it on
-    the way, some eight of its size in float32, of which half are a device's own tokens where norms
+    the way, some eight of its size in float32, half of them of a device's own tokens where norms
     and sums are split; the larger of what a layer makes of it, scores of a block of slots and their
     weights beside the block itself, or hidden numbers of an MLP; and what experts make, whose loops
     have room of their own. XLA:CPU widens what is narrower than float32.

@@ -10,7 +10,7 @@ from jaxllm import steps
 from jaxllm.models.layers import Trace
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, for_sums
 
 
 class Measured(NamedTuple):
@@ -37,17 +37,24 @@ class Objective(Protocol):
 
 
 def run(
-    model: nn.Module, params: Params, rows: Rows, segments: steps.Segments = (), **asked: Any
+    model: nn.Module,
+    params: Params,
+    rows: Rows,
+    segments: steps.Segments = (),
+    *,
+    whole: bool = False,
+    **asked: Any,
 ) -> Trace:
     """The forward pass over rows whose documents do not see each other.
 
-    segments: of a cache that all of them see. asked: what else `steps.run` takes. Models that keep
-    a memory have one document in a row (`Dataset.check`).
+    segments: of a cache that all of them see. whole: whether each device of a mesh is to have the
+    logits of all tokens, and not its part of the vocabulary, which does for sums. asked: what else
+    `steps.run` takes. Models that keep a memory have one document in a row (`Dataset.check`).
     """
     if model.config.segment_length is None:
         asked["document_BT"] = rows.document_BT
     return steps.run(
-        model,
+        model if whole else for_sums(model),
         params,
         segments,
         rows.token_BT,

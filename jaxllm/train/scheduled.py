@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxllm.errors import ConfigError
 from jaxllm.mesh import Meshed
 from jaxllm.mesh.pipeline.training import Passes, passes, summed_loss
+from jaxllm.ops.likelihood import Over
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.losses import cross_entropy
 from jaxllm.train.objective import Measured
@@ -40,5 +41,5 @@ class Scheduled:
         return Measured(summed_loss(how, params, rows), counted)
 
 
-def _summed(logits_BTV: jax.Array, rows: Rows) -> jax.Array:
-    return cross_entropy(logits_BTV, rows.label_BT)[0]
+def _summed(logits_BTV: jax.Array, rows: Rows, over: Over) -> jax.Array:
+    return cross_entropy(logits_BTV, rows.label_BT, over)[0]

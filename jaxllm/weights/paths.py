@@ -45,9 +45,13 @@ class Placed:
         """The paths, in a model of one device, of what the parameter at `path` holds."""
         raise NotImplementedError
 
-    def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host."""
+    def later(self, params: Params) -> Params:
+        """Parameters as a model of one device has them, each to be had when it is wanted."""
         raise NotImplementedError
+
+    def whole(self, params: Params) -> Params:
+        """The same on the host, all of them; of several processes on the host of each."""
+        return map_leaves(lambda _, leaf: leaf.read(), self.later(params))
 
     def shared(self, params: Params) -> Params:
         """Parameters that are whole, as this model takes them."""
@@ -74,6 +78,16 @@ class Placed:
         """
         raise NotImplementedError
 
+    def with_parallel_logits(self) -> Any:
+        """The same, whose logits stay divided over the vocabulary where it is divided, for what
+        makes sums over it; itself where sums are to be made in the order of one device.
+        """
+        raise NotImplementedError
+
+    def among(self, rows: int) -> int:
+        """How many devices have rows of their own, of so many."""
+        raise NotImplementedError
+
     def check_rows(self, rows: int) -> None:
         """Raises ConfigError for a batch to be trained on whose rows do not divide."""
         raise NotImplementedError
@@ -96,9 +110,26 @@ def of_one_device(model: Any, params: Params) -> Params:
     return model.whole(params) if isinstance(model, Placed) else params
 
 
+def later(model: Any, params: Params) -> Params:
+    """The same with a `Later` in the place of each, where the model is placed: one after the other
+    they take no more room than the largest.
+    """
+    return model.later(params) if isinstance(model, Placed) else params
+
+
 def by_layer(model: Any, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Of what a model's cache keeps, `[B, S, K, H]`, what each layer does."""
     return model.by_layer(kept) if isinstance(model, Placed) else list(kept)
+
+
+def for_sums(model: Any) -> Any:
+    """A model of whose logits only sums over the vocabulary are wanted: no device need have all."""
+    return model.with_parallel_logits() if isinstance(model, Placed) else model
+
+
+def among_of(model: Any, rows: int) -> int:
+    """How many devices have rows of their own, of so many that a model is given."""
+    return model.among(rows) if isinstance(model, Placed) else 1
 
 
 def own_name(path: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from jaxllm import steps
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.pipeline.schedule import SCHEDULES
 from jaxllm.mesh.pipeline.training import passes, summed_loss, ticks_of
+from jaxllm.ops.likelihood import Over
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
 from jaxllm.weights.leaves.parted import Shares
@@ -21,8 +22,8 @@ from tests.twins import VOCAB, tokens
 pytestmark = pytest.mark.devices
 
 
-def summed(logits_BTV: jax.Array, rows: Rows) -> jax.Array:
-    return cross_entropy(logits_BTV, rows.label_BT)[0]
+def summed(logits_BTV: jax.Array, rows: Rows, over: Over = ()) -> jax.Array:
+    return cross_entropy(logits_BTV, rows.label_BT, over)[0]
 
 
 def batch(B: int, T: int) -> Rows:

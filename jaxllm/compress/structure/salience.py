@@ -23,8 +23,9 @@ import numpy as np
 from jaxllm import models
 from jaxllm.compress.structure.structure import Kind, groups, shares
 from jaxllm.errors import NonFiniteError
-from jaxllm.evaluate.likelihood.score import logits, picked
+from jaxllm.evaluate.likelihood.score import logits
 from jaxllm.models.layers import Trace
+from jaxllm.ops.likelihood import log_likelihood
 from jaxllm.progress import steps_bar
 from jaxllm.steps import run
 from jaxllm.weights.paths import Params, map_leaves
@@ -150,8 +151,7 @@ def _add_slopes(
     def loss(weights: Arrays) -> jax.Array:
         mine = map_leaves(lambda path, x: weights.get(path, x), params)
         logits_BTV = logits(model, mine, token_BT, _positions(token_BT))
-        target_BT = picked(logits_BTV, token_BT[:, 1:])
-        return (jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT).mean()
+        return -log_likelihood(logits_BTV, token_BT[:, 1:]).mean()
 
     g = jax.tree.map(lambda x: x.astype(jnp.float32), jax.grad(loss)(weights))
     first, second = sums

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.distributed import fetched
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.evaluate.likelihood.passes import Columns, over
@@ -24,9 +25,9 @@ from jaxllm.evaluate.likelihood.score import (
     check_loader,
     first_column,
     logits,
-    picked,
 )
-from jaxllm.weights.paths import Params
+from jaxllm.ops.likelihood import map_rows, picked
+from jaxllm.weights.paths import Params, among_of
 
 
 class Differences(NamedTuple):
@@ -130,7 +131,8 @@ def check_pair(model: nn.Module, other: nn.Module) -> None:
 
 def counted(each: Differences, batch: Batch) -> Differences:
     """Those of the tokens that count, `[N]`. Raises NonFiniteError where one is NaN or infinite."""
-    kept = Differences(*(np.asarray(x)[batch.scored_BT] for x in each))
+    each = Differences(*map(np.asarray, fetched(tuple(each))))
+    kept = Differences(*(x[batch.scored_BT] for x in each))
     for x_BT in (each.reference, each.other, each.kl):
         check_finite(np.where(batch.scored_BT, x_BT, np.float32(0)), batch)
     return kept
@@ -152,22 +154,26 @@ def _compare(
 ) -> Differences:
     p_BTV = logits(model, params, token_BT, position_BT)
     q_BTV = logits(other, other_params, token_BT, position_BT)
-    return differences(p_BTV, q_BTV, token_BT)
+    return differences(p_BTV, q_BTV, token_BT, among_of(model, len(token_BT)))
 
 
-def differences(p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array) -> Differences:
+def differences(
+    p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array, among: int = 1
+) -> Differences:
     """From float32 logits `[B, T - 1, V]` of both models and the tokens `[B, T]`; the first column
-    is zero. A row at a time, so that only the logits themselves take `[B, T, V]`.
+    is zero. A row of each device at a time, so that only the logits themselves take `[B, T, V]`.
+
+    among: as of `map_rows`.
     """
 
-    def row(arrays: tuple[jax.Array, ...]) -> Differences:
-        p_TV, q_TV, target_T = arrays
-        same_T = jnp.argmax(p_TV, axis=-1) == jnp.argmax(q_TV, axis=-1)
-        p_TV, q_TV = jax.nn.log_softmax(p_TV), jax.nn.log_softmax(q_TV)
-        kl_T = kl_divergence(p_TV, q_TV)
-        return Differences(kl_T, same_T, picked(p_TV, target_T), picked(q_TV, target_T))
+    def some(arrays: tuple[jax.Array, ...]) -> Differences:
+        p_NTV, q_NTV, target_NT = arrays
+        same_NT = jnp.argmax(p_NTV, axis=-1) == jnp.argmax(q_NTV, axis=-1)
+        p_NTV, q_NTV = jax.nn.log_softmax(p_NTV), jax.nn.log_softmax(q_NTV)
+        kl_NT = kl_divergence(p_NTV, q_NTV)
+        return Differences(kl_NT, same_NT, picked(p_NTV, target_NT), picked(q_NTV, target_NT))
 
-    each = jax.lax.map(row, (p_BTV, q_BTV, token_BT[:, 1:]))
+    each = map_rows(some, (p_BTV, q_BTV, token_BT[:, 1:]), among)
     return Differences(*map(first_column, each))
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxllm.errors import CapacityError, NonFiniteError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
+from jaxllm.ops.likelihood import log_likelihood
 from jaxllm.steps import run
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, for_sums
 from jaxllm.whole import check_ids
 
 LOGITS = 1 << 28  # bytes of float32 logits that a batch of the default size takes at most
@@ -48,21 +49,17 @@ def _score(
 ) -> tuple[jax.Array, jax.Array]:
     logits_BTV = logits(model, params, token_BT, position_BT)
     target_BT = token_BT[:, 1:]
-    logprob_BT = picked(logits_BTV, target_BT) - jax.nn.logsumexp(logits_BTV, axis=-1)
     greedy_BT = jnp.argmax(logits_BTV, axis=-1) == target_BT
-    return first_column(logprob_BT), first_column(greedy_BT)
+    return first_column(log_likelihood(logits_BTV, target_BT)), first_column(greedy_BT)
 
 
 def logits(
     model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
-    """Float32 `[B, T - 1, V]`: what each token but the last says of the next."""
-    return run(model, params, (), token_BT[:, :-1], position_BT[:, :-1])[0].logits
-
-
-def picked(logits_XV: jax.Array, token_X: jax.Array) -> jax.Array:
-    """Each row's entry for its token."""
-    return jnp.take_along_axis(logits_XV, token_X[..., None], axis=-1)[..., 0]
+    """Float32 `[B, T - 1, V]`: what each token but the last says of the next. On a mesh each device
+    has its part of the vocabulary.
+    """
+    return run(for_sums(model), params, (), token_BT[:, :-1], position_BT[:, :-1])[0].logits
 
 
 def first_column(x_BT: jax.Array) -> jax.Array:

@@ -18,9 +18,10 @@ from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.decode.loops.overflow import Full, Overflow, Segments, check_policy, made_room
 from jaxllm.decode.sampling.sampler import Context
 from jaxllm.errors import CapacityError, NonFiniteError
+from jaxllm.ops.likelihood import log_likelihood
 from jaxllm.shapes import bucket, pad_rows
 from jaxllm.steps import run, run_and_commit
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, for_sums
 
 PIECE = 256  # tokens that are read at once, where so many fit
 
@@ -187,7 +188,7 @@ def _rest(
 ) -> tuple[jax.Array, jax.Array]:
     """Each token of an answer but the first: its log-probability, and whether it is likeliest."""
     trace, _, _ = run(
-        model,
+        for_sums(model),
         params,
         cache.segments,
         token_BA[:, :-1],
@@ -195,9 +196,8 @@ def _rest(
         length_B=whole_B,
         memory=cache.memory,
     )
-    target = token_BA[:, 1:, None]
-    logprob = jnp.take_along_axis(jax.nn.log_softmax(trace.logits, axis=-1), target, axis=-1)
-    return logprob[..., 0], jnp.argmax(trace.logits, axis=-1) == target[..., 0]
+    target = token_BA[:, 1:]
+    return log_likelihood(trace.logits, target), jnp.argmax(trace.logits, axis=-1) == target
 
 
 def _context(rows: Sequence[Sequence[int]], read_B: np.ndarray) -> Context:

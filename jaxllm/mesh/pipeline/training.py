@@ -7,7 +7,8 @@ a function like others, whose gradient has been computed with its value (`jax.cu
 
 All stages run one program, so a tick takes as long as the longest job in it. The first stage looks
 tokens up and the last makes logits; of the tables, which lie divided over all stages, each gathers
-the whole once a step, and their gradients from both ends are added up on the way back.
+what its devices of `tensor` have of all once a step, and their gradients from both ends are added
+up on the way back. Logits stay divided over `tensor`, but in the exact mode.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from jaxllm.mesh.local import Local
 from jaxllm.mesh.meshed import Meshed, module_of
 from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
 from jaxllm.mesh.pipeline.stages import AXIS, rows_of
-from jaxllm.mesh.rules import HEADS, split_of
+from jaxllm.mesh.rules import HEADS, Over, split_of
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import Way
 from jaxllm.mesh.specs import rows_over
@@ -38,7 +39,9 @@ from jaxllm.weights.leaves.scattered import Scattered
 from jaxllm.weights.paths import Params, map_leaves
 
 Ints = Any  # int32, of numpy or JAX
-Loss = Callable[[jax.Array, Any], jax.Array]  # of logits [B, T, V] and rows: a sum over tokens
+# Of logits [B, T, V] and rows, a sum over them; of logits that are divided over axes of the mesh, a
+# device's own (`ops.likelihood`).
+Loss = Callable[[jax.Array, Any, Over], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ def _forward(how: Passes, params: Any, rows: Any) -> tuple[jax.Array, Any]:
 
 
 def _backward(how: Passes, gradients: Any, slope: Any) -> tuple[Any, None]:
-    return jax.tree.map(lambda g: (g * slope).astype(g.dtype), gradients), None
+    return jax.tree.map(lambda g: (g.astype(slope.dtype) * slope).astype(g.dtype), gradients), None
 
 
 summed_loss.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -234,7 +237,7 @@ def _on_stage(
     def prepared(*moved: jax.Array) -> Any:
         some = dict(zip(moving, moved, strict=True))
         params = jax.tree.unflatten(form, [some.get(i, x) for i, x in enumerate(arrays)])
-        return map_leaves(partial(_taken, local), params)
+        return map_leaves(partial(_taken, local, parted(how.model)), params)
 
     still, inner = jax.tree.flatten(prepared(*(arrays[i] for i in moving)))
 
@@ -308,6 +311,7 @@ class _Parts:
 
     def __init__(self, how: Passes, way: Way, stream: Tokens | None) -> None:
         self._module, self._loss = module_of(how.model), how.loss
+        self._size, self._over = how.model.config.vocab_size, parted(how.model)
         self._chunks, self._way = how.schedule.chunks, way
         whole = None if stream is None else stream.of_all
         self._across = way.across()._replace(whole=whole)
@@ -332,7 +336,13 @@ class _Parts:
     def end(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
         """The loss of what the last layer puts out."""
         trace = self._run(params, rows, lambda blocks, _, scope, remat: ((), x))
-        return self._loss(trace.logits, rows)
+        if not self._over:
+            return self._loss(trace.logits, rows, ())
+        logits_BTV = trace.logits
+        here = logits_BTV.shape[-1]
+        left = self._size - jax.lax.axis_index(self._over) * here  # of the vocabulary
+        own_V = jax.lax.iota(jnp.int32, here) < left
+        return self._loss(jnp.where(own_V[None, None], logits_BTV, -jnp.inf), rows, self._over)
 
     def _run(self, params: Params, rows: Any, course: Any) -> Trace:
         position_BT = rows.position_BT
@@ -349,7 +359,12 @@ class _Parts:
         return found
 
 
-def _taken(local: Local, path: str, part: Any) -> Any:
+def parted(model: Meshed) -> Over:
+    """The axes over which a stage's logits stay divided."""
+    return () if model.exact or model.axes.over(HEADS) == 1 else HEADS
+
+
+def _taken(local: Local, over: Over, path: str, part: Any) -> Any:
     """What the module takes for a parameter, of tables what no other stage need be asked for."""
     split = split_of(local.config, local.exact, path)
     if split.kind != "vocabulary" or local.axes.over(split.over) == 1:
@@ -363,5 +378,6 @@ def _taken(local: Local, path: str, part: Any) -> Any:
         )
     whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
     rows = local.config.vocab_size
-    one = local.axes.over(HEADS) == 1
-    return whole[:rows] if one else Vocabulary(whole, HEADS, rows, local.stream)
+    if local.axes.over(HEADS) == 1:
+        return whole[:rows]
+    return Vocabulary(whole, HEADS, rows, local.stream, apart=bool(over))

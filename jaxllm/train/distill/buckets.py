@@ -48,14 +48,14 @@ def of_buckets(size: int, temperature: float) -> Compared:
     Rounded to float16 they do not quite sum to 1: they are normalised again.
     """
 
-    def compared(logits_TV: jax.Array, told: Buckets) -> tuple[jax.Array, jax.Array]:
-        token_Tk = told.token_BTk.astype(jnp.int32)
-        p_TL = jnp.maximum(told.logprob_BTL.astype(jnp.float32), NOTHING)
-        p_TL = p_TL - jax.nn.logsumexp(p_TL, axis=-1, keepdims=True)
-        q_TV = log_probs(logits_TV, size, temperature)
-        top_Tk = jnp.take_along_axis(q_TV, token_Tk, axis=-1)
-        q_TL = jnp.concatenate([top_Tk, _rest(q_TV, token_Tk)[..., None]], axis=-1)
-        return jax.lax.stop_gradient(p_TL), q_TL
+    def compared(logits_NTV: jax.Array, told: Buckets) -> tuple[jax.Array, jax.Array]:
+        token_NTk = told.token_BTk.astype(jnp.int32)
+        p_NTL = jnp.maximum(told.logprob_BTL.astype(jnp.float32), NOTHING)
+        p_NTL = p_NTL - jax.nn.logsumexp(p_NTL, axis=-1, keepdims=True)
+        q_NTV = log_probs(logits_NTV, size, temperature)
+        top_NTk = jnp.take_along_axis(q_NTV, token_NTk, axis=-1)
+        q_NTL = jnp.concatenate([top_NTk, _rest(q_NTV, token_NTk)[..., None]], axis=-1)
+        return jax.lax.stop_gradient(p_NTL), q_NTL
 
     return compared
 

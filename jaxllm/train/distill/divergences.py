@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.evaluate.likelihood.divergence import kl_divergence
+from jaxllm.ops.likelihood import map_rows
 from jaxllm.train.data.rows import IGNORED
 from jaxllm.train.losses import log_likelihoods
 
@@ -76,29 +77,34 @@ class Learned(NamedTuple):
     tokens: jax.Array
 
 
-# Of the student's logits [T, V] and whatever the teacher says of the same tokens, [T, ...]: both
-# log-probabilities.
+# Of the student's logits [N, T, V] and whatever the teacher says of the same tokens, [N, T, ...]:
+# both log-probabilities.
 Compared = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
 def learned(
-    logits_BTV: jax.Array, label_BT: jax.Array, teacher: Any, compared: Compared, mix: Mix
+    logits_BTV: jax.Array,
+    label_BT: jax.Array,
+    teacher: Any,
+    compared: Compared,
+    mix: Mix,
+    among: int = 1,
 ) -> Learned:
     """The loss of `Mix` summed over all tokens with a label.
 
-    teacher: arrays `[B, T, ...]`. A row at a time, computed again in the backward pass: beside the
-    logits and their gradient only one row takes `[T, V]`.
+    teacher: arrays `[B, T, ...]`. among: as of `map_rows`. A row of each device at a time, computed
+    again in the backward pass: beside the logits and their gradient only one row takes `[T, V]`.
     """
 
     @jax.checkpoint
-    def row(arrays: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
-        logits_TV, label_T, told = arrays
-        p_TV, q_TV = compared(logits_TV, told)
-        apart_T = divergence(p_TV, q_TV, mix.beta)
-        entropy_T = -log_likelihoods(logits_TV, label_T)
-        return jnp.where(label_T == IGNORED, 0.0, apart_T), entropy_T
+    def some(arrays: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+        logits_NTV, label_NT, told = arrays
+        p_NTV, q_NTV = compared(logits_NTV, told)
+        apart_NT = divergence(p_NTV, q_NTV, mix.beta)
+        entropy_NT = -log_likelihoods(logits_NTV, label_NT)
+        return jnp.where(label_NT == IGNORED, 0.0, apart_NT), entropy_NT
 
-    apart_BT, entropy_BT = jax.lax.map(row, (logits_BTV, label_BT, teacher))
+    apart_BT, entropy_BT = map_rows(some, (logits_BTV, label_BT, teacher), among)
     apart, entropy = apart_BT.sum(), entropy_BT.sum()
     loss = mix.alpha * mix.temperature**2 * apart
     if mix.alpha != 1:
@@ -109,8 +115,8 @@ def learned(
 def of_logits(size: int, temperature: float) -> Compared:
     """What a teacher that runs says: its logits, on the first `size` tokens."""
 
-    def compared(logits_TV: jax.Array, teacher_TV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        p_TV = jax.lax.stop_gradient(log_probs(teacher_TV, size, temperature))
-        return p_TV, log_probs(logits_TV, size, temperature)
+    def compared(logits_NTV: jax.Array, teacher_NTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        p_NTV = jax.lax.stop_gradient(log_probs(teacher_NTV, size, temperature))
+        return p_NTV, log_probs(logits_NTV, size, temperature)
 
     return compared

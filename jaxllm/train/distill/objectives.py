@@ -17,7 +17,7 @@ from jaxllm.train.distill.buckets import Buckets, of_buckets
 from jaxllm.train.distill.divergences import Compared, Mix, learned, of_logits
 from jaxllm.train.distill.hidden import Hidden, apart
 from jaxllm.train.objective import Measured, run
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, among_of
 
 
 class Taught(Rows):
@@ -46,7 +46,7 @@ class FromTeacher:
         student = run(model, params, rows)
         teacher = jax.lax.stop_gradient(run(self.teacher, given, rows))
         compared = of_logits(self.size, self.mix.temperature)
-        measured = _measured(student.logits, rows, teacher.logits, compared, self.mix)
+        measured = _measured(model, student.logits, rows, teacher.logits, compared, self.mix)
         if self.hidden is None:
             return measured
         states = student.hidden_states, teacher.hidden_states
@@ -71,12 +71,14 @@ class FromBuckets:
         if not isinstance(rows, Taught):
             raise ConfigError("these rows bring nothing that a teacher said: see TaughtData")
         compared = of_buckets(self.size, self.mix.temperature)
-        return _measured(run(model, params, rows).logits, rows, rows.told, compared, self.mix)
+        logits_BTV = run(model, params, rows).logits
+        return _measured(model, logits_BTV, rows, rows.told, compared, self.mix)
 
 
 def _measured(
-    logits_BTV: jax.Array, rows: Rows, told: Any, compared: Compared, mix: Mix
+    model: nn.Module, logits_BTV: jax.Array, rows: Rows, told: Any, compared: Compared, mix: Mix
 ) -> Measured:
-    found = learned(logits_BTV, jax.numpy.asarray(rows.label_BT), told, compared, mix)
+    label_BT = jax.numpy.asarray(rows.label_BT)
+    found = learned(logits_BTV, label_BT, told, compared, mix, among_of(model, len(label_BT)))
     also = {"divergence": found.divergence, "cross_entropy": found.cross_entropy}
     return Measured(found.loss, found.tokens, also)

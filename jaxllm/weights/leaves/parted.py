@@ -6,7 +6,7 @@ smaller weight of its own kind, and nothing here: rows of queries, keys, values,
 
 Partial      columns: each device's product is a part of the sum (Shoeybi et al. 2019, figure 3)
 Gathered     rows, of inputs of which each device has some: nothing is summed in another order
-Vocabulary   rows of a table of tokens, or of the head: logits are gathered whole
+Vocabulary   rows of a table of tokens, or of the head: logits are gathered whole, or stay apart
 Everywhere   a table of which each device takes rows of its own
 Spread       a norm's weights, of a vector of which each device has a part
 
@@ -116,7 +116,8 @@ class Gathered(Wrapped, struct.PyTreeNode):
 class Vocabulary(Wrapped, struct.PyTreeNode):
     """Rows of a table `[V, D]`, as many on each device; the last may lie beyond V.
 
-    rows: V. split: as of `Partial`, of the tokens whose rows are taken.
+    rows: V. split: as of `Partial`, of the tokens whose rows are taken. apart: whether each device
+    keeps the logits of its own rows, V / n rounded up; those beyond V are of no token.
     """
 
     kind = "vocabulary/"
@@ -125,6 +126,7 @@ class Vocabulary(Wrapped, struct.PyTreeNode):
     over: Over = struct.field(pytree_node=False)
     rows: int = struct.field(pytree_node=False)
     split: Tokens | None = struct.field(pytree_node=False, default=None)
+    apart: bool = struct.field(pytree_node=False, default=False)
 
     def take(self, index: jax.Array) -> jax.Array:
         mine = self.stored.shape[0]
@@ -137,6 +139,8 @@ class Vocabulary(Wrapped, struct.PyTreeNode):
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
         y_RV = linear(x_RI, self.weight)
+        if self.apart:
+            return y_RV
         return jax.lax.all_gather(y_RV, self.over, axis=1, tiled=True)[:, : self.rows]
 
 
