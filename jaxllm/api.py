@@ -42,7 +42,7 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, Placed, flatten
+from jaxllm.weights.paths import Params, Placed, flatten, map_leaves
 from jaxllm.weights.precision import exactly
 
 
@@ -301,8 +301,8 @@ class LM:
             )
         precision, params = self.model.precision, self.params
         if isinstance(self.model, Placed):
-            params = self.model.whole(params)
-            precision = exactly(params, precision)  # shares of nf4 have scales of another form
+            params = self.model.later(params)  # shares of nf4 have scales of another form
+            precision = exactly(map_leaves(lambda _, x: x.form, params), precision)
         opened = checkpoint.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe
         )

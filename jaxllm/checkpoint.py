@@ -31,7 +31,8 @@ from jaxllm.files import (
 from jaxllm.progress import bytes_bar
 from jaxllm.weights import ahead
 from jaxllm.weights.files import write_tensors
-from jaxllm.weights.formats import Weight, apart, as_leaf, dense, format_of, parse
+from jaxllm.weights.formats import Weight, apart, as_leaf, dense, parse
+from jaxllm.weights.later import leaf_of, tensors_of
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, flatten, map_leaves
@@ -227,14 +228,16 @@ def load_params(
 
 
 def in_memory(checkpoint: Checkpoint, params: Params, precision: Precision) -> Checkpoint:
-    """The checkpoint with other parameters, which `save` then writes."""
-    leaves = dict(flatten(params))
-    formats = {path: format_of(x) for path, x in leaves.items() if "" not in as_leaf(x).pieces()}
-    tensors = {
-        f"{path}{name}": LazyTensor.of(np.asarray(piece))
-        for path, leaf in leaves.items()
-        for name, piece in as_leaf(leaf).pieces().items()
-    }
+    """The checkpoint with other parameters, which `save` then writes; a `Later` is read as it is
+    written.
+    """
+    formats: dict[str, str] = {}
+    tensors: dict[str, LazyTensor] = {}
+    for path, weight in flatten(params):
+        pieces = tensors_of(weight)
+        if "" not in pieces:
+            formats[path] = leaf_of(weight).format
+        tensors |= {f"{path}{name}": piece for name, piece in pieces.items()}
     return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats=formats)
 
 

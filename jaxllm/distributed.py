@@ -1,17 +1,17 @@
 """Several processes that run one command, each with devices of its own: `jax.distributed`.
 
 Every process runs all of the command, on the same whole arrays of which each holds its share, so
-all must come to the same decisions. What only one can know (stdin, a random seed, the clock) the
-first tells the others (`told`, `from_first`); what each has by itself (versions, files) is compared
-(`agree`, `weights.copies`). What is written, the first has whole (`at_first`). JAX ends a process
-from C++ when another is gone; `jaxllm.guard` says then in a line what happened.
+all must come to the same decisions. What only one can know (stdin, a random seed, the clock), or
+one alone is to do, the first does and tells the others (`told`, `from_first`); what each has by
+itself (versions, files) is compared (`agree`, `weights.copies`). What is written goes through all
+of them, an array at a time (`fetched`), and the first has the file. JAX ends a process from C++
+when another is gone; `jaxllm.guard` says then in a line what happened.
 """
 
 import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxllm import process
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, JaxllmError
 
 AUTO = "auto"
 JOINING = 30  # seconds until all are there; JAX then takes up to fifteen more
@@ -32,6 +32,7 @@ MOST = 1 << 16  # processes
 
 _numbers = itertools.count()
 _asked: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)  # by who asks
+_ALONE = [False]  # whether this process works by itself for a while
 
 
 class Group(NamedTuple):
@@ -104,8 +105,10 @@ def join(group: Group) -> None:
 
 
 def several() -> bool:
-    """Whether this process is one of several."""
-    return "jax" in sys.modules and _state().client is not None and _state().num_processes > 1
+    """Whether this process is one of several that now do the same."""
+    if _ALONE[0] or "jax" not in sys.modules:
+        return False
+    return _state().client is not None and _state().num_processes > 1
 
 
 def number() -> int:
@@ -114,19 +117,50 @@ def number() -> int:
 
 
 def told(make: Callable[[], str]) -> str:
-    """What `make` gives in the first process; of one alone, in it."""
+    """What `make` gives in the first process, which is as one alone meanwhile; of one alone, in it.
+
+    Raises in all of them what it raises of ours: in the others a ConfigError that says the same.
+    """
     if not several():
         return make()
     client, key = _state().client, f"jaxllm/told/{next(_numbers)}"
     if _state().process_id:
-        count = int(client.blocking_key_value_get(key, DAY))
-        return "".join(client.blocking_key_value_get(f"{key}/{n}", DAY)[1:] for n in range(count))
-    text = make()
+        count, failed, complaint = client.blocking_key_value_get(key, DAY).partition("!")
+        if failed:
+            raise ConfigError(complaint)
+        each = (client.blocking_key_value_get(f"{key}/{n}", DAY) for n in range(int(count)))
+        return "".join(piece[1:] for piece in each)
+    try:
+        with _alone():
+            text = make()
+    except JaxllmError as error:
+        client.key_value_set(key, f"!{error}")
+        raise
     pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     for n, piece in enumerate(pieces):
         client.key_value_set(f"{key}/{n}", f"={piece}")  # an empty one would be none
     client.key_value_set(key, str(len(pieces)))
     return text
+
+
+def once(work: Callable[[], Any]) -> None:
+    """The first process does it, as one alone, while the others wait; raises as `told`."""
+
+    def said() -> str:
+        work()
+        return ""
+
+    told(said)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """In the block this process is as one alone."""
+    _ALONE[0] = True
+    try:
+        yield
+    finally:
+        _ALONE[0] = False
 
 
 def each(mine: Any, among: Sequence[int] | None = None) -> list[Any]:
@@ -169,19 +203,9 @@ def _gathered(x: Any) -> Any:
     return np.asarray(multihost_utils.process_allgather(bits, tiled=True)).view(x.dtype)
 
 
-def at_first(x: Any) -> Any:
-    """An array on the host of the first process, all of it; in the others one of its shape that
-    has no numbers and takes no room. All ask for it together.
-    """
-    import numpy as np
-
-    array = np.asarray(fetched(x))
-    return array if process.leads() else np.broadcast_to(np.zeros((), array.dtype), array.shape)
-
-
 def from_first(x: Any) -> Any:
-    """The first process's array on the host of each. x: in the others what has its shape and format
-    alone. All ask for it together.
+    """The first process's array on the host of each. x: in the others any of its shape and format.
+    All ask for it together.
     """
     import numpy as np
 
@@ -189,14 +213,23 @@ def from_first(x: Any) -> Any:
         return np.asarray(x)
     from jax.experimental import multihost_utils
 
-    size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
-    mine = (
-        np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        if process.leads()
-        else np.zeros(size, np.uint8)
-    )
+    mine = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     bits = np.asarray(multihost_utils.broadcast_one_to_all(mine))
     return bits.view(x.dtype).reshape(x.shape)
+
+
+def arrays_told(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The arrays that `make` gives in the first process, by name, on each one's host; as `told`."""
+    import numpy as np
+
+    found: dict[str, Any] = {}
+
+    def forms() -> str:
+        found.update(make())
+        return json.dumps({name: (x.shape, x.dtype.name) for name, x in found.items()})
+
+    said = json.loads(told(forms))
+    return {name: from_first(found.get(name, np.zeros(*form))) for name, form in said.items()}
 
 
 def agree(about: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from jaxllm.convert.engine import FORM, write_hf
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.equivalence import compare as equivalence
 from jaxllm.evaluate.equivalence.difference import Tolerance
+from jaxllm.evaluate.equivalence.first import of_first
 from jaxllm.evaluate.equivalence.sides import Case, Ours, Side
 from jaxllm.loading import load, open_checkpoint
 from jaxllm.weights.formats import format_of
-from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.paths import flatten, map_leaves, of_one_device
 from jaxllm.weights.quantize import Rules, dequantize
 
 TRANSFORMERS = "transformers"
@@ -98,19 +100,30 @@ def _sides(
 
         dtype, exact = dtype or plain, None
         with transformers_directory(files, lm, plain) as directory:
-            side = Transformers.load(directory, dtype)
+            side = of_first(partial(Transformers.load, directory, dtype))
             if dtype != "float32":
-                exact = Transformers.load(directory, "float32")
-                exact = dataclasses.replace(exact, name=f"{exact.name} in float32")
+                exact = of_first(partial(_in_float32, directory))
             yield side, exact
         return
     if isinstance(reference, str | Path):
-        dtype = dtype or "float32"
-        other = load(reference, dtype=dtype)
-        reference = Ours(f"{reference} ({dtype})", other.model, other.params)
+        reference = of_first(partial(_other, reference, dtype or "float32"))
     if isinstance(reference, LM):
         reference = Ours(f"{reference.path}", reference.model, reference.params)
     yield reference, None
+
+
+def _in_float32(directory: Path) -> Side:
+    """What drift is measured from."""
+    from jaxllm.evaluate.equivalence.reference import Transformers
+
+    exact = Transformers.load(directory, "float32")
+    return dataclasses.replace(exact, name=f"{exact.name} in float32")
+
+
+def _other(reference: str | Path, dtype: str) -> Side:
+    """Another checkpoint, on one device."""
+    other = load(reference, dtype=dtype)
+    return Ours(f"{reference} ({dtype})", other.model, other.params)
 
 
 @contextlib.contextmanager
@@ -118,7 +131,8 @@ def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iter
     """A directory that transformers can load: the checkpoint's own, or one written for the time.
 
     files: the checkpoint that lm has its weights from, None where only lm has them. Where they are
-    in other formats than `dtype`, they are written as they are dequantized.
+    in other formats than `dtype`, they are written as they are dequantized. Of several processes
+    the first has it.
     """
     opened = open_checkpoint(files or lm.path)
     rounded = any(format_of(leaf) != dtype for _, leaf in flatten(lm.params))
@@ -126,7 +140,8 @@ def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iter
         yield opened.directory
         return
     if rounded or files is None:
-        wide = map_leaves(lambda _, x: x.astype(np.float32), dequantize(lm.params))
+        whole = of_one_device(lm.model, lm.params)
+        wide = map_leaves(lambda _, x: x.astype(np.float32), dequantize(whole))
         opened = in_memory(opened, wide, opened.precision.unquantized())
     with tempfile.TemporaryDirectory(prefix="jaxllm-verify-") as name, process.removing(name):
         directory = Path(name) / "hf"

@@ -5,10 +5,12 @@ whoever changes a file can bring its digest up to date.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +22,13 @@ import numpy as np
 
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, check_usable, init_cache
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import fetched, several
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
 from jaxllm.files import as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
 from jaxllm.weights import files
 from jaxllm.weights.files import open_tensors, read_header, write_tensors
+from jaxllm.weights.later import now
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.adapted import alone
 from jaxllm.weights.paths import Params, Placed, put
@@ -32,6 +36,7 @@ from jaxllm.whole import check_ids
 
 FORMAT = "jaxllm-cache"
 VERSION = 2
+_AT_ONCE = 4  # arrays that are hashed
 
 _Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -54,18 +59,35 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def fingerprint(params: Params) -> str:
-    """A SHA-256 of the weights: paths, formats, shapes and every bit. Reads them all once.
+    """A SHA-256 of the weights: paths, formats, shapes and every bit. Reads them all once, a few at
+    a time; of several processes each reads all.
 
-    Of several adapters the one that is chosen counts, and those that are not do not.
+    Of several adapters the one that is chosen counts, and those that are not do not. A `Later`
+    counts as what it gives.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(alone(params))
 
-    def hashed(item: tuple[Any, jax.Array]) -> bytes:
-        path, leaf = item
-        return bytes.fromhex(files.digest({jax.tree_util.keystr(path): np.asarray(leaf)}))
+    def hashed(path: Any, array: Any) -> bytes:
+        return bytes.fromhex(files.digest({jax.tree_util.keystr(path): np.asarray(array)}))
 
-    with ThreadPoolExecutor(4) as threads:  # hashing lets other threads run
-        return hashlib.sha256(b"".join(threads.map(hashed, leaves))).hexdigest()
+    whole, begun = hashlib.sha256(), deque[Future[bytes]]()
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # hashing lets other threads run
+        for path, array in _in_order(params):
+            begun.append(threads.submit(hashed, path, fetched(array) if several() else array))
+            if len(begun) > _AT_ONCE:
+                whole.update(begun.popleft().result())
+        for one in begun:
+            whole.update(one.result())
+    return whole.hexdigest()
+
+
+def _in_order(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """The arrays of parameters and their paths, in the order that JAX has them."""
+    if isinstance(node, Mapping):
+        for key in sorted(node):
+            yield from _in_order(node[key], (*keys, key))
+        return
+    inside = functools.reduce(lambda x, key: {key: x}, reversed(keys), now(node))
+    yield from jax.tree_util.tree_leaves_with_path(alone(inside))
 
 
 def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Params) -> None:

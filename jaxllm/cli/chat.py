@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from jaxllm import process
 from jaxllm.cli.console import decoded, note, waiting, write
 from jaxllm.cli.options import Model, Overflow, read_options
 from jaxllm.cli.shared import Loading, Sampling, with_options
+from jaxllm.distributed import told
 from jaxllm.errors import CapacityError, JaxllmError
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ STOPPING = "stopping the answer; Ctrl-C again ends the chat"
 HELP = """\
 /help   this
 /reset  forget what was said, but for the system message
-/quit   end (so does Ctrl-D); Ctrl-C stops an answer"""
+/quit   end (so does Ctrl-D); Ctrl-C stops an answer, with --distributed the chat"""
 
 Messages = list[dict[str, str]]
 
@@ -38,7 +40,8 @@ def chat(
 ) -> None:
     """Talk with a model in its chat template, a line at a time; /help says what else there is.
 
-    Ctrl-C stops an answer, not the chat. A talk that outgrows the context is refused a further
+    Ctrl-C stops an answer, not the chat (of several processes the chat: they would stop at
+    different words). A talk that outgrows the context is refused a further
     line, and can go on after /reset; with --overflow slide its oldest turns are forgotten.
     """
     loading.begin(model)
@@ -62,7 +65,7 @@ def chat(
             failed = True
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
-    if failed and not sys.stdin.isatty():
+    if failed and told(lambda: "" if sys.stdin.isatty() else "a pipe"):
         raise typer.Exit(1)
 
 
@@ -115,10 +118,12 @@ def _answer(lm: "LM", prompt: list[int], options: dict[str, Any]) -> tuple[str, 
 
 
 def _lines() -> Iterator[str]:
-    """What a person types, or what a pipe brings, until its end or /quit."""
+    """What a person types, or what a pipe brings, until its end or /quit; of a group of processes
+    what the first is given.
+    """
     ask = _asker()
     while True:
-        line = ask()
+        line: str | None = json.loads(told(lambda: json.dumps(ask())))
         if line is None or line.strip() == "/quit":
             return
         if line.strip():

@@ -12,7 +12,19 @@ from jaxllm import distributed, guard, process
 from jaxllm.errors import ConfigError
 
 # The commands whose model can be on a mesh, and whose outcome all processes come to together.
-COMMANDS = ("generate", "embed", "perplexity", "recall", "bench", "train full", "train lora")
+COMMANDS = (
+    "generate", "chat", "embed", "perplexity", "recall", "sensitivity", "verify", "vectors",
+    "bench", "train full", "train lora", "train prompt", "train qat", "train distill",
+)  # fmt: skip
+_FILES = "makes files of files: run it once, without --distributed"
+# Why others are work of one process, and what to do.
+ALONE = {
+    "batch": "has processes of its own: --workers N, or --ray ADDRESS over machines",
+    "compress": "looks at whole layers on one device: run it once, without --distributed",
+    "export": "writes a program of one device: run it once, without --distributed",
+    **dict.fromkeys(("convert", "quantize", "merge", "upcycle", "infini"), _FILES),
+    **dict.fromkeys(("info", "plan"), "runs no model: leave --distributed out"),
+}
 
 Address = Annotated[
     str | None,
@@ -47,8 +59,9 @@ def enter(
     group = distributed.group_of(address, count, number)
     command = _named(command, arguments)
     if command not in COMMANDS:
+        why = f", and {ALONE[command]}" if command in ALONE else ""
         raise ConfigError(
-            f"--distributed goes with {', '.join(COMMANDS)}; {command} is work of one process"
+            f"--distributed goes with {', '.join(COMMANDS)}; {command} is work of one process{why}"
         )
     if not process.guarded():
         return guard.run(arguments, group)

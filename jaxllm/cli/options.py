@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm import distributed
 from jaxllm.cli.compiled import keep_compiled
 from jaxllm.cli.console import waiting
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
@@ -252,13 +253,17 @@ def precision_over(base: "Precision", data: Any, where: str) -> "Precision":
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Find out before the work whether a file can be written there, so far as can be known.
+    """Find out before the work whether a file can be written there, so far as can be known; of a
+    group of processes the first looks, and all are told.
 
     Raises:
       CheckpointError: its folder is not there or may not be written to, or it is a directory.
     """
-    if path is None:
-        return
+    if path is not None:
+        distributed.once(lambda: _check_writable(option, path))
+
+
+def _check_writable(option: str, path: Path) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise CheckpointError(f"{option} {path}: {folder} is not a directory")

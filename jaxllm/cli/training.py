@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm import distributed
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.options import check_writable, dtype_named, load_model
 from jaxllm.errors import CheckpointError, ConfigError
@@ -121,7 +122,7 @@ def check(target: Path, options: Options, result: str | None = "config.json") ->
     check_optax()
     if options.fsdp and (options.mesh is None or parse(options.mesh).data == 1):
         raise ConfigError("--fsdp divides weights over data: give --mesh data=N, N from 2 up")
-    if result is None and is_there(target):
+    if distributed.told(lambda: "there" if result is None and is_there(target) else ""):
         raise CheckpointError(f"{target} exists: name another file")
     check_vacant(target.parent if result is None else target, result or target.name, "a result")
     for option, path in (("--report", options.report), ("--plot", options.plot)):

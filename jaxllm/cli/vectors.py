@@ -90,11 +90,12 @@ def vectors(
     if source == "jaxllm":
         make(directory, ours, texts, new_tokens=new_tokens)
     else:
+        from jaxllm.evaluate.equivalence.first import of_first
         from jaxllm.evaluate.equivalence.reference import Transformers
         from jaxllm.verifying import transformers_directory
 
         with transformers_directory(model, lm, dtype) as hf:
-            theirs = Transformers.load(hf, dtype)
+            theirs = of_first(lambda: Transformers.load(hf, dtype))
             make(directory, ours, texts, new_tokens=new_tokens, source=theirs)
     note(f"wrote {directory}")
 

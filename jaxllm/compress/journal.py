@@ -1,8 +1,9 @@
 """What is finished survives an interrupt: parameters in files beside the result.
 
 A part is a safetensors file of leaves' pieces, of any kind of leaf. Its header says whose it is
-(`digest`, of all that it depends on) and has a SHA-256 of every bit. What is another's, or is not
-what was written there, is made again.
+(`digest`, of all that it depends on), and its last tensor is a SHA-256 of every bit before it, so
+that both ways one piece at a time is in memory. What is another's, or is not what was written
+there, is made again. Of several processes all put, and the first has the files.
 """
 
 import contextlib
@@ -17,28 +18,29 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxllm import process
 from jaxllm.errors import CheckpointError
 from jaxllm.files import as_schema, is_there, locked, parse_json, sweep
-from jaxllm.weights.files import digest, open_tensors, read_header, write_tensors
-from jaxllm.weights.formats import as_leaf, parse
+from jaxllm.weights.files import bytes_of, open_tensors, read_header, write_tensors
+from jaxllm.weights.formats import parse
+from jaxllm.weights.later import leaf_of, tensors_of
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import Params
 
 _PART = re.compile(r"[\w.-]+\.part")
 _LOCK = "lock"
+_BITS = "__bits__"  # the name of the last tensor: of 32 bytes, which `write_tensors` has behind
 
 
-class _About(msgspec.Struct, forbid_unknown_fields=True):
+class About(msgspec.Struct, forbid_unknown_fields=True):
     """What a part's header says. digest: whose it is. leaves: format and shape of each, by its
     names from the outermost with slashes between them (a name may have dots). facts: what else was
-    to be kept. bits: of the pieces.
+    to be kept.
     """
 
     digest: str
     leaves: dict[str, tuple[str, list[int]]]
     facts: dict[str, Any]
-    bits: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +71,32 @@ class Journal:
 
     def get_with(self, key: str) -> tuple[Params, dict[str, Any]] | None:
         """The same with the facts that were kept beside them."""
-        if self.directory is None or not is_there(path := self._path(key)):
+        found = self.tensors(key)
+        if found is None:
+            return None
+        tensors, about = found
+        params: Params = {}
+        for name, (format_name, sizes) in about.leaves.items():
+            shape, format = tuple(sizes), parse(format_name)
+            pieces = {piece: tensors[f"{name}{piece}"].read() for piece in format.expected(shape)}
+            *outer, last = name.split("/")
+            inside = functools.reduce(lambda node, key: node.setdefault(key, {}), outer, params)
+            inside[last] = format.assemble(name, shape, pieces)
+        return params, about.facts
+
+    def tensors(self, key: str) -> tuple[dict[str, LazyTensor], "About"] | None:
+        """What was kept under `key`, to be read piece by piece, and all that was said of it."""
+        if self._here is None or not is_there(path := self._path(key)):
             return None
         try:
-            return _read(path, self.digest)
+            return _open(path, self.digest)
         except CheckpointError as error:
             self.say(f"{error}: made again")
             return None
 
     def put(self, key: str, params: Params, facts: Mapping[str, Any] | None = None) -> None:
-        """Keep parameters, and facts that JSON can hold. Raises CheckpointError where they cannot
-        be written.
+        """Keep parameters (a `Later` is read as it is written), and facts that JSON can hold.
+        Raises CheckpointError where they cannot be written.
         """
         if self.directory is not None:
             _write(self._path(key), params, self.digest, dict(facts or {}))
@@ -93,11 +110,11 @@ class Journal:
 
     def parts(self) -> list[Path]:
         """The files of the parts under this prefix."""
-        if self.directory is None or not self.directory.is_dir():
+        if (directory := self._here) is None or not directory.is_dir():
             return []
-        names = sorted(path.name for path in self.directory.iterdir())
+        names = sorted(path.name for path in directory.iterdir())
         ours = [n for n in names if n.startswith(self.prefix) and _PART.fullmatch(n)]
-        return [self.directory / name for name in ours]
+        return [directory / name for name in ours]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -106,22 +123,27 @@ class Journal:
 
         Raises CheckpointError where that cannot be, or another process has it.
         """
-        if self.directory is None:
+        if (directory := self._here) is None:
             yield
             return
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.directory}: {error.strerror}") from None
+            raise CheckpointError(f"cannot write {directory}: {error.strerror}") from None
         try:
-            with locked(self.directory / _LOCK):
-                sweep(self.directory)
+            with locked(directory / _LOCK):
+                sweep(directory)
                 yield
         finally:
             if not self.parts():
                 with contextlib.suppress(OSError):  # what is not ours stays
-                    (self.directory / _LOCK).unlink(missing_ok=True)
-                    self.directory.rmdir()
+                    (directory / _LOCK).unlink(missing_ok=True)
+                    directory.rmdir()
+
+    @property
+    def _here(self) -> Path | None:
+        """The directory; None where nothing is kept, or another process has the files."""
+        return self.directory if process.leads() else None
 
     def _path(self, key: str) -> Path:
         assert self.directory is not None
@@ -129,50 +151,58 @@ class Journal:
 
 
 def _write(path: Path, params: Params, owner: str, facts: dict[str, Any]) -> None:
-    leaves = dict(_named(params))
-    pieces = {
-        f"{name}{key}": np.asarray(piece)
-        for name, leaf in leaves.items()
-        for key, piece in leaf.pieces().items()
-    }
+    weights, pieces = dict(_named(params)), dict[str, LazyTensor]()
+    for name, weight in weights.items():
+        pieces |= {f"{name}{key}": piece for key, piece in tensors_of(weight).items()}
+    leaves = {name: leaf_of(weight) for name, weight in weights.items()}
     formats = {name: (leaf.format, list(leaf.shape)) for name, leaf in leaves.items()}
-    about = _About(owner, formats, facts, "")
-    about.bits = _bits(about, pieces)
-    write_tensors(
-        path,
-        {name: LazyTensor.of(piece) for name, piece in pieces.items()},
-        metadata={"part": msgspec.json.encode(about).decode()},
-    )
+    text = msgspec.json.encode(About(owner, formats, facts)).decode()
+    write_tensors(path, _summed(pieces, text), metadata={"part": text})
 
 
-def _read(path: Path, owner: str) -> tuple[Params, dict[str, Any]]:
+def _open(path: Path, owner: str) -> tuple[dict[str, LazyTensor], About]:
     """What a part holds. Raises CheckpointError where it is not what `_write` left for `owner`."""
     text = read_header(path).metadata.get("part", "")
-    about: _About = as_schema(parse_json(text, str(path)), _About, str(path))
+    about: About = as_schema(parse_json(text, str(path)), About, str(path))
     if about.digest != owner:
         raise CheckpointError(f"{path} belongs to another model, recipe or calibration")
-    tensors = {name: tensor.read() for name, tensor in open_tensors(path).items()}
-    bits, about.bits = about.bits, ""
-    if _bits(about, tensors) != bits:
+    tensors = open_tensors(path)
+    bits = tensors.pop(_BITS, None)
+    summed = _summed(tensors, text)
+    for name in tensors:
+        for _ in bytes_of(summed[name]):
+            pass
+    if bits is None or bits.read().tobytes() != summed[_BITS].read().tobytes():
         raise CheckpointError(f"{path} is not what was written there")
-    params: Params = {}
-    for name, (format_name, sizes) in about.leaves.items():
-        shape, format = tuple(sizes), parse(format_name)
-        pieces = {key: tensors[f"{name}{key}"] for key in format.expected(shape)}
-        *outer, last = name.split("/")
-        inside = functools.reduce(lambda node, key: node.setdefault(key, {}), outer, params)
-        inside[last] = format.assemble(name, shape, pieces)
-    return params, about.facts
+    return tensors, about
 
 
-def _named(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+def _named(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in params.items():
         if isinstance(value, Mapping):
             yield from _named(value, f"{prefix}{name}/")
         else:
-            yield f"{prefix}{name}", as_leaf(value)
+            yield f"{prefix}{name}", value
 
 
-def _bits(about: _About, pieces: Mapping[str, np.ndarray]) -> str:
-    """A SHA-256 of the header, without this itself, and of every bit."""
-    return digest(pieces, msgspec.json.encode(about).decode())
+def _summed(tensors: Mapping[str, LazyTensor], text: str) -> dict[str, LazyTensor]:
+    """The same, and behind them a SHA-256 of the text and of all that is read of them until then:
+    of each its name, format and shape, and every bit.
+    """
+    found = hashlib.sha256(text.encode())
+
+    def one(name: str, tensor: LazyTensor) -> LazyTensor:
+        def parts(rows: int) -> Iterator[np.ndarray]:
+            found.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+            for block in tensor.blocks(rows):
+                found.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+                yield block
+
+        return dataclasses.replace(tensor, parts=parts)
+
+    def bits() -> np.ndarray:
+        return np.frombuffer(found.digest(), np.uint8)
+
+    size = found.digest_size
+    last = LazyTensor(np.dtype(np.uint8), (size,), bits)
+    return {**{name: one(name, tensor) for name, tensor in tensors.items()}, _BITS: last}

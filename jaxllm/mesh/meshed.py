@@ -167,9 +167,7 @@ class Meshed(nn.Module, Placed, InRounds):
         return tuple(f"{layers}.{row[int(place)]}{dot}{rest}" for row in self.table)
 
     @nn.nowrap
-    def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host."""
-
+    def later(self, params: Params) -> Params:
         return joined(params, self.names)
 
     @nn.nowrap

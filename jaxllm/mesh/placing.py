@@ -314,7 +314,8 @@ def everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
     sharding = NamedSharding(mesh, P())
     if not several():
         return jax.device_put(x, sharding)
-    return jax.make_array_from_callback(x.shape, sharding, lambda _: np.asarray(x))
+    whole = np.asarray(fetched(x))
+    return jax.make_array_from_callback(x.shape, sharding, lambda _: whole)
 
 
 def spec_of(split: Split, ndim: int) -> P:

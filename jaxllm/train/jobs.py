@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
-from jaxllm import process
 from jaxllm.adapters import Adapter, LoraConfig, around, attached, fresh, taken, write_adapter
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
@@ -24,7 +23,7 @@ from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, Placed, map_leaves, of_one_device
+from jaxllm.weights.paths import Params, Placed, later, map_leaves, of_one_device
 from jaxllm.weights.precision import cast
 
 V = TypeVar("V")
@@ -146,8 +145,7 @@ def run(
 
     Raises what `loop.train` raises.
     """
-    own: dict[str, Any] = {"apart": True} if isinstance(job.model, Placed) else {}
-    model = job.model.clone(remat=remat, **own)
+    model = in_training(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
     digests = [None if some is None else some.digest for some in (data, held_out)]
@@ -155,7 +153,7 @@ def run(
     facts = (plain(setup), plan, job.rules, job.prepare, digests)
     journal = Journal()
     if directory is not None:
-        journal = journal_of(of_one_device(model, job.params), job.given, facts, directory)
+        journal = journal_of(later(model, job.params), job.given, facts, directory)
     with journal.kept():
         return train(
             job.params,
@@ -174,6 +172,11 @@ def run(
         )
 
 
+def in_training(model: nn.Module) -> nn.Module:
+    """A model of which, on a mesh, nobody reads on the host what comes out."""
+    return model.clone(apart=True) if isinstance(model, Placed) else model
+
+
 def shared(model: nn.Module, params: Params) -> Params:
     """Parameters of a model of one device as `model` takes them."""
     return model.shared(params) if isinstance(model, Placed) else params
@@ -185,7 +188,9 @@ def everywhere(model: nn.Module, tree: V) -> V:
 
 
 def alone(lm: LM) -> LM:
-    """A model on one device, whatever it was on: its parameters whole, on the host."""
+    """A model on one device, whatever it was on: its parameters whole, on the host; of several
+    processes on the host of each.
+    """
     if not isinstance(lm.model, Placed):
         return lm
     return dataclasses.replace(lm, model=lm.model.plain(), params=lm.model.whole(lm.params))
@@ -207,8 +212,6 @@ def plain(setup: Setup) -> Setup:
 
 def forget(directory: Path) -> None:
     """Remove the state that a run has kept there: its result is written."""
-    if not process.leads():
-        return
     journal = Journal(directory)
     with journal.kept():
         journal.forget()

@@ -160,7 +160,7 @@ def train(
         before = loss(state.trained)
         say(f"before: held-out loss {before:.4f}")
     saved, pace = [len(records)], _Pace()
-    keeps = bool(told(lambda: str(journal.directory or "")))
+    keeps = journal.directory is not None
     bar = noted_bar("train", plan.steps, show_progress, len(records))
     with process.saying(so_far), bar as noted:
         while len(records) < plan.steps and not _has_waited(records, plan.patience):

@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxllm.api import LM
 from jaxllm.cache.files import save_cache
 from jaxllm.cache.kv import KVCache
+from jaxllm.distributed import once
 from jaxllm.errors import ConfigError
 from jaxllm.train.jobs import Job, alone, everywhere
 from jaxllm.train.objective import NextToken
@@ -70,8 +71,12 @@ def prompt(
 
     def finish(params: Params, file: Path) -> None:
         room, one = before + len(tokens), alone(dataclasses.replace(lm, params=params))
-        cache = prompt_cache(one.model, one.params, capacity=room, prefix=prefix)
-        save_cache(file, cache, one.model, without_prompt(one.params))
+
+        def write() -> None:
+            cache = prompt_cache(one.model, one.params, capacity=room, prefix=prefix)
+            save_cache(file, cache, one.model, without_prompt(one.params))
+
+        once(write)
 
     return Job(
         lm=lm,

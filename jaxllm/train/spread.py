@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxllm.distributed import at_first, from_first, several
+from jaxllm.distributed import fetched, several
 from jaxllm.train.trained import Hole, Trained
+from jaxllm.weights.later import Later, now
 from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.paths import Params, named_arrays, names_of
 
@@ -57,17 +58,19 @@ class Form:
             for name in self.names[path]
         }
 
-    def whole(self, trained: Trained) -> dict[str, Any]:
-        """Arrays of one device's form, on the host; of several processes the first's."""
-        return dict(self._whole(trained))
+    def later(self, trained: Trained) -> dict[str, Any]:
+        """Arrays of one device's form, a `Later` each."""
+        return dict(self._later(trained))
 
     def spread(self, whole: Any, like: Any) -> Any:
-        """A tree of arrays of one device's form in this one, where the arrays of `like` are."""
+        """A tree of arrays of one device's form, some of them `Later`, in this one, where the
+        arrays of `like` are.
+        """
         nodes, structure = jax.tree.flatten(like, is_leaf=self._is_trained)
         names = self.whole_names
         given = jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, dict) and x.keys() == names)
         found = [
-            self._spread(x, node) if self._is_trained(node) else _placed(from_first(x), node)
+            self._spread(x, node) if self._is_trained(node) else _placed(np.asarray(now(x)), node)
             for x, node in zip(given, nodes, strict=True)
         ]
         return jax.tree.unflatten(structure, found)
@@ -75,15 +78,15 @@ class Form:
     def _is_trained(self, x: Any) -> bool:
         return isinstance(x, dict) and x.keys() == {*self.names}
 
-    def _whole(self, trained: Trained) -> Iterator[tuple[str, Any]]:
+    def _later(self, trained: Trained) -> Iterator[tuple[str, Any]]:
         for path, x in trained.items():
+            names, shares = self.names[path], self.shares.get(path)
             if not jax.tree.leaves(x):  # what an optimiser of some paths has for the others
-                yield from dict.fromkeys(self.names[path], x).items()
+                yield from dict.fromkeys(names, x).items()
                 continue
-            names, array, shares = self.names[path], at_first(x), self.shares.get(path)
-            parts = np.split(array, len(names)) if len(names) > 1 else [array]
-            for name, part in zip(names, parts, strict=True):
-                yield name, part if shares is None else at_first(part[shares.places(part.ndim)])
+            for stage, name in enumerate(names):
+                place = None if len(names) == 1 else (stage, x.shape[0] // len(names))
+                yield name, _whole(x, place, None if shares is None else shares.places(x.ndim))
 
     def _spread(self, whole: dict[str, Any], like: Trained) -> Trained:
         def part(path: str, array: np.ndarray) -> np.ndarray:
@@ -97,10 +100,25 @@ class Form:
         def joined(path: str, x: jax.Array) -> jax.Array:
             if not jax.tree.leaves(x):
                 return x
-            parts = [part(path, from_first(whole[name])) for name in self.names[path]]
+            parts = [part(path, np.asarray(now(whole[name]))) for name in self.names[path]]
             return _placed(np.concatenate(parts) if len(parts) > 1 else parts[0], x)
 
         return {path: joined(path, x) for path, x in like.items()}
+
+
+def _whole(x: jax.Array, stage: tuple[int, int] | None, places: np.ndarray | None) -> Later:
+    """An array of one device's form. stage: the number of the stage whose it is and how many rows
+    each has, where all of them have rows of `x`. places: of its rows among those of its shares.
+    """
+    rows = x.shape[0] if stage is None else stage[1]
+
+    def read() -> np.ndarray:
+        array = np.asarray(fetched(x))
+        array = array if stage is None else array[stage[0] * rows :][:rows]
+        return array if places is None else array[places]
+
+    length = rows if places is None else len(places)
+    return Later(read, jax.ShapeDtypeStruct((length, *x.shape[1:]), x.dtype))
 
 
 def _placed(array: Any, like: jax.Array) -> jax.Array:

@@ -45,9 +45,13 @@ class Placed:
         """The paths, in a model of one device, of what the parameter at `path` holds."""
         raise NotImplementedError
 
-    def whole(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, on the host."""
+    def later(self, params: Params) -> Params:
+        """Parameters as a model of one device has them, each to be had when it is wanted."""
         raise NotImplementedError
+
+    def whole(self, params: Params) -> Params:
+        """The same on the host, all of them; of several processes on the host of each."""
+        return map_leaves(lambda _, leaf: leaf.read(), self.later(params))
 
     def shared(self, params: Params) -> Params:
         """Parameters that are whole, as this model takes them."""
@@ -104,6 +108,13 @@ class Placed:
 def of_one_device(model: Any, params: Params) -> Params:
     """A model's parameters as a model of one device has them: on the host, where it is placed."""
     return model.whole(params) if isinstance(model, Placed) else params
+
+
+def later(model: Any, params: Params) -> Params:
+    """The same with a `Later` in the place of each, where the model is placed: one after the other
+    they take no more room than the largest.
+    """
+    return model.later(params) if isinstance(model, Placed) else params
 
 
 def by_layer(model: Any, kept: Sequence[np.ndarray]) -> list[np.ndarray]:

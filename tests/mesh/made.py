@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxllm.mesh import Meshed, meshed
 from jaxllm.mesh.axes import parse
+from jaxllm.weights.later import now
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision, cast
 from tests.twins import KINDS, random_model
@@ -33,6 +34,11 @@ def spread(model: Any, params: Params, mesh: str, **options: Any) -> tuple[Meshe
     """The same on a mesh. options: what `meshed` takes beside it."""
     over = meshed(model.config, model.precision, parse(mesh), **options)
     return over, over.shared(params)
+
+
+def at_hand(trained: dict[str, Any]) -> dict[str, Any]:
+    """What is trained, read."""
+    return {name: now(x) for name, x in trained.items()}
 
 
 def largest_difference(a: Any, b: Any) -> float:

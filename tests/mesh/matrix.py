@@ -20,7 +20,7 @@ from jaxllm.train.step import Setup, start, train_step
 from jaxllm.train.trained import ALL, Rules, split
 from jaxllm.weights.paths import Params, names_of
 from jaxllm.weights.precision import Precision
-from tests.mesh.made import FAMILIES, WIDE, largest_difference, one, spread
+from tests.mesh.made import FAMILIES, WIDE, at_hand, largest_difference, one, spread
 from tests.twins import tokens
 
 MESHES = ("tensor=2", "tensor=4", "tensor=8", "stage=2", "stage=4", "data=2,stage=2,tensor=2")
@@ -133,7 +133,7 @@ def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
     setup = Setup(model, NextToken(), Optimizer(steps=2, rate=0.01, eps=EPS))
     rows = jax.tree.map(lambda x: x[None], texts())
     state, _ = train_step(start(some, setup), rest, None, rows, jax.random.key(7), setup=setup)
-    return Form.of(model, rest).whole(state.trained)
+    return at_hand(Form.of(model, rest).later(state.trained))
 
 
 @cache

@@ -30,7 +30,7 @@ from jaxllm.train.trained import ALL, Rules, join, split
 from jaxllm.weights.paths import Params, flatten, names_of, of_one_device
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
-from tests.mesh.made import WIDE, one
+from tests.mesh.made import WIDE, at_hand, one
 from tests.twins import KINDS, tokens
 
 ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -77,7 +77,7 @@ def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
     for path, x in found.items():
         same = x.sharding.is_equivalent_to(trained[path].sharding, x.ndim)
         assert same or not isinstance(model, Meshed), path
-    return Form.of(model, rest).whole(found)
+    return at_hand(Form.of(model, rest).later(found))
 
 
 pytestmark = pytest.mark.devices
@@ -251,7 +251,7 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
             state, metrics = train_step(*args, setup=setup)
         held = measure(state.trained, rest, None, Texts().batch(1), jax.random.key(7), setup=setup)
         losses = float(metrics.loss), float(held.total / held.weight)
-        found.append((Form.of(mine, rest).whole(state.trained), losses))
+        found.append((at_hand(Form.of(mine, rest).later(state.trained)), losses))
         params_of = join(state.trained, rest)
         written = mine.whole(params_of) if isinstance(mine, Meshed) else params_of
         assert taken(model.config, written, lora).size == adapter.size

@@ -1,12 +1,125 @@
-"""Commands that measure a model over two processes: what they say is what one process says."""
+"""Commands that ask a model over two processes: what they say is what one process says."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import Run
-from tests.processes.conftest import Start, together
+from tests.processes.conftest import Start, ended, free_port, kill, together
+from tests.twins import save_random
+
+TALK = "Once upon a time\n/reset\n\nOne day\nAnd then?\n"
+
+
+def as_near(found: Any) -> Any:
+    """The same but for the last bits of its numbers."""
+    if isinstance(found, dict):
+        return {name: as_near(x) for name, x in found.items()}
+    if isinstance(found, list):
+        return [as_near(x) for x in found]
+    return pytest.approx(found, rel=1e-3, abs=1e-6) if isinstance(found, float) else found
+
+
+@pytest.mark.full
+def test_what_is_typed_into_the_first_all_answer(
+    start: Start, run: Run, shallow_demos: Path
+) -> None:
+    port = free_port()
+    asked = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--temperature", "0.7"
+    status, said, err = run(*asked, stdin=TALK)
+    assert status == 0 and said.count("\n") == 3, err
+    both = [start(port, 2, number, *asked, "--mesh", "tensor=2") for number in (0, 1)]
+    assert both[1].stdin is not None
+    both[1].stdin.write("Something else\n")
+    assert ended(both[0], TALK) == (0, said, "forgotten\n")
+    assert ended(both[1])[:2] == (0, "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_if_one_is_killed_while_a_person_thinks_the_other_ends_with_a_line(
+    start: Start, shallow_demos: Path, killed: int
+) -> None:
+    port = free_port()
+    asked = "chat", "-m", str(shallow_demos / "llama"), "--mesh", "tensor=2", "-n", "3"
+    both = [start(port, 2, number, *asked) for number in (0, 1)]
+    assert both[0].stdin is not None and both[0].stdout is not None
+    both[0].stdin.write("Once\n")
+    both[0].stdin.flush()
+    both[0].stdout.read(1)  # it answers, and then waits for more
+    kill(both[killed].pid)
+    other = both[1 - killed]
+    status = other.wait(60)
+    assert status == 1 and other.stderr is not None
+    assert "gone" in other.stderr.read()
+
+
+@pytest.mark.full
+def test_a_reference_is_run_once_and_all_come_to_the_same(
+    start: Start, run: Run, shallow_demos: Path, tmp_path: Path
+) -> None:
+    """verify: PyTorch, another format of the same, and what does not hold."""
+    model = tmp_path / "model"
+    save_random(model, "llama", num_hidden_layers=2)
+    sizes = "--length", "12", "-n", "4", "--json"
+    (status, said, err), other = together(start, "verify", str(model), "--mesh", "stage=2", *sizes)
+    assert status == 0, err
+    assert other[:2] == (0, "")
+    report = json.loads(said)
+    expected = json.loads(run("verify", model, *sizes)[1])
+    assert report["holds"] and report["greedy"] == expected["greedy"]
+    assert [s["name"] for s in report["stages"]] == [s["name"] for s in expected["stages"]]
+    asked = "verify", str(model), "--quantize", "int8", "--mesh", "tensor=2", "--against"
+    status, said, err = run("verify", model, "--quantize", "int8", "--against", model, *sizes)
+    assert status == 1, err
+    found, other = together(start, *asked, str(model), *sizes)
+    assert found.status == 1 and other[:2] == (1, "")
+    drifts = [
+        [stage["relative_rms"] for stage in json.loads(text)["stages"]]
+        for text in (found.out, said)
+    ]
+    assert drifts[0] == pytest.approx(drifts[1], rel=0.05, abs=1e-6)
+    for again in together(start, *asked, str(tmp_path / "none"), *sizes):
+        assert again.status == 1 and again.out == ""
+        assert "none" in again.err.splitlines()[-1], again.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["tensor=2", "stage=2"])
+def test_vectors_of_two_processes_hold_in_one_and_the_other_way_round(
+    start: Start, run: Run, tmp_path: Path, mesh: str
+) -> None:
+    model, made, alone = str(tmp_path / "model"), tmp_path / "made", tmp_path / "alone"
+    save_random(Path(model), "llama", num_hidden_layers=2)
+    assert run("vectors", "make", model, alone, "--from", "transformers")[0] == 0
+    (status, _, err), other = together(start, "vectors", "make", model, str(made), "--mesh", mesh)
+    assert (status, err) == (0, f"wrote {made}\n")
+    assert other == (0, "", "")
+    assert sorted(path.name for path in made.iterdir()) == ["vectors.json", "vectors.safetensors"]
+    assert run("vectors", "check", model, made)[0] == 0
+    asked = "vectors", "check", model, str(alone), "--mesh", mesh
+    (status, said, err), other = together(start, *asked)
+    assert status == 0 and said.endswith("\nholds\n"), err + said
+    assert other == (0, "", "")
+
+
+@pytest.mark.full
+def test_sensitivity_ranks_as_one_process_does(
+    start: Start, run: Run, shallow_demos: Path, tmp_path: Path
+) -> None:
+    text, plot = tmp_path / "text", tmp_path / "plot.png"
+    text.write_text("Once upon a time there was a boat. " * 12)
+    asked = "sensitivity", str(shallow_demos / "llama"), "--text", str(text), "--window", "32"
+    given = *asked, "--dtype", "float32", "--format", "int3-g32", "--json"
+    status, said, err = run(*given)
+    assert status == 0, err
+    (status, found, err), other = together(start, *given, "--mesh", "stage=2", "--plot", str(plot))
+    assert status == 0, err
+    assert other == (0, "", "")
+    assert json.loads(found) == as_near(json.loads(said))
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full

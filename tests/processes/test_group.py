@@ -1,8 +1,10 @@
 """A group of processes: how it is named, what is compared, and how its end is told."""
 
+import numpy as np
 import pytest
 
 from jaxllm import distributed, guard
+from jaxllm.cli import COMMANDS, group, train
 from jaxllm.cli.group import without_number
 from jaxllm.distributed import Group, differences, group_of
 from jaxllm.errors import ConfigError
@@ -60,6 +62,23 @@ def test_the_command_refuses_them_in_one_line(
     assert words in err and err.count("\n") == 1
 
 
+def test_every_command_is_for_several_processes_or_says_why_not() -> None:
+    methods = [f"train {name}" for name in train.METHODS]
+    every = {*COMMANDS, *methods}
+    assert set(group.COMMANDS) | set(group.ALONE) == every
+    assert not set(group.COMMANDS) & set(group.ALONE)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("batch", "--workers N, or --ray"), ("compress", "on one device"), ("plan", "runs no model")],
+)
+def test_work_of_one_process_is_refused_with_the_reason(run: Run, command: str, words: str) -> None:
+    status, out, err = run("--distributed", AT, "--processes", 2, "--process", 0, command, "x")
+    assert (status, out) == (1, "") and f"; {command} is work of one process, and " in err
+    assert words in err and err.count("\n") == 1
+
+
 def test_what_differs_is_named_with_its_process_and_from_where_it_does() -> None:
     long = "x" * 300
     first = {"jax": "0.10.2", "config": f"{long}a", "same": "1"}
@@ -76,6 +95,10 @@ def test_what_differs_is_named_with_its_process_and_from_where_it_does() -> None
 def test_of_one_process_nothing_is_asked() -> None:
     assert not distributed.several()
     assert distributed.told(lambda: "mine") == "mine"
+    done: list[str] = []
+    distributed.once(lambda: done.append("it"))
+    assert done == ["it"]
+    assert distributed.arrays_told(lambda: {"x": np.ones(2)})["x"].tolist() == [1, 1]
     assert distributed.each([1, "a"]) == [[1, "a"]]
     distributed.agree({"anything": object()})
 

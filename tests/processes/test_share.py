@@ -1,4 +1,4 @@
-"""Each process reads and keeps its own share of the weights, and no more."""
+"""Each process reads, keeps and writes its own share of the weights, and no more."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import pytest
 from tests.processes.conftest import WITHIN, free_port
 from tests.twins import save_random
 
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+# A vocabulary that two stages divide: what a state has beyond one is nobody's, and is not kept.
+SIZES = {"vocab_size": 132, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
 PROGRAM = """
 import json, re, sys
 from pathlib import Path
@@ -50,14 +51,66 @@ jax.distributed.shutdown()
 """
 
 
-def shares(small: Path, model: Path, quantize: str, mesh: str) -> list[dict[str, Any]]:
-    """What each of two processes has of a model that both have loaded."""
+KEEPING = """
+import json, re, sys
+from pathlib import Path
+from jaxllm.distributed import Group, join
+
+def said(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+def most(work):  # bytes by which the process grows meanwhile, of all pages that it has
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = said("VmRSS")
+    found = work()
+    return found, said("VmHWM") - before
+
+address, number, small, model, mesh, out = sys.argv[1:]
+join(Group(address, 2, int(number)))
+import jax, jaxllm
+from jaxllm.compress.journal import Journal
+from jaxllm.train import jobs
+from jaxllm.train.keeping import keep, kept
+from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.spread import Form
+from jaxllm.train.step import Setup, start
+from jaxllm.train.trained import split
+from jaxllm.weights.paths import names_of
+
+def measured(path, out):
+    lm = jaxllm.load(path, mesh=mesh, fsdp=mesh.startswith("data"), dtype="float32")
+    trained, rest = split(lm.params, names=names_of(lm.model))
+    form = Form.of(lm.model, rest)
+    state, journal = start(trained, Setup(lm.model, NextToken(), Optimizer(steps=2))), Journal(out)
+    with journal.kept():
+        kept_by = most(lambda: keep(journal, state, {}, form))[1]
+        found, read_by = most(lambda: kept(journal, state, form))
+        again = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (found[0], state)))]
+        del found
+    saved_by = most(lambda: lm.save(out / "model"))[1]
+    arrays = [x for x in jax.tree.leaves(state) if x.ndim]
+    total, mine = (sum(size(x) for x in arrays) for size in (lambda x: x.nbytes, here))
+    largest = max(x.nbytes for x in arrays)
+    return {"state": total, "mine": mine, "largest": largest, "keep": kept_by, "read": read_by,
+            "save": saved_by, "again": all(again)}
+
+def here(x):
+    return sum(shard.data.nbytes for shard in x.addressable_shards)
+
+measured(small, Path(out) / "small")  # code and programs are not counted
+print(json.dumps(measured(model, Path(out) / "model")), file=sys.__stdout__, flush=True)
+jax.distributed.shutdown()
+"""
+
+
+def of_both(program: str, *given: str) -> list[dict[str, Any]]:
+    """What each of two processes says of itself."""
     address = f"127.0.0.1:{free_port()}"
-    given = str(small), str(model), quantize, mesh
     at_once = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed is given back, by glibc
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(number), *given],
+            [sys.executable, "-c", program, address, str(number), *given],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -67,7 +120,7 @@ def shares(small: Path, model: Path, quantize: str, mesh: str) -> list[dict[str,
     ]
     found = []
     for process in both:
-        out, err = process.communicate(timeout=2 * WITHIN)
+        out, err = process.communicate(timeout=4 * WITHIN)
         assert process.returncode == 0, err
         found.append(json.loads(out.splitlines()[-1]))
     return found
@@ -84,9 +137,25 @@ def test_each_process_has_its_share_of_the_weights(
     save_random(small, "llama", num_hidden_layers=2)
     save_random(model, "llama", **SIZES)
     total = (model / "model.safetensors").stat().st_size
-    for mine in shares(small, model, quantize, mesh):
+    for mine in of_both(PROGRAM, str(small), str(model), quantize, mesh):
         assert mine["devices"] < 0.51 * mine["all"]
         # Made small by the way, what is split by columns is read whole, a matrix at a time: of
         # columns alone the numbers would have other scales.
         assert mine["read"] < (0.75 if quantize else 0.51) * total
         assert mine["anonymous"] < mine["devices"] + (0.3 if quantize else 0.15) * total
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=2", "stage=2"])
+def test_no_process_needs_room_for_a_whole_state(tmp_path: Path, mesh: str) -> None:
+    """A state, three times the weights, is kept and read, and the model written, a few arrays at a
+    time. What a process takes for its own share of what it reads is not counted.
+    """
+    small, model = tmp_path / "small", tmp_path / "model"
+    save_random(small, "llama", num_hidden_layers=2)
+    save_random(model, "llama", **SIZES)
+    for mine in of_both(KEEPING, str(small), str(model), mesh, str(tmp_path / "out")):
+        print(mesh, mine)
+        assert mine["again"] and mine["mine"] < 0.55 * mine["state"]
+        for what, own in (("keep", 0), ("read", mine["mine"]), ("save", 0)):
+            assert mine[what] < own + 0.2 * mine["state"], (what, mine)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,10 @@ from tests.processes.conftest import WITHIN, Start, ended, free_port, kill, toge
 from tests.twins import save_random
 
 ROOT = Path(__file__).parents[2]
+ADAPTER = "adapter_model.safetensors"
+SIZES = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256}  # shares are whole groups
+COMPUTED = ("dora", "after", "entries", "distill")  # by the model that is on a mesh
+WRITTEN = {"lora": ADAPTER, "dora": ADAPTER, "after": ADAPTER, "prompt": "", "entries": ""}
 
 
 def both(model: Path, out: Path, devices: int, *each: dict[str, Any]) -> list[Any]:
@@ -46,10 +51,13 @@ def both(model: Path, out: Path, devices: int, *each: dict[str, Any]) -> list[An
 
 def assert_as_alone(found: Any, expected: Any, out: Path, alone: Path, kind: str) -> None:
     for mine, theirs in zip(found["records"], expected["records"], strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-4)
-    name = "model.safetensors" if kind == "full" else "adapter_model.safetensors"
+        assert mine == pytest.approx(theirs, rel=5e-4)
+    name = WRITTEN.get(kind, "model.safetensors")
     weights, others = (load_file(folder / name) for folder in (out, alone))
     assert weights.keys() == others.keys()
+    if kind == "qat":  # integers: what lies near a border may be on its other side
+        assert sum((weights[n] != x).sum() for n, x in others.items() if "data" in n) < 50
+        return
     for name, x in others.items():
         np.testing.assert_allclose(weights[name], x, rtol=0, atol=2e-4 * max(1, np.abs(x).max()))
 
@@ -64,24 +72,34 @@ def assert_as_alone(found: Any, expected: Any, out: Path, alone: Path, kind: str
         (1, "lora", [{"mesh": "tensor=2", "stop": 2}, {"mesh": "data=2"}]),
         (1, "lora", [{"mesh": "stage=2"}]),
         (1, "dora", [{"mesh": "tensor=2", "stop": 1}, {"mesh": "tensor=2"}]),
+        (1, "after", [{"mesh": "data=2", "stop": 1}, {"mesh": "data=2"}]),
+        (1, "prompt", [{"mesh": "stage=2", "stop": 2}, {"mesh": "data=2"}]),
+        (1, "entries", [{"mesh": "tensor=2", "stop": 1}, {"mesh": "tensor=2"}]),
+        (1, "qat", [{"mesh": "tensor=2", "stop": 2}, {"mesh": "stage=2"}]),
+        (1, "distill", [{"mesh": "tensor=2", "stop": 2}, {"mesh": "tensor=2"}]),
+        (1, "recorded", [{"mesh": "tensor=2"}]),
     ],
 )
 def test_two_processes_train_as_one_and_go_on_from_its_state(
-    devices: int, kind: str, hows: list[dict[str, Any]], tmp_path: Path
+    devices: int, kind: str, hows: list[dict[str, Any]], tmp_path: Path, shallow_demos: Path
 ) -> None:
     """One process begins, two go on, on one mesh after another, and write what one would have. What
-    DoRA begins with is a sum over rows, of other bits on another mesh.
+    some begin with was computed, to other bits on another mesh.
     """
     model, alone, out = (tmp_path / name for name in ("model", "alone", "out"))
-    save_random(model, "llama", num_hidden_layers=2)
+    if kind in ("distill", "recorded"):  # which compare tokenizers
+        shutil.copytree(shallow_demos / "llama", model)
+    else:
+        save_random(model, "llama", num_hidden_layers=2, **SIZES)
     expected = training.run(str(model), alone, kind=kind)
-    assert kind == "dora" or training.run(str(model), out, kind=kind, stop=1) is None
+    assert kind in COMPUTED or training.run(str(model), out, kind=kind, stop=1) is None
     found = both(model, out, devices, *({"kind": kind, **how} for how in hows))
     assert found[:-1] == [None] * (len(hows) - 1)
     assert found[-1]["said"].startswith("going on after step ")
     assert_as_alone(found[-1], expected, out, alone, kind)
     assert not out.with_name("out.parts").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model", "out"]
+    left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".taught")
+    assert left == ["alone", "model", "out"]
 
 
 @pytest.mark.full

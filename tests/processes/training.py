@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import numpy as np
 import jaxllm
 from jaxllm import distributed
 from jaxllm.adapters import LoraConfig
+from jaxllm.api import LM
 from jaxllm.distributed import Group, join
-from jaxllm.train import jobs, loop
+from jaxllm.train import jobs, loop, prompts
 from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.distill import teachers
+from jaxllm.train.distill.job import distill
+from jaxllm.train.distill.settings import Distillation
+from jaxllm.train.distill.student import Smaller
+from jaxllm.train.fake.job import qat
+from jaxllm.train.jobs import Job
 from jaxllm.train.loop import Plan
 from jaxllm.train.optimizer import Optimizer
 
@@ -40,14 +48,39 @@ class Stopped(Exception):
     pass
 
 
+def adapter(lm: LM, dora: bool = False) -> Job:
+    config = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), use_dora=dora)
+    return jobs.lora(lm, config, seed=1)
+
+
+def student(lm: LM, directory: Path, **asked: Any) -> Job:
+    part = teachers.part_of(lm, Smaller(layers=1, channels=64), Texts())
+    asked_for = Distillation(**asked)
+    return distill(lm, part, Texts(), asked_for, held_out=Texts(), directory=directory, seed=2)
+
+
+KINDS: dict[str, Callable[[LM, Path], Job]] = {
+    "full": lambda lm, _: jobs.full(lm),
+    "lora": lambda lm, _: adapter(lm),
+    "dora": lambda lm, _: adapter(lm, dora=True),
+    "after": lambda lm, _: prompts.after(adapter(lm), [9, 8, 7]),
+    "prompt": lambda lm, _: prompts.prompt(lm, [5, 6, 7]),
+    "entries": lambda lm, _: prompts.prompt(lm, [5, 6, 7], kind="entries"),
+    "qat": lambda lm, _: qat(lm, "int8-g32", starts=1),
+    "distill": lambda lm, directory: student(
+        lm, directory, on_policy=0.5, new_tokens=4, hidden="mse"
+    ),
+    "recorded": lambda lm, directory: student(lm, directory, top_k=4, alpha=0.8),
+}
+
+
 def run(
     model: str, out: Path, *, stop: int | None = None, kind: str = "full", **how: Any
 ) -> dict[str, Any] | None:
     """What came of it; None where it stopped after so many steps, whose state is kept."""
     loop.KEEP_SECONDS = loop.KEEP_SHARE = 0  # type: ignore[assignment]
     lm, said = jaxllm.load(model, dtype="float32", **how), list[str]()
-    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), use_dora=kind == "dora")
-    job = jobs.full(lm) if kind == "full" else jobs.lora(lm, lora, seed=1)
+    job = KINDS[kind](lm, out.with_name(f"{out.name}.taught"))
     optimizer = Optimizer(steps=STEPS, rate=0.01, clip=0.5, decay=0.1, eps=1e-3)
 
     def say(line: str) -> None:

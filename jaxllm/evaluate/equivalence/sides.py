@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.config import ModelConfig
+from jaxllm.distributed import fetched
 from jaxllm.errors import TokenError
 from jaxllm.evaluate.equivalence.stages import check_tokens, stages
 from jaxllm.inputs import check_border
@@ -115,25 +116,25 @@ class Ours:
             cache = self._prefilled(case, case.pieces[:-1], 0)[1] if case.cached else None
             tokens_BT, position_BT = case.pieces[-1]
             found = stages(self.model, self.params, cache, tokens_BT, positions_BT=position_BT)
-        return {name: np.asarray(x) for name, x in found.items()}
+        return {name: np.asarray(fetched(x)) for name, x in found.items()}
 
     def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
         """`prefill`, then a `decode_step` for each token after the first."""
         with jax.default_matmul_precision("highest"):
             logits_BV, cache = self._prefilled(case, case.pieces, steps)
-            found = [np.asarray(logits_BV)]
+            found = [np.asarray(fetched(logits_BV))]
             for n in range(1, steps):
                 before = found[-1].argmax(axis=1) if text_BN is None else text_BN[:, n - 1]
                 logits_BV, cache = decode_step(
                     self.model, self.params, cache, before.astype(np.int32), donate=True
                 )
-                found.append(np.asarray(logits_BV))
+                found.append(np.asarray(fetched(logits_BV)))
         logits_BNV = np.stack(found, axis=1)
-        position_BS = np.asarray(cache.position_BS)
+        position_BS = np.asarray(fetched(cache.position_BS))
         k, v = (
             tuple(
                 by_position(x, position_BS)
-                for x in by_layer(self.model, [np.asarray(dense(x)) for x in entries])
+                for x in by_layer(self.model, [np.asarray(fetched(dense(x))) for x in entries])
             )
             for entries in (cache.tail.k, cache.tail.v)
         )

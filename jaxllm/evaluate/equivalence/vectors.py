@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from jaxllm import distributed
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError, TokenError
 from jaxllm.evaluate.equivalence.compare import Report, compare_stages, compare_text
@@ -34,7 +35,7 @@ from jaxllm.files import (
 from jaxllm.progress import steps_bar
 from jaxllm.weights.files import digest, open_tensors, write_tensors
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.paths import of_one_device
+from jaxllm.weights.paths import later
 
 FORMAT = "jaxllm-vectors"
 VERSION = 1
@@ -154,7 +155,9 @@ def make(
 
 
 def read(directory: Path) -> Vectors:
-    """Read what `make` wrote. Raises CheckpointError for anything else, or damage."""
+    """Read what `make` wrote. Raises CheckpointError for anything else, or damage; ConfigError
+    where several processes read different ones.
+    """
     if not is_there(directory / JSON):
         raise CheckpointError(f"{directory} has no {JSON}: not a directory of test vectors")
     where = str(directory / JSON)
@@ -165,6 +168,7 @@ def read(directory: Path) -> Vectors:
             f" {FORMAT} version {VERSION}"
         )
     header: _Header = as_schema(data, _Header, where)
+    distributed.agree({"vectors": distributed.digest([msgspec.json.encode(header).decode()])})
     lazy = open_tensors(inside(directory, TENSORS))
     tensors = {name: x.read() for name, x in lazy.items()}
     if digest(tensors) != header.contents:
@@ -284,7 +288,7 @@ def _identity(ours: Ours) -> dict[str, Any]:
     identity = {
         "config": ours.model.config.to_dict(),
         "precision": dataclasses.asdict(ours.model.precision),
-        "weights": fingerprint(of_one_device(ours.model, ours.params)),
+        "weights": fingerprint(later(ours.model, ours.params)),
     }
     plain: dict[str, Any] = _said(json.loads(json.dumps(identity)))
     return plain

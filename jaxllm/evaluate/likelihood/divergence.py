@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.distributed import fetched
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.evaluate.likelihood.passes import Columns, over
@@ -130,7 +131,8 @@ def check_pair(model: nn.Module, other: nn.Module) -> None:
 
 def counted(each: Differences, batch: Batch) -> Differences:
     """Those of the tokens that count, `[N]`. Raises NonFiniteError where one is NaN or infinite."""
-    kept = Differences(*(np.asarray(x)[batch.scored_BT] for x in each))
+    each = Differences(*map(np.asarray, fetched(tuple(each))))
+    kept = Differences(*(x[batch.scored_BT] for x in each))
     for x_BT in (each.reference, each.other, each.kl):
         check_finite(np.where(batch.scored_BT, x_BT, np.float32(0)), batch)
     return kept

@@ -6,6 +6,7 @@ variants, whatever their formats, share the programs of the model that they are 
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.likelihood.data import Batch, Loader
+from jaxllm.evaluate.likelihood.data import Loader
 from jaxllm.evaluate.likelihood.divergence import (
     Differences,
     Divergence,
@@ -85,7 +86,7 @@ def sensitivity(
     matrices are concerned, so that the numbers of a format are not rounded once more.
 
     Memory: float32 weights, one group of them twice, and the float32 logits of the loader's whole
-    text, `4 * tokens * V` bytes; of a model on a mesh the weights are on the host, too. Raises
+    text, `4 * tokens * V` bytes; of a model on a mesh the weights are on each host, too. Raises
     ConfigError for an unknown format or `by`, else what `perplexity` raises.
     """
     parse(format)
@@ -95,22 +96,23 @@ def sensitivity(
     names = groups(params, by)
     wide = map_leaves(lambda _, leaf: _wide(leaf), params)
 
-    def run(params: Params, batch: Batch) -> jax.Array:
-        """The logits, of parameters that are whole."""
+    def run(params: Params) -> Iterator[jax.Array]:
+        """The logits of each batch, of parameters that are whole."""
         there = params if many is None else many.shared(params)
-        return _logits(model, there, batch.token_BT, batch.position_BT)
+        for batch in batches:
+            yield _logits(model, there, batch.token_BT, batch.position_BT)
 
     batches = [batch for batch, _ in loader.batches()]
     found = []
     with steps_bar(f"{format}, one {by} at a time", len(names) + 1, show_progress) as done:
-        references = [run(wide, batch) for batch in batches]
+        references = list(run(wide))
         done()
         for name, regex in names.items():
             variant, before, after = _lowered(params, wide, regex, format)
             parts: list[Differences] = []
-            for batch, p_BTV in zip(batches, references, strict=True):
+            for batch, p_BTV, q_BTV in zip(batches, references, run(variant), strict=True):
                 rows = among_of(model, len(batch.token_BT))
-                each = _differences(p_BTV, run(variant, batch), batch.token_BT, rows)
+                each = _differences(p_BTV, q_BTV, batch.token_BT, rows)
                 parts.append(counted(each, batch))
             found.append(Sensitivity(name, regex, Divergence.of(joined(parts)), before, after))
             done()

@@ -3,13 +3,16 @@
 A row is known by its own tokens, positions and documents, so that it is found in whatever order
 later epochs have it. A record belongs to one teacher, one set of rows and one way of asking
 (k, temperature): anything else is refused. Shards are written one after the other, whole or not at
-all; a run that was killed goes on after the last one.
+all; a run that was killed goes on after the last one. Of several processes the first writes them,
+and all read them.
 
 On disk a token takes 4k + 2 bytes where ids fit in 16 bits, so 130 for k = 32.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,10 +23,12 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxllm import process
 from jaxllm.cache.files import fingerprint
+from jaxllm.distributed import each, fetched, told
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import as_schema, is_there, locked, parse_json, sweep
-from jaxllm.progress import steps_bar
+from jaxllm.progress import noted_bar
 from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.distill.buckets import Buckets, buckets, ids_dtype
 from jaxllm.train.distill.objectives import Taught
@@ -31,7 +36,7 @@ from jaxllm.train.objective import run
 from jaxllm.weights import files
 from jaxllm.weights.files import open_tensors, read_header, write_tensors
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, later
 
 FORMAT = "jaxllm-teacher"
 SHARD = 16 << 20  # bytes of a shard, about
@@ -148,54 +153,74 @@ def record(
     """Let a teacher speak of every row of an epoch of `data`; what is there already is kept.
 
     size: of the vocabulary that it shares with the student. Raises ConfigError for a directory with
-    a record of another teacher, other data or another question, or a k that cannot be;
-    CheckpointError where it cannot be written or is damaged, or another process writes it.
+    a record of another teacher, other data or another question, a k that cannot be, or where not
+    all processes see what the first has written; CheckpointError where it cannot be written or is
+    damaged, or another process writes it.
     """
     if not 1 <= k <= size:
         raise ConfigError(f"of {size} tokens the likeliest 1 to {size} can be kept, got {k}")
     width = int(data.batch(0).token_BT.shape[1])
     who = hashlib.sha256(
-        f"{fingerprint(params)} {teacher.config!r} {teacher.precision!r}".encode()
+        f"{fingerprint(later(teacher, params))} {teacher.config!r} {teacher.precision!r}".encode()
     ).hexdigest()
     asked = Asked(who, data.digest, k, float(temperature), size, width)
+    with _kept(directory):
+        written = json.loads(
+            told(lambda: json.dumps([about.batches for about in _written(directory, asked)]))
+        )
+        count, done, number = len(data), sum(written), len(written)
+        if done > count:
+            raise CheckpointError(f"{directory} holds more batches than the data has: {done}")
+        with noted_bar("the teacher speaks", count, show_progress, done) as said:
+            row_bytes = width * (k * np.dtype(ids_dtype(size)).itemsize + 2 * (k + 1))
+            a_shard = max(1, SHARD // (row_bytes * data.batch(0).token_BT.shape[0]))
+            while done < count:
+                some = range(done, min(done + a_shard, count))
+                parts = []
+                for at in some:
+                    parts.append(_said(teacher, params, data.batch(at), asked))
+                    said(at + 1, "")
+                _write(directory, _About(asked, number, len(some), ""), parts)
+                number, done = number + 1, some.stop
+    _check_seen(directory, number)
+    return Record(directory, asked, number)
+
+
+@contextlib.contextmanager
+def _kept(directory: Path) -> Iterator[None]:
+    """The directory, made if need be, is the first process's while the block runs."""
+    if not process.leads():
+        yield
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error.strerror}") from None
     with locked(directory / "lock"):
         sweep(directory)
-        count, done = len(data), 0
-        written = list(_written(directory, asked))
-        with steps_bar("the teacher speaks", count, show_progress) as step:
-            for about in written:
-                done += about.batches
-            for _ in range(done):
-                step()
-            if done > count:
-                raise CheckpointError(f"{directory} holds more batches than the data has: {done}")
-            number = len(written)
-            row_bytes = width * (k * np.dtype(ids_dtype(size)).itemsize + 2 * (k + 1))
-            each = max(1, SHARD // (row_bytes * data.batch(0).token_BT.shape[0]))
-            while done < count:
-                some = range(done, min(done + each, count))
-                parts = []
-                for at in some:
-                    parts.append(_said(teacher, params, data.batch(at), asked))
-                    step()
-                _write(directory, _About(asked, number, len(some), ""), parts)
-                number, done = number + 1, some.stop
-    return Record(directory, asked, number)
+        yield
+
+
+def _check_seen(directory: Path, shards: int) -> None:
+    """Raise ConfigError, in all processes, where one does not see what the first has written."""
+    told(lambda: "written")
+    blind = each(not all(is_there(_path(directory, number)) for number in range(shards)))
+    if any(blind):
+        raise ConfigError(
+            f"what the teacher said is in {directory} of process 0, and not in that of processes"
+            f" {', '.join(map(str, np.flatnonzero(blind)))}: name a directory that all share"
+        )
 
 
 def _said(teacher: nn.Module, params: Params, rows: Rows, asked: Asked) -> Mapping[str, np.ndarray]:
     """What a shard has of a batch: keys uint8 `[B, 32]`, and buckets, of rows with a label."""
-    told = _ask(teacher, params, rows, asked.size, asked.temperature, asked.k)
+    found = _ask(teacher, params, rows, asked.size, asked.temperature, asked.k)
     kept_B = (np.asarray(rows.label_BT) != IGNORED).any(axis=1)
     key = np.frombuffer(b"".join(_keys(rows)), np.uint8).reshape(-1, 32)
     all_rows = {
         "key": key,
-        "token": np.asarray(told.token_BTk),
-        "logprob": np.asarray(told.logprob_BTL),
+        "token": fetched(found.token_BTk),
+        "logprob": fetched(found.logprob_BTL),
     }
     if np.isnan(all_rows["logprob"][kept_B]).any():
         raise ConfigError("the teacher says NaN of these rows: it cannot teach")

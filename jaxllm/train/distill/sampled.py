@@ -15,6 +15,7 @@ import numpy as np
 from jaxllm.decode.loops.generate import generate
 from jaxllm.decode.sampling.sampler import Sampler
 from jaxllm.decode.sampling.truncation import Temperature
+from jaxllm.distributed import fetched
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED, Rows, blank
 from jaxllm.train.distill.hidden import without_projections
@@ -86,7 +87,7 @@ class Sampled:
             seed=jax.random.split(key, B),
             eos_token_ids=self.eos,
         )
-        new_BN, count_B = np.asarray(wrote.token_BT), np.asarray(wrote.length_B)
+        new_BN, count_B = fetched((wrote.token_BT, wrote.length_B))
         made = blank(B, T)
         for row in np.flatnonzero(there_B):
             begin, count = int(length_B[row]), int(count_B[row])

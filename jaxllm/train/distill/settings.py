@@ -22,7 +22,7 @@ from jaxllm.train.distill.objectives import FromBuckets, FromTeacher
 from jaxllm.train.distill.recorded import TaughtData, record
 from jaxllm.train.distill.sampled import Sampled
 from jaxllm.train.distill.vocabulary import shared_size
-from jaxllm.train.jobs import everywhere
+from jaxllm.train.jobs import everywhere, in_training
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params
 
@@ -156,7 +156,7 @@ def teaching(
             options.sample_temperature,
             ends(student),
         )
-    against = FromTeacher(teacher.model, size, options.mix, compared)
+    against = FromTeacher(in_training(teacher.model), size, options.mix, compared)
     return Teaching(params, against, teacher.params, data, held_out, prepare)
 
 

@@ -9,7 +9,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.train.fake.prepare import convert, prepare
 from jaxllm.train.jobs import Job, shared
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.weights.paths import Params, Placed, of_one_device
+from jaxllm.weights.paths import Params, Placed, later, of_one_device
 from jaxllm.weights.precision import cast, exactly, freeze
 from jaxllm.weights.quantize import Rules
 
@@ -57,7 +57,7 @@ def qat(
         return shared(lm.model, made)
 
     def finish(params: Params, directory: Path) -> None:
-        made = convert(of_one_device(lm.model, params))
+        made = convert(later(lm.model, params))
         model = models.build(lm.config, exactly(made, floats))
         recipe = (*lm.recipe, f"train: qat {rules if isinstance(rules, str) else 'by rules'}")
         dataclasses.replace(lm, params=made, model=model, recipe=recipe).save(directory)

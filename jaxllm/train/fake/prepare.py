@@ -1,11 +1,14 @@
 """Parameters made ready for quantization-aware training, and made integers after it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.train.fake.leaf import Fake, Grid
 from jaxllm.weights.formats import Weight, format_of, parse
+from jaxllm.weights.later import now
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.static import Static, fits
@@ -72,9 +75,12 @@ def prepare(
 
 
 def convert(params: Params) -> Params:
-    """The parameters with the integers that each `Fake` stands for: its logits, bit for bit."""
+    """The parameters with the integers that each `Fake` stands for: its logits, bit for bit. Those
+    that are to be had later are had one at a time.
+    """
 
-    def change(_: str, leaf: Weight) -> Weight:
+    def change(_: str, weight: Any) -> Weight:
+        leaf = now(weight)
         return _converted(leaf) if isinstance(leaf, Fake) else leaf
 
     return map_leaves(change, params)
