@@ -8,10 +8,8 @@ which one processor passes for its devices.
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
+
+from passing_for import said
 
 CHILD = """
 import json, sys
@@ -41,19 +39,7 @@ print(json.dumps(found))
 
 def measured(model: str, mesh: str, rows: int, length: int) -> list[int]:
     """Of a device, bytes of the state and of what is temporary, without and then with FSDP."""
-    devices = 1
-    for part in mesh.split(","):
-        devices *= int(part.partition("=")[2])
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, model, mesh, str(rows), str(length)],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(done.stderr.splitlines()[-1])
-    found: list[int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return said(CHILD, mesh, model, mesh, rows, length)
 
 
 def main() -> None:

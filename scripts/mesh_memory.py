@@ -8,10 +8,8 @@ grew by is then that of all of them together. Planned: what `jaxllm plan` says a
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
+
+from passing_for import said
 
 NONE = "none"
 CHILD = """
@@ -41,19 +39,7 @@ print(json.dumps([max(held.values()), sum(held.values()), planned, after - befor
 
 def measured(path: str, mesh: str, quantize: str) -> list[int]:
     """Of a mesh: bytes on its fullest device, on all, planned, and the most the process grew by."""
-    devices = 1
-    for part in mesh.split(",") if mesh != NONE else ():
-        devices *= int(part.partition("=")[2].partition(":")[0])
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, path, mesh, quantize],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(done.stderr.splitlines()[-1])
-    found: list[int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return said(CHILD, None if mesh == NONE else mesh, path, mesh, quantize)
 
 
 def main() -> None:
