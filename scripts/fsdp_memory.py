@@ -9,7 +9,7 @@ which one processor passes for its devices.
 
 import argparse
 
-from on_devices import said_on  # its folder is the script's own
+from passing_for import said
 
 CHILD = """
 import json, sys
@@ -39,7 +39,7 @@ print(json.dumps(found))
 
 def measured(model: str, mesh: str, rows: int, length: int) -> list[int]:
     """Of a device, bytes of the state and of what is temporary, without and then with FSDP."""
-    return said_on(mesh, CHILD, model, mesh, rows, length)
+    return said(CHILD, mesh, model, mesh, rows, length)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ grew by is then that of all of them together. Planned: what `jaxllm plan` says a
 
 import argparse
 
-from on_devices import said_on  # its folder is the script's own
+from passing_for import said
 
 NONE = "none"
 CHILD = """
@@ -39,7 +39,7 @@ print(json.dumps([max(held.values()), sum(held.values()), planned, after - befor
 
 def measured(path: str, mesh: str, quantize: str) -> list[int]:
     """Of a mesh: bytes on its fullest device, on all, planned, and the most the process grew by."""
-    return said_on(None if mesh == NONE else mesh, CHILD, path, mesh, quantize)
+    return said(CHILD, None if mesh == NONE else mesh, path, mesh, quantize)
 
 
 def main() -> None:

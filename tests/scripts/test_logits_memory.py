@@ -1,10 +1,11 @@
-"""Logits that stay divided over the vocabulary take less in a training step."""
+"""The script's bytes are those of logits."""
 
 import logits_memory
-from on_devices import said_on
 
 
-def test_divided_logits_take_less() -> None:
-    given = "demo:llama", "tensor=2", 4, 64
-    size, whole, divided = said_on("tensor=2", logits_memory.CHILD, *given)
-    assert whole - divided > 4 * 64 * size * 4 / 2  # half of the logits, float32, at least
+def test_a_step_without_whole_logits_takes_and_sends_less() -> None:
+    took, sent, part, part_sent = logits_memory.measured("tensor=2", 2003, 4, 32)
+    whole, share = (4 * 32 * n * 4 for n in (2004, 1002))
+    assert took - part >= whole - share
+    assert sent - part_sent == whole + share  # gathered, and their gradient scattered
+    assert part_sent == 0
