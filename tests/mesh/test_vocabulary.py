@@ -26,7 +26,7 @@ from jaxllm.train.step import Setup, start, train_step
 from jaxllm.train.trained import ALL, join, split
 from jaxllm.weights.paths import names_of
 from jaxllm.weights.precision import Precision
-from tests.mesh.made import one, spread
+from tests.mesh.made import at_hand, one, spread
 from tests.twins import tokens
 
 pytestmark = pytest.mark.devices
@@ -104,7 +104,7 @@ def losses(model: Any, params: Any, objective: Any, given: Any, rows: Rows) -> A
         return found.total / found.weight
 
     found, gradient = jax.jit(jax.value_and_grad(loss))(trained, rest)
-    return float(found), Form.of(model, rest).whole(gradient)
+    return float(found), at_hand(Form.of(model, rest).later(gradient))
 
 
 @pytest.mark.parametrize(
