@@ -142,7 +142,10 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
 def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
     """One leaf of one of each stage's. Raises ConfigError where they are kept differently."""
     if any(isinstance(x, Adapted) and x.owner is not None for x in leaves):
-        raise ConfigError("several adapters do not go with stages of a pipeline: load one of them")
+        raise ConfigError(
+            "adapters that are loaded do not go with stages of a pipeline: merge one into the"
+            " weights (jaxllm merge), or use a mesh with stage=1"
+        )
 
     def join(*arrays: jax.Array) -> jax.Array:
         return side_by_side([x[None] for x in arrays], mesh, AXIS, 0)
