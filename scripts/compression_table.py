@@ -1,11 +1,13 @@
 """What every method of jaxllm compress costs and brings, on small models that were really trained.
 
     python scripts/compression_table.py [--models demo:llama demo:gpt2 DIRECTORY ...] [--out DIR]
+        [--texts CALIBRATION EVALUATION]
 
 Each recipe is applied to each model by itself, calibrated on one text and measured on another that
 the model was not calibrated on: stories of the demo's grammar for the demo models; what a model
 says by itself for a directory with a tokenizer, with other seeds; of a directory with a
-`corpus.txt` and a `char_vocab.json`, the first half and the second. A table for each model goes to
+`corpus.txt` and a `char_vocab.json`, the first half and the second; with `--texts`, these files. A
+table for each model goes to
 stdout as Markdown, its numbers to DIR as JSON, a picture of quality against bytes beside it.
 """
 
@@ -43,6 +45,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "4 bits": [
         [r"quantize: rtn int4-g64 on=(layers|h)\..*"],
         [r"quantize: rtn int4-g64-zp on=(layers|h)\..*"],
+        ["quantize: awq int4-g64"],
         ["quantize: awq int4-g64-zp"],
         [r"quantize: rtn int4-g64 on=(layers|h)\..* clip=true"],
         ["quantize: gptq int4-g64"],
@@ -51,6 +54,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "3 bits": [
         [r"quantize: rtn int3-g64 on=(layers|h)\..*"],
         [r"quantize: rtn int3-g64-zp on=(layers|h)\..*"],
+        ["quantize: awq int3-g64"],
         ["quantize: awq int3-g64-zp"],
         [r"quantize: rtn int3-g64 on=(layers|h)\..* clip=true"],
         ["quantize: gptq int3-g64"],
@@ -98,10 +102,13 @@ class Data(NamedTuple):
     loader: Loader
 
 
-def data_of(name: str, lm: jaxllm.LM) -> Data:
-    """What a model is calibrated and measured on."""
+def data_of(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
+    """Return what a model is calibrated and measured on; texts: a file for each."""
     width = min(WIDTH, lm.config.context_length)
-    if (Path(name) / "char_vocab.json").is_file():
+    if texts:
+        first, second = (lm.encode(file.read_text(encoding="utf-8")) for file in texts)
+        rows, rest = np.array(first[: ROWS * width], np.int32).reshape(-1, width), [second]
+    elif (Path(name) / "char_vocab.json").is_file():
         ids = json.loads((Path(name) / "char_vocab.json").read_text(encoding="utf-8"))
         text = (Path(name) / "corpus.txt").read_text(encoding="utf-8")
         tokens = np.array([ids[c] for c in text], np.int32)
@@ -128,10 +135,12 @@ def data_of(name: str, lm: jaxllm.LM) -> Data:
     return Data(from_tokens(rows), made)
 
 
-def measured(name: str, recipes: dict[str, list[list[str]]]) -> dict[str, list[report.Row]]:
+def measured(
+    name: str, recipes: dict[str, list[list[str]]], texts: Sequence[Path] = ()
+) -> dict[str, list[report.Row]]:
     """The rows of every recipe by block, those of the first the original too."""
     lm = jaxllm.load(name, dtype="float32")
-    data = data_of(name, lm)
+    data = data_of(name, lm, texts)
     scale = report.Scale(lm, data.loader, speed=False, show_progress=False)
     found = {"original": [scale.measure("float32", subject_of(lm))]}
     for block, lines in recipes.items():
@@ -175,10 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["demo:llama", "demo:gpt2"])
     parser.add_argument("--blocks", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument(
+        "--texts", nargs=2, type=Path, default=(), metavar="FILE",
+        help="calibrate on the first file, measure on the second",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="a directory for JSON files and pictures")
     given = parser.parse_args()
     for name in given.models:
-        found = measured(name, {block: RECIPES[block] for block in given.blocks})
+        found = measured(name, {block: RECIPES[block] for block in given.blocks}, given.texts)
         rows = [row for block in found.values() for row in block]
         print(f"\n{Path(name).name}:\n\n{as_markdown(rows)}", flush=True)
         if given.out:

@@ -9,12 +9,13 @@ stays small and the sharding does not change the numbers.
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,17 +201,23 @@ def make(
     dtype: str,
     seed: int,
     layers: int | None = None,
+    fields: Mapping[str, Any] | None = None,
     shards: int = 1,
     tokenizer: Path | None = None,
     force: bool = False,
 ) -> None:
     """Write a checkpoint of `kind`; `destination` appears only when it is complete.
 
-    Raises ValueError for numbers that make no sense, FileExistsError for a destination that is not
-    empty (unless `force`), FileNotFoundError for a tokenizer directory without a tokenizer.
+    fields: values that replace those of the kind's config.json. Raises ValueError for numbers that
+    make no sense and for unknown fields, FileExistsError for a destination that is not empty
+    (unless `force`), FileNotFoundError for a tokenizer directory without a tokenizer.
     """
     model = KINDS[kind]
-    config = model.config | {"torch_dtype": dtype}
+    if unknown := sorted(set(fields or ()) - set(model.config)):
+        raise ValueError(
+            f"{kind} has no field {', '.join(unknown)} (has: {', '.join(model.config)})"
+        )
+    config = model.config | {"torch_dtype": dtype} | dict(fields or {})
     if layers is not None:
         config[model.layers_field] = layers
     shapes = dict(model.shapes(config))
@@ -250,11 +257,20 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
+    parser.add_argument(
+        "--set",
+        dest="fields",
+        metavar="NAME=VALUE",
+        action="append",
+        type=lambda text: text.split("=", 1),
+        help="another value of a field of config.json, as JSON; may be repeated",
+    )
     parser.add_argument("--shards", type=int, default=1, help="split into files of one index")
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="copy its tokenizer files")
     parser.add_argument("--force", action="store_true", help="replace what is at DST")
     options = vars(parser.parse_args())
     try:
+        options["fields"] = {name: json.loads(value) for name, value in options["fields"] or ()}
         make(options.pop("kind"), options.pop("destination"), **options)
     except (OSError, ValueError) as error:
         sys.exit(f"make_checkpoint: {error}")

@@ -24,14 +24,17 @@ COMMANDS = [
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = (block for language, block in BLOCKS if language == "python")
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
-    said = capsys.readouterr().out
-    assert said.count("->") == 3
-    assert said.count("KVCache(") == 4
-    statements = [line for line in code.splitlines() if line.strip() and line[0] != "#"]
-    assert len(statements) <= 20
+def test_python_examples_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each goes on with the names of those before it, and none is longer than 22 lines."""
+    names = {"__name__": "__main__"}
+    codes = [block for language, block in BLOCKS if language == "python"]
+    for code in codes:
+        exec(compile(code, "README.md", "exec"), names)
+        assert len([line for line in code.splitlines() if line.strip() and line[0] != "#"]) <= 22
+    printed = capsys.readouterr().out
+    assert printed.count("->") == 3
+    assert printed.count("KVCache(") == 1
+    assert printed.splitlines()[-1] == "(3, 2, 1) (1, 64, 2, 64)", "words, and a gradient of keys"
 
 
 def run_in_shell(command: str, folder: Path) -> None:
@@ -74,7 +77,7 @@ def test_make_and_pip_do_the_same() -> None:
     """The pip lines are the Makefile's, word for word; `make test` itself is what runs this."""
     for line in re.findall(r"\.venv/bin/\S+ .*", TEXT):
         words = shlex.split(line.split("#")[0])
-        assert Path(words[0]).name in ("pip", "pytest", "jaxllm"), line
+        assert Path(words[0]).name in ("pip", "pytest", "jaxllm", "jupyter"), line
     assert 'pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"' in MAKEFILE
     assert "pip install --quiet --no-compile --constraint constraints.txt --editable" in MAKEFILE
     for target in ("demo", "test", "test-full"):
