@@ -137,8 +137,9 @@ def recall(
         write(told + "\n")
         return
     note(
-        f"{texts} texts, {tries} a cell, {cells[0].choices} answers (guessing:"
-        f" {100 / cells[0].choices:.0f}); a cache of {slots} slots but for full"
+        f"{texts}: % of {tries} texts with the right answer the likeliest of {cells[0].choices}"
+        f" (guessing gets {100 / cells[0].choices:.0f}%) / given by greedy decoding; {slots} cache"
+        " slots, except full"
     )
     for line in report.table(cells):
         write(line + "\n")

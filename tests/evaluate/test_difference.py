@@ -89,7 +89,14 @@ def test_json_has_no_nan() -> None:
     assert data["stages"][0]["max_error"] is None
     assert data["first_diverging"] == "x"
     assert data["holds"] is False
-    assert "x" in to_text(_tiny_report())
+
+
+def test_text_report_fits_and_explains_columns() -> None:
+    """The table is at most 100 columns wide, and 1 of 2 numbers is equal."""
+    lines = to_text(_tiny_report()).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "equal" in lines[0] + lines[1]
+    assert next(line for line in lines if line.startswith("x ")).split()[6:8] == ["50.0%", "50.0%"]
 
 
 def test_the_example_is_deterministic_and_unequal() -> None:

@@ -11,18 +11,22 @@ from jaxllm.evaluate.equivalence.difference import MAX_DRIFT, Difference, bucket
 from jaxllm.files import finite_json, writing
 
 _FIGURES = ("max", "rel max", "rms", "rel rms", "1 - cos")
+_CLOSE = 2  # buckets that are at most 1 ULP apart
+_LEGEND = """\
+max, rms: largest and RMS difference; rel: divided by the stage's largest number and RMS.
+equal, 1 ulp: share of numbers with the same bits, and at most 1 ULP apart (histogram: --json).
+"""
 
 
 def to_text(report: Report) -> str:
-    """A line a stage, then what it comes to.
-
-    The columns after `ulps` are percentages of the stage's numbers: 0 ULPs apart, 1, 2 or more, ...
+    """Return a legend, a line per stage, and the verdict, at most 100 columns wide where names are
+    short.
     """
     width = max(len(d.name) for d in report.differences)
     drift = report.drift is not None
     head = f"{'stage':{width}}" + "".join(f"{name:>9}" for name in _FIGURES)
-    head += "   ulps" + "".join(f"{name:>7}" for name in bucket_names())
-    lines = [head + ("   drift" if drift else "")]
+    head += f"{'equal':>9}{'1 ulp':>9}"
+    lines = [_LEGEND, head + ("   drift" if drift else "")]
     lines += [_line(d, width) for d in report.differences]
     return "\n".join([*lines, "", *_verdict(report)]) + "\n"
 
@@ -82,8 +86,8 @@ def to_png(report: Report, path: Path) -> None:
 def _line(d: Difference, width: int) -> str:
     angle = max(1 - d.cosine, 0.0) if d.cosine == d.cosine else d.cosine
     figures = (d.max_error, d.relative_max, d.rms_error, d.relative_rms, angle)
-    text = f"{d.name:{width}}" + "".join(f"{x:9.1e}" for x in figures) + " " * 7
-    text += "".join(f"{_percent(n, d.count):>7}" for n in d.ulps)
+    text = f"{d.name:{width}}" + "".join(f"{x:9.1e}" for x in figures)
+    text += "".join(f"{_percent(sum(d.ulps[:n]), d.count):>9}" for n in (1, _CLOSE))
     text += "" if d.drift is None else f"{d.drift:8.2f}"
     if d.beyond:
         text += f"  {'rounding' if d.holds else '<-'}: {d.beyond:,} of {d.count:,} beyond"
@@ -91,7 +95,7 @@ def _line(d: Difference, width: int) -> str:
 
 
 def _percent(n: int, count: int) -> str:
-    return f"{100 * n / count:.1f}" if n else "."
+    return f"{100 * n / count:.1f}%"
 
 
 def _verdict(report: Report) -> list[str]:

@@ -230,7 +230,7 @@ def test_the_command_prints_draws_and_writes(run: Run, shallow: Any, tmp_path: P
     lines = shown.splitlines()
     assert lines[0].split() == ["full", "60", "90"]
     assert lines[1].startswith("  depth 0.00") and len(lines) == 6
-    assert "guessing: 4" in err
+    assert "guessing gets 4%" in err
 
 
 def test_bad_options_are_refused_first(run: Run, tmp_path: Path) -> None:
