@@ -162,3 +162,11 @@ def test_tokenizer_files_are_copied(small: str, tmp_path: Path) -> None:
     make(small, tmp_path / "m", tokenizer=source)
     assert (tmp_path / "m" / "tokenizer.json").exists()
     assert not (tmp_path / "m" / "secret.txt").exists()
+
+
+def test_fields_replace_those_of_config(small: str, tmp_path: Path) -> None:
+    """A published shape with another vocabulary; a field that the kind lacks is refused."""
+    make(small, tmp_path / "m", layers=1, fields={"vocab_size": 77})
+    assert open_hf(tmp_path / "m").config.vocab_size == 77
+    with pytest.raises(ValueError, match="no field vocab"):
+        make(small, tmp_path / "n", fields={"vocab": 77})
