@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxllm.compress.structure.structure import narrower
-from jaxllm.convert.engine import TABLES, read_config
+import jaxllm
+from jaxllm import models
+from jaxllm.compress.structure.structure import cut, narrower
+from jaxllm.convert.engine import TABLES, read_config, write_hf
 from jaxllm.errors import ConfigError
+from jaxllm.forms import open_path
 from jaxllm.models import config_from_dict
-from tests.twins import KINDS, theirs
+from tests.conftest import Run
+from tests.twins import KINDS, assert_close, load_twin, save_random, theirs, tokens
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1000, "factor": 8, "low_freq_factor": 2,
@@ -144,3 +149,35 @@ def test_refused_heads_name_those_that_fit() -> None:
     config = narrower(read_config(data)[0], "heads", 3)
     with pytest.raises(ConfigError, match=r"got 6, expected one of 2, 4, as .*LlamaForCausalLM"):
         TABLES["llama"].write_config(config)
+
+
+def test_uneven_heads_compute_the_same_in_transformers(tmp_path: Path) -> None:
+    """OLMo 2 of 8 heads in 4 pairs, 3 pairs kept: written, and equal logits."""
+    save_random(
+        tmp_path / "whole", "olmo2", num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    lm = jaxllm.load(tmp_path / "whole")
+    config, params = cut(lm.config, lm.params, "heads", [[0, 1, 3]])
+    model = models.build(config)
+    small = dataclasses.replace(lm, config=config, params=params, model=model)
+    small.save(tmp_path / "small")
+    write_hf(tmp_path / "theirs", open_path(tmp_path / "small"))
+    ids = tokens(1, 19)
+    twin = load_twin(tmp_path / "theirs")
+    assert twin.torch_model.config.num_attention_heads == 6
+    assert_close(jaxllm.forward(model, params, None, ids).logits, twin.logits(ids))
+
+
+def test_a_llama_of_uneven_heads_leaves_no_directory(tmp_path: Path, run: Run) -> None:
+    save_random(
+        tmp_path / "whole", "llama", num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    lm = jaxllm.load(tmp_path / "whole")
+    config, params = cut(lm.config, lm.params, "heads", [[0, 1, 3]])
+    small = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
+    small.save(tmp_path / "small")
+    status, _, err = run("convert", tmp_path / "small", tmp_path / "theirs", "--to-hf")
+    assert status == 1 and "got 6, expected one of 2, 4" in err
+    assert not (tmp_path / "theirs").exists()
