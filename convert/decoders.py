@@ -228,11 +228,11 @@ def read_rope(
         if spelled is not None and given.setdefault("rope_type", spelled) != spelled:
             complaints.append(f"{name} has both type {spelled!r} and another rope_type")
         for key, value in given.items():
-            known = ROPE_ALLOWED.get(key, (value,))
+            neutral = ROPE_ALLOWED.get(key, (value,))
             if isinstance(value, Mapping):
                 complaints.append(f"{name}.{key} is an object, which this family does not have")
-            elif value not in known:
-                values = " or ".join(map(repr, known))
+            elif value not in neutral:
+                values = " or ".join(map(repr, neutral))
                 complaints.append(f"{name}.{key} must be {values}, got {value!r:.60}")
             if settings.setdefault(key, value) != value:
                 complaints.append(f"{key} differs between rope_scaling and rope_parameters")

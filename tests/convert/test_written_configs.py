@@ -116,7 +116,8 @@ def test_a_float_of_older_files_is_written_whole(family: str) -> None:
         TABLES[family].write_config(half)
 
 
-HEADS = [name for name in KINDS if name != "gpt2"]  # whose heads are not cut at all
+# Heads of GPT-2 and of OLMo 2 are not cut at all.
+HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2")]
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -151,10 +152,16 @@ def test_refused_heads_name_those_that_fit() -> None:
         TABLES["llama"].write_config(config)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "olmo2"])
+def test_heads_that_depend_on_all_are_not_cut(family: str) -> None:
+    with pytest.raises(ConfigError, match=f"heads of {family} cannot be cut"):
+        narrower(read_config(theirs(family).to_dict())[0], "heads", 1)
+
+
 def test_uneven_heads_compute_the_same_in_transformers(tmp_path: Path) -> None:
-    """OLMo 2 of 8 heads in 4 pairs, 3 pairs kept: written, and equal logits."""
+    """Qwen2 of 8 heads in 4 pairs, 3 pairs kept: written, and equal logits."""
     save_random(
-        tmp_path / "whole", "olmo2", num_hidden_layers=1, num_attention_heads=8,
+        tmp_path / "whole", "qwen2", num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=4,
     )  # fmt: skip
     lm = jaxllm.load(tmp_path / "whole")
