@@ -90,6 +90,7 @@ COMMON_IGNORED = frozenset({
 COMMON_ALLOWED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
+    "attention": (),  # ours, of Llama
     "attention_bias": (False,),
     "attention_chunk_size": (),
     "attention_multiplier": (),
