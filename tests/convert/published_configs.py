@@ -1,8 +1,8 @@
 """config.json of published checkpoints, as their repositories have them: facts, no code.
 
 Rows of one kind share a base and state what differs. `RECONSTRUCTED` are put together from fields
-that public pages quote; all others are copies of whole files. `_name_or_path`, which nothing reads,
-is left out.
+that public pages quote; all others are copies of whole files, or of transformers' prints of them,
+in public code. `_name_or_path`, which nothing reads, is left out.
 """
 
 from typing import Any
@@ -68,7 +68,10 @@ LLAMA: dict[str, Row] = {
     "meta-llama/Llama-2-13b-hf": {
         **_LLAMA2, **_sizes(5120, 13824, 40, 40, 40, 2048, 32000), "pretraining_tp": 2,
     },
-    "codellama/CodeLlama-7b-hf": {**_CODE, **_sizes(4096, 11008, 32, 32, 32, 16384, 32016)},
+    "codellama/CodeLlama-7b-hf": {
+        **_CODE, **_sizes(4096, 11008, 32, 32, 32, 16384, 32016),
+        "transformers_version": "4.33.0.dev0",
+    },
     "codellama/CodeLlama-34b-hf": {**_CODE, **_sizes(8192, 22016, 48, 64, 8, 16384, 32016)},
     "TinyLlama/TinyLlama-1.1B-Chat-v0.4": {
         **_LLAMA, **_ENDS, **_TINY, **_sizes(2048, 5632, 22, 32, 4, 2048, 32003),
@@ -505,6 +508,7 @@ FAMILIES = (
 PUBLISHED: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.items()}
 # Put together from fields that are quoted here and there.
 RECONSTRUCTED = frozenset({
+    "unsloth/Llama-3.2-1B-Instruct",
     "huggyllama/llama-7b", "mistralai/Mistral-7B-v0.1", "mistralai/Mistral-Nemo-Instruct-2407",
     "mistralai/Mixtral-8x22B-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1",
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "Qwen/Qwen2.5-1.5B", *QWEN3_MOE,
