@@ -39,9 +39,19 @@ ATTENTION_BIAS = Field("attention_bias", "attention_bias", False)
 MLP_BIAS = Field("mlp_bias", "mlp_bias", False)
 SLIDING = Field("sliding_window", "sliding_window", None)
 LAYER_TYPES = Field("layer_types", "layer_types", None)
+ROTARY_SHARE = "partial_rotary_factor"
 DIVISORS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
 ORIGINAL = "original_max_position_embeddings"
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+ROPE_SETTINGS = frozenset({"type", *(field.name for field in dataclasses.fields(Rope))})
+# As `COMMON_ALLOWED`, of rotary settings.
+ROPE_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "alpha": (1,),
+    "interleaved": (False,),
+    "llama_4_scaling_beta": (0,),
+    "mrope_interleaved": (False,),
+    "mrope_section": ([],),
+}
 
 
 def table(
@@ -62,7 +72,12 @@ def table(
         architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),
         fields=(*common, *fields),
         allowed={**COMMON_ALLOWED, **(allowed or {})},
-        ignored=COMMON_IGNORED | ROPE | {"attention_dropout"} | ignored,
+        # use_sliding_window: the window's size says it where no row reads it.
+        ignored=COMMON_IGNORED
+        | ROPE
+        | {"layer_types"}
+        | ({"use_sliding_window"} if "sliding_window" in own else set())
+        | ignored,
         skipped=(r"(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq",),
         prefix=prefix,
         writes_prefix=True,
@@ -84,7 +99,13 @@ def read_decoder(
     Raises ConfigError with everything that is wrong.
     """
     fields, complaints = read_fields(table, data)
-    fields["rope"] = read_rope(data, fields.get("max_position_embeddings"), complaints, theta=theta)
+    rope = read_rope(data, fields.get("max_position_embeddings"), complaints, theta=theta)
+    if rope is not None and rope.partial_rotary_factor and ROTARY_SHARE not in table.ignored:
+        complaints.append(
+            f"{ROTARY_SHARE} must be 1 or null, got {rope.partial_rotary_factor}:"
+            " transformers rotates whole heads in this family"
+        )
+    fields["rope"] = rope
     refuse("config.json", complaints)
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
@@ -92,17 +113,51 @@ def read_decoder(
         fields["head_dim"] = share("hidden_size", fields, "num_attention_heads")
     finish(fields, complaints)
     refuse("config.json", complaints)
-    return config(**fields)
+    made = config(**fields)
+    if "layer_types" not in fields and (stated := data.get("layer_types")) is not None:
+        kinds = ("full_attention", "sliding_attention")
+        meant = [kinds[made.window(i) is not None] for i in range(made.num_hidden_layers)]
+        if stated != meant:
+            refuse(
+                "config.json",
+                [f"layer_types must be null or {meant[0]!r} of every layer, got {stated!r:.60}"],
+            )
+    return made
 
 
 def write_decoder(config: DecoderConfig, table: Architecture, model_type: str) -> dict[str, Any]:
-    """config.json's fields, in the spelling that every transformers reads."""
+    """config.json's fields, in the spelling that every transformers reads.
+
+    Raises ConfigError for numbers of heads that transformers' class refuses.
+    """
+    check_heads(config, table)
     return {
         "architectures": [table.architectures[0]],
         "model_type": model_type,
         **write_fields(table, config),
         **written_rope(config.rope, config.max_position_embeddings),
     }
+
+
+def check_heads(config: DecoderConfig, table: Architecture) -> None:
+    """Raise ConfigError for a number of heads that transformers' class refuses, by what it checks:
+    hidden_size a multiple of the heads, or just as wide where the table has no head_dim.
+    """
+    hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
+    fixed = all(field.ours != "head_dim" for field in table.fields)
+    if fixed and heads * size != hidden:
+        wanted = f"hidden_size {hidden} = num_attention_heads x {size}"
+    elif table.divides_width and hidden % heads:
+        group = heads // config.num_key_value_heads
+        fit = [n for n in range(group, heads + 1, group) if hidden % n == 0]
+        wanted = f"one of {', '.join(map(str, fit))}" if fit else f"a divisor of {hidden}"
+    else:
+        return
+    raise ConfigError(
+        f"num_attention_heads has no Hugging Face form: got {heads}, expected {wanted}, as"
+        f" transformers' {table.architectures[0]} does. Drop heads to such a number, or save the"
+        " model in the native form"
+    )
 
 
 def resolve_layer_types(
@@ -137,6 +192,21 @@ def written_rope(rope: Rope, context: int) -> dict[str, Any]:
     return data if share is None else {**data, "partial_rotary_factor": share}
 
 
+def unknown_rope_settings(data: Mapping[str, Any]) -> list[str]:
+    """The rotary settings in a config.json that no type has, as "rope_scaling.NAME"."""
+    found = []
+    for name in sorted(ROPE & data.keys()):
+        given = data[name] if isinstance(data[name], Mapping) else {}
+        inner = {k: v for k, v in given.items() if isinstance(v, Mapping)}  # by kinds of layers
+        for where, settings in {
+            name: given,
+            **{f"{name}.{k}": v for k, v in inner.items()},
+        }.items():
+            known = ROPE_SETTINGS | ROPE_ALLOWED.keys() | inner.keys()
+            found += [f"{where}.{key}" for key in settings if key not in known]
+    return found
+
+
 def read_rope(
     data: Mapping[str, Any],
     context: Any,
@@ -158,6 +228,12 @@ def read_rope(
         if spelled is not None and given.setdefault("rope_type", spelled) != spelled:
             complaints.append(f"{name} has both type {spelled!r} and another rope_type")
         for key, value in given.items():
+            neutral = ROPE_ALLOWED.get(key, (value,))
+            if isinstance(value, Mapping):
+                complaints.append(f"{name}.{key} is an object, which this family does not have")
+            elif value not in neutral:
+                values = " or ".join(map(repr, neutral))
+                complaints.append(f"{name}.{key} must be {values}, got {value!r:.60}")
             if settings.setdefault(key, value) != value:
                 complaints.append(f"{key} differs between rope_scaling and rope_parameters")
     for name in ("rope_theta", *SHARED_FIELDS):
@@ -179,9 +255,6 @@ def read_rope(
         settings.setdefault(ORIGINAL, said)
     # Files carry leftovers of other types, and transformers reads only its type's own.
     used = {"rope_type", "rope_theta", *required, *optional, *SHARED_FIELDS}
-    unknown = sorted(set(settings) - {f.name for f in dataclasses.fields(Rope)})
-    if unknown:
-        complaints.append(f"rope settings {', '.join(unknown)} are not known")
     missing = [name for name in required if name not in settings]
     if missing:
         complaints.append(f"rope_type {kind!r} needs {', '.join(missing)}")

@@ -39,10 +39,11 @@ from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 
 from . import flaxfiles
+from .decoders import unknown_rope_settings
 from .flaxfiles import as_torch, open_flax
 from .quantized import rules, take_quantized, their_names
 from .scheme import KEY, Scheme, read_scheme
-from .tables import HEAD, Architecture
+from .tables import HEAD, Architecture, unknown_fields
 
 
 class _Index(msgspec.Struct):
@@ -76,17 +77,19 @@ FORM = "Hugging Face"
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoint:
+def open_hf(
+    directory: Path, data: Mapping[str, Any] | None = None, *, strict: bool = False
+) -> Checkpoint:
     """Open a Hugging Face checkpoint of a known family: one safetensors file or shards; or, where
     there is none, what a Flax class of transformers 4 wrote (`flaxfiles`).
 
     What GPTQ or AWQ have quantized (`quantization_config`) becomes leaves of the same integers.
 
-    data: its config.json, where that has been read. Raises ConfigError or CheckpointError with all
-    that is wrong; no tensor has been read then.
+    data: its config.json, where that has been read. strict: as for `read_config`. Raises
+    ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
     """
     data = read_model_json(directory) if data is None else data
-    config, table = read_config(data)
+    config, table = read_config(data, strict=strict)
     tensors = _ours(_open_files(directory, data["model_type"]), config, table, str(directory))
     if config.tie_word_embeddings and HEAD in tensors:
         _drop_tied_head(tensors, f"{family(config.model_type).tokens}.weight", str(directory))
@@ -99,13 +102,38 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
     check_names(tensors, config, str(directory), formats, complaints)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
     generation = check_ids({**ids, **read_generation(directory)}, f"{directory / 'config.json'}")
-    return Checkpoint(directory, config, tensors, generation, precision, formats, form=FORM)
+    return Checkpoint(
+        directory,
+        config,
+        tensors,
+        generation,
+        precision,
+        formats,
+        form=FORM,
+        ignored=unread_fields(data),
+    )
 
 
-def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
+def unread_fields(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of a config.json that `read_config` ignores because nothing here has a word for
+    them; those that are known to change no result are not among them.
+    """
+    _, table = READERS[data["model_type"]]
+    names = unknown_fields(table, {name: value for name, value in data.items() if name != KEY})
+    return (*names, *(unknown_rope_settings(data) if "rope_scaling" in table.ignored else ()))
+
+
+def read_config(
+    data: Mapping[str, Any], *, strict: bool = False
+) -> tuple[ModelConfig, Architecture]:
     """A config.json's contents to our configuration and the table that reads its weights.
 
-    Raises ConfigError with every field that is missing, unknown, or asks for what is not there.
+    The reference is transformers' own class for the model_type. A field that this class reads, or
+    that is known to change a result elsewhere (`COMMON_ALLOWED`), is read or refused. Any other is
+    ignored and is among `unread_fields`. So is `auto_map`: the code that it names is never run.
+
+    strict: refuse what would be ignored. Raises ConfigError with every field that is missing, or
+    asks for what is not there.
     """
     kind: _Kind = as_schema(data, _Kind, "config.json", ConfigError)
     if kind.model_type not in READERS:
@@ -115,9 +143,9 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
         )
     if data.get(KEY) is not None:  # before the rest: what it says may be why
         read_scheme(data[KEY])
-    if "auto_map" in data:
+    if strict and (names := unread_fields(data)):
         raise ConfigError(
-            "config.json: the checkpoint brings code of its own (auto_map), which is never run"
+            f"config.json: unknown fields {', '.join(names)}. Leave strict out to ignore them"
         )
     read, table = READERS[kind.model_type]
     for name in kind.architectures or ():

@@ -2,15 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.experts import MixtureConfig
 from jaxllm.weights.lazy import LazyTensor, stacked
 
 from .layouts import Tensors
-from .tables import refuse
 
 OURS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = r"(layers\.\d+\.)"
@@ -20,19 +17,6 @@ _WHOLE = re.compile(_LAYER + r"mlp\.experts\.(gate_up_proj|down_proj)")
 
 # What only training reads.
 ROUTER = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
-
-
-def spelled(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A config.json whose number of experts is called `name`: files have either of two names.
-
-    Raises ConfigError where they have both, with different numbers.
-    """
-    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[name]
-    if other not in data:
-        return data
-    if data.get(name, data[other]) != data[other]:
-        refuse("config.json", [f"{name} {data[name]!r:.40} and {other} {data[other]!r:.40} differ"])
-    return {**{k: v for k, v in data.items() if k != other}, name: data[other]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.models.gemma2 import Gemma2Config
+from jaxllm.errors import ConfigError
+from jaxllm.models.gemma2 import Gemma2Config, GemmaConfig
 
 from .decoders import (
     ATTENTION_BIAS,
@@ -26,15 +27,14 @@ GEMMA = (
 )
 # hidden_act: what the first files said beside hidden_activation, and nobody reads.
 IGNORED = frozenset({"cache_implementation", "hidden_act"})
-ALLOWED: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None)}
 GEMMA2 = table(
     "Gemma2",
     *GEMMA,
     Field("max_position_embeddings", "max_position_embeddings", 8192),
     Field("attn_logit_softcapping", "attn_logit_softcapping", None),
     Field("final_logit_softcapping", "final_logit_softcapping", None),
-    allowed=ALLOWED,
     ignored=IGNORED,
+    divides_width=True,
 )
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
@@ -47,6 +47,21 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma2Config:
     return read_decoder(Gemma2Config, table, {**CAPS, **data}, finish=every_other)
 
 
+def write_gemma(config: GemmaConfig, table: Architecture, model_type: str) -> dict[str, Any]:
+    """config.json's fields. transformers takes no float for `query_pre_attn_scalar`, and files in
+    our form of older versions have one.
+
+    Raises ConfigError for one that is no whole number.
+    """
+    data, scalar = write_decoder(config, table, model_type), config.query_pre_attn_scalar
+    if int(scalar) != scalar:
+        raise ConfigError(
+            f"query_pre_attn_scalar has no Hugging Face form: got {scalar}, expected a whole"
+            " number, as transformers does. Save the model in the native form"
+        )
+    return {**data, "query_pre_attn_scalar": int(scalar)}
+
+
 def write_config(config: Gemma2Config) -> tuple[dict[str, Any], Architecture]:
     """config.json's fields, and the table."""
-    return write_decoder(config, GEMMA2, "gemma2"), GEMMA2
+    return write_gemma(config, GEMMA2, "gemma2"), GEMMA2

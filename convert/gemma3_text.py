@@ -7,8 +7,8 @@ from typing import Any
 from jaxllm.config import Rope
 from jaxllm.models.gemma3_text import Gemma3Config
 
-from .decoders import read_decoder, read_rope, resolve_layer_types, table, write_decoder
-from .gemma2 import ALLOWED, GEMMA, IGNORED
+from .decoders import read_decoder, read_rope, resolve_layer_types, table
+from .gemma2 import GEMMA, IGNORED, write_gemma
 from .tables import Architecture, Field
 
 GEMMA3 = table(
@@ -18,8 +18,8 @@ GEMMA3 = table(
     Field("max_position_embeddings", "max_position_embeddings", 131072),
     Field("sliding_window_pattern", "sliding_window_pattern", 6),
     Field("_sliding_window_pattern", "_sliding_window_pattern", None),
-    allowed={**ALLOWED, "attn_logit_softcapping": (None,)},
     ignored=IGNORED | {"rope_local_base_freq"},
+    divides_width=True,
 )
 
 READS = {"gemma3_text": GEMMA3}
@@ -52,7 +52,7 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma3Config:
 
 def write_config(config: Gemma3Config) -> tuple[dict[str, Any], Architecture]:
     """config.json's fields, and the table."""
-    data = write_decoder(config, GEMMA3, "gemma3_text")
+    data = write_gemma(config, GEMMA3, "gemma3_text")
     if config.local_rope == Rope(rope_type="default", rope_theta=config.local_rope.rope_theta):
         return {**data, "rope_local_base_freq": config.local_rope.rope_theta}, GEMMA3
     return {**data, **_written_both(config)}, GEMMA3

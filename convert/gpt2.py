@@ -34,14 +34,13 @@ FIELDS = (
 GPT2 = Architecture(
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     fields=FIELDS,
-    allowed=COMMON_ALLOWED,
+    allowed={**COMMON_ALLOWED, "layer_types": ()},
     # reorder_and_upcast_attn: attention is in float32 here whatever it says. n_ctx: n_positions,
     # as older files call it a second time; read_config checks that they agree.
     ignored=COMMON_IGNORED
     | {
         "attn_pdrop",
         "embd_pdrop",
-        "gradient_checkpointing",
         "n_ctx",
         "reorder_and_upcast_attn",
         "resid_pdrop",
@@ -50,6 +49,12 @@ GPT2 = Architecture(
         "summary_proj_to_labels",
         "summary_type",
         "summary_use_proj",
+    },
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
     },
     transposed=(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",),
     skipped=(r"h\.\d+\.attn\.(bias|masked_bias)",),

@@ -9,6 +9,7 @@ from .decoders import read_decoder, table, write_decoder
 from .layouts import Fused, heads_of
 from .tables import Architecture, Field, refuse
 
+ROTARY = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}  # theirs: others'
 GPT_NEOX = table(
     "GPTNeoX",
     Field("hidden_act", "hidden_act", "gelu"),
@@ -16,7 +17,8 @@ GPT_NEOX = table(
     Field("attention_bias", "attention_bias", True),
     Field("use_parallel_residual", "use_parallel_residual", True),
     but=("num_key_value_heads", "head_dim"),  # all heads have their own, of one size
-    ignored=frozenset({"classifier_dropout", "hidden_dropout", "partial_rotary_factor"}),
+    allowed={"head_dim": (), "num_key_value_heads": ()},
+    ignored=frozenset({"classifier_dropout", "partial_rotary_factor", *ROTARY}),
     layouts=(
         Fused(
             "attention.query_key_value",
@@ -30,7 +32,6 @@ GPT_NEOX = table(
 )
 
 READS = {"gpt_neox": GPT_NEOX}
-ROTARY = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}  # theirs: others'
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> GPTNeoXConfig:

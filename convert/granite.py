@@ -23,12 +23,7 @@ READS = {"granite": GRANITE}
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> GraniteConfig:
     """config.json to GraniteConfig. Raises ConfigError with everything that is wrong."""
-
-    def finish(fields: dict[str, Any], complaints: list[str]) -> None:
-        whole = {n: float(fields[n]) for n in MULTIPLIERS if type(fields[n]) is int}
-        fields.update(whole)  # files write 12 for 12.0
-
-    return read_decoder(GraniteConfig, table, data, finish=finish)
+    return read_decoder(GraniteConfig, table, data)
 
 
 def write_config(config: GraniteConfig) -> tuple[dict[str, Any], Architecture]:

@@ -16,12 +16,12 @@ LLAMA = table(
     "Llama",
     ATTENTION_BIAS,
     MLP_BIAS,
-    allowed={"pretraining_tp": (1, None)},
     ignored=frozenset({"attention"}),  # ours, read below
+    divides_width=True,
 )
 LLAMA = dataclasses.replace(LLAMA, architectures=(*LLAMA.architectures, "LLaMAForCausalLM"))
 # Mistral's linears have no biases, and its configuration no words for them.
-MISTRAL = table("Mistral", SLIDING, allowed={"pretraining_tp": (1, None)})
+MISTRAL = table("Mistral", SLIDING)
 
 READS = {"llama": LLAMA, "mistral": MISTRAL}
 

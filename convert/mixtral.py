@@ -6,7 +6,7 @@ from typing import Any
 from jaxllm.models.mixtral import MixtralConfig
 
 from .decoders import SLIDING, read_decoder, table, write_decoder
-from .experts import ROUTER, Experts, spelled
+from .experts import ROUTER, Experts
 from .tables import Architecture, Field
 
 MIXTRAL = table(
@@ -18,6 +18,7 @@ MIXTRAL = table(
     Field("num_local_experts", "num_experts", 8),
     Field("num_experts_per_tok", "num_experts_per_tok", 2),
     ignored=ROUTER,
+    aliases={"num_experts": "num_local_experts"},
     layouts=(Experts("block_sparse_moe", ("w1", "w3", "w2")),),
 )
 
@@ -26,7 +27,6 @@ READS = {"mixtral": MIXTRAL}
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> MixtralConfig:
     """config.json to MixtralConfig. Raises ConfigError with everything that is wrong."""
-    data = spelled(data, "num_local_experts")
     return read_decoder(MixtralConfig, table, data, theta=1e6)
 
 

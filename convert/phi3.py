@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.errors import ConfigError
 from jaxllm.models.phi3 import Phi3Config
 
 from .decoders import SLIDING, read_decoder, table, write_decoder
@@ -14,7 +15,6 @@ PHI3 = table(
     SLIDING,
     Field("max_position_embeddings", "max_position_embeddings", 4096),
     Field("rms_norm_eps", "norm_eps", 1e-5),
-    allowed={"attention_bias": (False,)},
     ignored=frozenset(
         {"embd_pdrop", "original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop"}
     ),
@@ -43,6 +43,16 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> Phi3Config:
 def write_config(config: Phi3Config) -> tuple[dict[str, Any], Architecture]:
     """config.json's fields, and the table."""
     data = write_decoder(config, PHI3, "phi3")
+    # transformers' class counts the divisors by the width over the heads, whatever head_dim says.
+    divisors = (data["rope_scaling"] or {}).get("short_factor")
+    size = config.hidden_size // config.num_attention_heads
+    if divisors is not None and config.rope.width(size) // 2 != len(divisors):
+        raise ConfigError(
+            f"num_attention_heads has no Hugging Face form: got {config.num_attention_heads}, which"
+            f" makes heads of {size} of hidden_size {config.hidden_size}, expected heads of"
+            f" {config.head_dim}, as LongRoPE has {len(divisors)} divisors. Save the model in the"
+            " native form"
+        )
     if config.rope.original_max_position_embeddings is not None:
         data["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
     return data, PHI3

@@ -13,7 +13,9 @@ WINDOWS = (  # which are read into layer_types and sliding_window, and need not 
     Field("max_window_layers", "max_window_layers", 28),
 )
 CONTEXT = Field("max_position_embeddings", "max_position_embeddings", 32768)
-QWEN2 = table("Qwen2", CONTEXT, SLIDING, LAYER_TYPES, *WINDOWS)
+# attention_bias: queries, keys and values always have one, whatever it says.
+BIAS = frozenset({"attention_bias"})
+QWEN2 = table("Qwen2", CONTEXT, SLIDING, LAYER_TYPES, *WINDOWS, ignored=BIAS)
 
 READS = {"qwen2": QWEN2}
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 
 from .decoders import ATTENTION_BIAS, SLIDING, read_decoder, table, write_decoder
-from .experts import ROUTER, Experts, spelled
+from .experts import ROUTER, Experts
 from .qwen2 import CONTEXT
 from .tables import Architecture, Field
 
@@ -25,6 +25,7 @@ QWEN3_MOE = table(
     Field("decoder_sparse_step", "decoder_sparse_step", 1),
     Field("mlp_only_layers", "mlp_only_layers", ()),
     ignored=ROUTER | {"max_window_layers"},
+    aliases={"num_local_experts": "num_experts"},
     layouts=(Experts("mlp"),),
 )
 
@@ -33,7 +34,7 @@ READS = {"qwen3_moe": QWEN3_MOE}
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Qwen3MoeConfig:
     """config.json to Qwen3MoeConfig. Raises ConfigError with everything that is wrong."""
-    return read_decoder(Qwen3MoeConfig, table, spelled(data, "num_experts"), finish=_finish)
+    return read_decoder(Qwen3MoeConfig, table, data, finish=_finish)
 
 
 def _finish(fields: dict[str, Any], complaints: list[str]) -> None:

@@ -28,7 +28,7 @@ SMOLLM3 = table(
     Field("use_sliding_window", "use_sliding_window", False),
     Field("no_rope_layers", "turns", None),
     Field("no_rope_layer_interval", "no_rope_layer_interval", 4),
-    ignored=frozenset({"max_window_layers", "pretraining_tp"}),
+    ignored=frozenset({"max_window_layers"}),
 )
 
 READS = {"smollm3": SMOLLM3}

@@ -52,7 +52,8 @@ class Checkpoint:
     of generation_config.json, or what an older config.json said in its place. precision: as the
     checkpoint keeps its weights, unless it says otherwise. formats: of the quantized ones, by path;
     their tensors are the leaf's pieces (see `weights.leaves`). form: what it is on disk. recipe:
-    what was done to the model since it was another's, a step a line.
+    what was done to the model since it was another's, a step a line. ignored: settings of the files
+    that nothing here reads, by name.
     """
 
     directory: Path
@@ -63,6 +64,7 @@ class Checkpoint:
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
     form: str = FORMAT
     recipe: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):

@@ -18,7 +18,10 @@ from jaxllm.longer import LongAttention
 from jaxllm.longer import Tokens as Tokens  # with the other bounds
 from jaxllm.moved import attribute
 
-HiddenAct = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
+HiddenAct = Literal[
+    "silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate",
+    "gelu_pytorch_tanh", "gelu_python_tanh", "relu",
+]  # fmt: skip
 HIDDEN_ACTS = get_args(HiddenAct)
 
 # Bounds on what a file may claim, far above any published model: a typo, not a policy.
@@ -26,7 +29,10 @@ Vocabulary = Annotated[int, Meta(ge=1, le=1 << 22)]
 Width = Annotated[int, Meta(ge=1, le=1 << 20)]
 Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
 Heads = Annotated[int, Meta(ge=1, le=1 << 12)]
-Positive = Annotated[float, Meta(ge=1e-12, le=1e12)]
+# A file's 256 stays 256 and its 256.0 stays 256.0: other readers distinguish them.
+Positive = (
+    Annotated[int, Meta(ge=1, le=1_000_000_000_000)] | Annotated[float, Meta(ge=1e-12, le=1e12)]
+)
 Divisors = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=1 << 12)]
 
 # rope_type -> (fields it must have, fields it may have), beside rope_theta.

@@ -43,6 +43,10 @@ class TemplateError(JaxllmError):
     """A chat template is missing, malformed, or exceeded its limits."""
 
 
+class UnreadWarning(UserWarning):
+    """A checkpoint has settings that nothing here reads."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ ": did you mean X?" with the known name that is most like an unknown one, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)

@@ -21,10 +21,13 @@ from jaxllm.text.written import write_tokenizer
 
 
 class Source(NamedTuple):
-    """A path that may be a checkpoint. header: a directory's config.json, read once; else {}."""
+    """A path that may be a checkpoint. header: a directory's config.json, read once; else {}.
+    strict: whether settings that nothing here reads are refused.
+    """
 
     path: Path
     header: Mapping[str, Any]
+    strict: bool = False
 
 
 class Texts(NamedTuple):
@@ -75,30 +78,31 @@ FORMS = (
     Form(
         FORMAT,
         lambda source: source.header.get("format") == FORMAT,
-        lambda source: open_native(*source),
+        lambda source: open_native(source.path, source.header),
         texts_of_directory,
     ),
     Form(
         FORM,
         lambda source: source.path.is_dir() and "format" not in source.header,
-        lambda source: open_hf(*source),
+        lambda source: open_hf(source.path, source.header, strict=source.strict),
         texts_of_directory,
     ),
     Form(
         gguf.FORM,
         lambda source: gguf.recognises(source.path),
-        lambda source: gguf.open_gguf(source.path),
+        lambda source: gguf.open_gguf(source.path, strict=source.strict),
         texts_of_gguf,
     ),
 )
 
 
-def open_path(path: Path) -> Checkpoint:
+def open_path(path: Path, *, strict: bool = False) -> Checkpoint:
     """The checkpoint in a directory or a file, in whatever form it is.
 
-    Raises CheckpointError where it is in none, and what the form raises.
+    strict: refuse settings of the files that nothing here reads; our own form always does. Raises
+    CheckpointError where it is in none, and what the form raises.
     """
-    source = Source(path, read_model_json(path) if path.is_dir() else {})
+    source = Source(path, read_model_json(path) if path.is_dir() else {}, strict)
     for form in FORMS:
         if form.recognises(source):
             return form.open(source)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm import checkpoint, distributed
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.api import LM
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, UnreadWarning
 from jaxllm.forms import open_path, read_texts
 from jaxllm.located import resolve
 from jaxllm.mesh import Axes, placed
@@ -31,6 +31,7 @@ def load(
     mesh: str | Axes | None = None,
     exact: bool = False,
     fsdp: bool = False,
+    strict: bool = False,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
@@ -48,12 +49,16 @@ def load(
     None for the default. mesh: the devices that the model is spread over, as "data=2,tensor=4"
     (`jaxllm.mesh`), in place of `place`; each has its own share, and no more. exact: there, the
     bits of one device, for twice as much that is sent. fsdp: there, devices of `data` have parts of
-    each matrix, too, which are gathered in use: for training. show_progress: by default where
-    stderr is a terminal.
+    each matrix, too, which are gathered in use: for training. strict: refuse fields of config.json,
+    or keys of a GGUF file, that nothing here reads, in place of a warning. show_progress: by
+    default where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
-    opened = path if isinstance(path, checkpoint.Checkpoint) else open_checkpoint(path)
+    if isinstance(path, checkpoint.Checkpoint):
+        opened = path
+    else:
+        opened = open_checkpoint(path, strict=strict)
     precision = dtype if isinstance(dtype, Precision) else opened.precision
     if isinstance(dtype, str):
         precision = precision.in_dtype(dtype)
@@ -108,6 +113,22 @@ def _identity(opened: checkpoint.Checkpoint, *asked: Any) -> dict[str, str]:
     }
 
 
-def open_checkpoint(path: str | Path) -> checkpoint.Checkpoint:
-    """Open a checkpoint in any form, and check all but its numbers; `path` as for `load`."""
-    return open_path(resolve(path))
+def open_checkpoint(path: str | Path, *, strict: bool = False) -> checkpoint.Checkpoint:
+    """Open a checkpoint in any form, and check all but its numbers; arguments as for `load`.
+
+    Warns with UnreadWarning, once, of settings that nothing here reads.
+    """
+    opened = open_path(resolve(path), strict=strict)
+    warn_unread(opened)
+    return opened
+
+
+def warn_unread(opened: checkpoint.Checkpoint) -> None:
+    """Warn, in one line, of the settings that nothing here reads."""
+    if opened.ignored:
+        warnings.warn(
+            f"{opened.directory}: ignored, since nothing here reads them:"
+            f" {', '.join(opened.ignored)}",
+            UnreadWarning,
+            stacklevel=3,
+        )

@@ -49,18 +49,28 @@ SIZES = (
     Field("context_length", "max_position_embeddings", REQUIRED),
 )
 IGNORED = frozenset({"vocab_size", "attention.value_length", "rope.dimension_count"})  # see below
+# Where llama.cpp has what changes the mathematics: unknown keys that begin so are refused.
+MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "wkv.", "xielu.")
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),  # none of its own
+    "attn_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
     "expert_used_count": (0,),
+    "final_logit_softcapping": (0.0,),
+    "interleave_moe_layer_step": (0,),
+    "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
+    "moe_every_n_layers": (0, 1),
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
+    "rescale_every_n_layers": (0,),
     "residual_scale": (0.0, 1.0),
+    "router_logit_softcapping": (0.0,),
+    "swin_norm": (False,),
     "tensor_data_layout": ("Meta AI original pth", "reference"),
     "use_parallel_residual": (False,),
 }

@@ -27,7 +27,7 @@ from .architecture import Architecture
 from .header import Entry, Header, is_gguf, read_header
 from .names import Named
 from .rotary import DIVISORS
-from .settings import architecture_of, read_config
+from .settings import architecture_of, read_config, unknown_keys
 from .stored import Stored
 
 FORM = "GGUF"
@@ -42,8 +42,8 @@ def recognises(path: Path) -> bool:
     return path.is_file() and is_gguf(path)
 
 
-def open_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF file; of one that is split, any part opens all.
+def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
+    """Open a GGUF file; of one that is split, any part opens all. strict: as for `read_config`.
 
     Raises ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
     """
@@ -54,7 +54,7 @@ def open_gguf(path: Path) -> Checkpoint:
     _, row = architecture_of(first)
     known = [name for name in DIVISORS if name in stored and row.rotary]
     divisors = {name: _divisors(name, *stored[name]) for name in known}
-    config = read_config(first, entries, divisors)
+    config = read_config(first, entries, divisors, strict=strict)
     tensors: dict[str, LazyTensor] = {}
     formats: dict[str, str] = {}
     complaints: list[str] = []
@@ -75,7 +75,16 @@ def open_gguf(path: Path) -> Checkpoint:
     check_names(tensors, config, str(path), formats, complaints)
     precision = _precision(tensors, formats, config)
     generation = check_ids(_ids(first), f"{path}")
-    return Checkpoint(path, config, tensors, generation, precision, formats, form=FORM)
+    return Checkpoint(
+        path,
+        config,
+        tensors,
+        generation,
+        precision,
+        formats,
+        form=FORM,
+        ignored=unknown_keys(first),
+    )
 
 
 def read_parts(path: Path) -> list[Header]:

@@ -18,6 +18,12 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_REGEX = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class Pre(NamedTuple):
@@ -33,28 +39,51 @@ class Pre(NamedTuple):
 
 
 _LLAMA3 = Pre((f"{_BEGIN}\\p{{N}}{{1,3}}{_END}",), whole_words=True, adds_bos=True)
-_DIGITS = Pre((r"\p{N}", GPT2_REGEX))
+_THREE_DIGITS = _LLAMA3._replace(whole_words=False, adds_bos=False)
 _PLAIN = Pre((GPT2_REGEX,))
-_QWEN2 = Pre((f"{_BEGIN}\\p{{N}}{_END}",), composed=True)
+_DIGITS = Pre((r"\p{N}", GPT2_REGEX))
+_ONE_DIGIT = Pre((f"{_BEGIN}\\p{{N}}{_END}",))
+_GPT4O = Pre((_GPT4O_REGEX,))
 
+
+def _rows(pre: Pre, names: str) -> dict[str, Pre]:
+    return dict.fromkeys(names.split(), pre)
+
+
+# Of names that split alike, the first is the one that is written.
 PRE: Mapping[str, Pre] = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "gpt-2": _PLAIN,
-    "olmo": _PLAIN,
-    "mpt": _PLAIN,
-    "phi-2": _PLAIN,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2._replace(composed=False),
-    "stablelm2": _QWEN2._replace(composed=False),
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "dbrx": _LLAMA3._replace(whole_words=False, adds_bos=False),
+    **_rows(
+        _LLAMA3,
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    ),
+    **_rows(
+        _PLAIN,
+        "gpt-2 olmo mpt phi-2 jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum"
+        " modern-bert jina-es jina-de jina-v2-es jina-v2-de",
+    ),
+    "qwen2": _ONE_DIGIT._replace(composed=True),
+    **_rows(
+        _ONE_DIGIT,
+        "deepseek-r1-qwen stablelm2 kormo f2llmv2 megrez hunyuan solar-open grok-2",
+    ),
+    **_rows(_DIGITS, "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
+    **_rows(_THREE_DIGITS, "dbrx smaug-bpe glm4 chatglm-bpe"),
+    **_rows(_GPT4O, "gpt-4o llama4 kanana2 talkie minimax-m2"),
     "tekken": Pre((_TEKKEN,), whole_words=True, adds_bos=True),
+    # Llamas of other makers.
+    "deepseek-coder": Pre(
+        (
+            r"[\r\n]",
+            r"\s?\p{L}+",
+            r"\s?\p{P}+",
+            r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+            r"\p{N}",
+        )
+    ),
+    "seed-coder": Pre(
+        (f"{_BEGIN}\\p{{N}}{{1}}| ?[^\\s\\p{{L}}\\p{{N}}\\r\\n]+|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",)
+    ),
+    "viking": Pre((r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")),
     # What llama.cpp takes where nothing is said, and what some files say.
     "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", GPT2_REGEX, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }

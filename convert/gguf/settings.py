@@ -1,8 +1,9 @@
 """A GGUF file's settings as a configuration of ours, and back, by the rows of `families`.
 
-Keys are `{architecture}.{key}`. As with Hugging Face's tables, what is not known is refused, and
-all complaints come in one error. What a file does not say, its tensors do: how many tokens there
-are, which linears have biases, whether the head is the table of tokens.
+Keys are `{architecture}.{key}`. As with Hugging Face's tables, a key that changes what llama.cpp
+computes is read or refused, any other is ignored (`unknown_keys`), and all complaints come in one
+error. What a file does not say, its tensors do: how many tokens there are, which linears have
+biases, whether the head is the table of tokens.
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ import numpy as np
 
 from jaxllm.config import ModelConfig, Rope
 from jaxllm.errors import ConfigError
+from jaxllm.ops import ACTIVATIONS
 
 from ..tables import REQUIRED, refuse
-from .architecture import ALLOWED, IGNORED, Architecture
+from .architecture import ALLOWED, IGNORED, MATHEMATICS, Architecture
 from .families import ARCHITECTURES, MAX_LAYERS, MIXTURES
 from .header import Entry, Header
 from .rotary import ROPE_KEYS, read_rope, write_rope
@@ -39,15 +41,36 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
     return name, ARCHITECTURES[name]
 
 
+def unknown_keys(header: Header) -> tuple[str, ...]:
+    """The keys of an architecture that nothing here reads, and `read_config` ignores."""
+    name, row = architecture_of(header)
+    begins = f"{name}."
+    keys = (key for key in header.settings if key.startswith(begins))
+    return tuple(key for key in keys if not _known(row, key.removeprefix(begins)))
+
+
+def _known(row: Architecture, key: str) -> bool:
+    """Whether a key, without its architecture, is read, allowed or refused."""
+    named = {field.theirs for field in row.fields} | {*ALLOWED, *row.allowed}
+    return key.startswith(MATHEMATICS) or key in named | IGNORED | row.ignored | row.known
+
+
 def read_config(
-    header: Header, entries: Mapping[str, Entry], divisors: Mapping[str, np.ndarray]
+    header: Header,
+    entries: Mapping[str, Entry],
+    divisors: Mapping[str, np.ndarray],
+    *,
+    strict: bool = False,
 ) -> ModelConfig:
     """The configuration. entries: the tensors of all parts. divisors: what `DIVISORS` of them hold.
+    strict: refuse `unknown_keys`.
 
-    Raises ConfigError with every key that is missing, unknown, or asks for what is not there.
+    Raises ConfigError with every key that is missing, or asks for what is not there.
     """
     name, row = architecture_of(header)
     begins, complaints = f"{name}.", list[str]()
+    if strict and (unread := unknown_keys(header)):
+        complaints.append(f"unknown keys {', '.join(unread)}. Leave strict out to ignore them")
     data = {
         key.removeprefix(begins): _common(key, value, complaints)
         for key, value in header.settings.items()
@@ -68,7 +91,8 @@ def read_config(
         if key in known or (row.rotary and key in ROPE_KEYS and key not in row.allowed):
             continue
         if key not in allowed:
-            complaints.append(f"{begins}{key} is not supported (got {value!r:.60})")
+            if key.startswith(MATHEMATICS):
+                complaints.append(f"{begins}{key} is not supported (got {value!r:.60})")
         elif value not in allowed[key]:
             values = " or ".join(map(repr, allowed[key]))
             complaints.append(f"{begins}{key} must be {values}, got {value!r:.60}")
@@ -140,8 +164,8 @@ def write_config(
 
 
 def _same_meaning(value: Any, known: Any) -> bool:
-    tanh = {"gelu_new", "gelu_pytorch_tanh"}
-    return value == known or {value, known} <= tanh
+    names = isinstance(value, str) and value in ACTIVATIONS
+    return value == known or (names and ACTIVATIONS[value] is ACTIVATIONS.get(known))
 
 
 def _common(key: str, value: Any, complaints: list[str]) -> Any:

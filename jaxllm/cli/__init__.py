@@ -8,9 +8,11 @@ calibration (what a recipe sees), training (flags of every training), console (w
 errors), compiled (programs kept for the next process), group (several processes).
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -38,8 +40,8 @@ from jaxllm.cli import (
     vectors,
     verify,
 )
-from jaxllm.cli.console import complain, write
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.cli.console import complain, note, write
+from jaxllm.errors import ConfigError, JaxllmError, UnreadWarning
 
 # Name: the function that runs, and the example below its --help.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -117,7 +119,8 @@ def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
 
 def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     try:
-        status = program(args=arguments, prog_name=name, standalone_mode=False, obj=arguments)
+        with _warnings_noted():
+            status = program(args=arguments, prog_name=name, standalone_mode=False, obj=arguments)
         write("")  # what is left of a --help, say
     except JaxllmError as error:
         status = _failed(str(error))
@@ -132,6 +135,23 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
         guard.lost(error)
     distributed.leave(status or 0)
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def _warnings_noted() -> Iterator[None]:
+    """Warnings of unread settings are lines on stderr, each once."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def noted(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, UnreadWarning):
+                note(f"jaxllm: {message}")
+            else:
+                show(message, category, *where, **more)
+
+        warnings.simplefilter("default", UnreadWarning)
+        warnings.showwarning = noted
+        yield
 
 
 def _told(error: OSError) -> str:

@@ -7,7 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import PrecisionFile, dtype_named, precision_over, read_json_option
+from jaxllm.cli.options import (
+    PrecisionFile,
+    Strict,
+    dtype_named,
+    precision_over,
+    read_json_option,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 
 EXAMPLES = """
@@ -52,6 +58,7 @@ def convert(
             help="Write a GGUF file for llama.cpp: F32, F16, BF16, Q8_0 or Q4_0.",
         ),
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Convert a checkpoint to jaxllm's own form (loads by memory map), or back with --to-hf or
     --to-gguf.
@@ -77,10 +84,10 @@ def convert(
 
     table = None if precision is None else read_json_option("--precision", precision)
     if to_gguf is not None:
-        _write_gguf(source, target, to_gguf)
+        _write_gguf(source, target, to_gguf, strict)
         return
     claim(target)  # before the work, not after it
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(source, strict=strict)
     if opened.formats and (to_hf or dtype is not None):
         opened = dequantized(opened)
     if dtype is not None:
@@ -100,7 +107,7 @@ def convert(
     )
 
 
-def _write_gguf(source: str, target: Path, kind: str) -> None:
+def _write_gguf(source: str, target: Path, kind: str, strict: bool) -> None:
     """The checkpoint as a GGUF file, tokenizer and chat template too."""
     from jaxllm.convert.gguf.writing import check_absent, write_gguf
     from jaxllm.forms import texts_files
@@ -109,7 +116,7 @@ def _write_gguf(source: str, target: Path, kind: str) -> None:
     from jaxllm.text.formats import find_form, read_tree
 
     check_absent(target)
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(source, strict=strict)
     with texts_files(opened.directory) as files:
         folder = files[0].parent if files else None
         spoken = folder is not None and find_form(folder) is not None

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 from jaxllm.cli.console import waiting, write
-from jaxllm.cli.options import AsJson, ModelArgument
+from jaxllm.cli.options import AsJson, ModelArgument, Strict
 
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 
@@ -12,6 +12,7 @@ EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 def info(
     model: ModelArgument = "demo:llama",
     as_json: AsJson = False,
+    strict: Strict = False,
 ) -> None:
     """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""
     with waiting("starting"):
@@ -24,7 +25,7 @@ def info(
         from jaxllm.models.experts import share_read
         from jaxllm.ops import native
 
-    opened = open_checkpoint(model)
+    opened = open_checkpoint(model, strict=strict)
     config = opened.config
     shapes = jax.tree.leaves(param_shapes(build(config)))
     count = sum(leaf.size for leaf in shapes)
@@ -42,6 +43,7 @@ def info(
         "quantized": opened.precision.quantize,
         "formats": dict(sorted(Counter(opened.formats.values()).items())),
         "recipe": list(opened.recipe),
+        "ignored": list(opened.ignored),
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
         "tokenizer": read_texts(opened).tokenizer is not None,
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
@@ -57,6 +59,8 @@ def info(
             shown = f"by {len(value)} rules"
         elif name == "formats":
             shown = ", ".join(f"{count} {format}" for format, count in value.items())
+        elif name == "ignored":
+            shown = ", ".join(value)
         elif name == "recipe":
             shown = f"\n{'':{width}}  ".join(value)
         elif isinstance(value, dict):

@@ -128,6 +128,10 @@ Exact = Annotated[
     bool,
     typer.Option("--exact", help="With --mesh: sum as one device does, and send twice as much."),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse settings of a checkpoint's files that nothing reads."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
@@ -166,13 +170,14 @@ def load_model(
     mesh: str | None = None,
     exact: bool = False,
     fsdp: bool = False,
+    strict: bool = False,
     reuse_compiled: bool = True,
     show_progress: bool | None = None,
 ) -> "LM":
     """The model in the formats that the options name; what is not named is the checkpoint's.
 
     adapters: directories beside it, each after its name and "=" where it is given one.
-    self_extend: "G,W", as `group_and_window` reads it. mesh, exact, fsdp: as `load` takes
+    self_extend: "G,W", as `group_and_window` reads it. mesh, exact, fsdp, strict: as `load` takes
     them. reuse_compiled: look first for programs that an earlier process compiled. show_progress:
     by default where stderr is a terminal.
     """
@@ -184,7 +189,7 @@ def load_model(
 
         if reuse_compiled:
             keep_compiled()
-        opened = open_checkpoint(model)
+        opened = open_checkpoint(model, strict=strict)
         chosen = opened.precision
         if dtype is not None:
             chosen = chosen.in_dtype(dtype)

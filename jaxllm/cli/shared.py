@@ -18,6 +18,7 @@ from jaxllm.cli.options import (
     Quantize,
     Seed,
     SelfExtend,
+    Strict,
     Temperature,
     TopK,
     TopP,
@@ -60,6 +61,7 @@ class Loading:
     mesh: Mesh = None
     exact: Exact = False
     self_extend: SelfExtend = None
+    strict: Strict = False
 
     def begin(self, model: str) -> None:
         """As `options.begin_reading`."""

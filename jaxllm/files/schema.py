@@ -73,7 +73,8 @@ def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
     if expected is None:
         message = message.replace("`", "").removeprefix("Object ")
         return f"{where}: {message}" if where else message
-    kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ")]
+    names = expected[1].split(" | ")
+    kinds = [_WORDS.get(k, k) for k in names if k != "int" or "float" not in names]
     got = ""
     if not is_key and "[...]" not in path:  # a name in an object, which msgspec leaves out
         for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):

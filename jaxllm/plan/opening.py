@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from jaxllm.checkpoint import Checkpoint
-from jaxllm.convert.engine import read_config
+from jaxllm.convert.engine import read_config, unread_fields
 from jaxllm.files import read_json
-from jaxllm.loading import open_checkpoint
+from jaxllm.loading import open_checkpoint, warn_unread
 from jaxllm.weights.precision import Precision
 
 
@@ -21,4 +21,6 @@ def opened_for(path: str | Path) -> Checkpoint:
     config, _ = read_config(data)
     said = data.get("dtype", data.get("torch_dtype"))
     dtype = said if said in ("float32", "float16", "bfloat16") else "bfloat16"
-    return Checkpoint(path, config, {}, {}, Precision.uniform(dtype))
+    opened = Checkpoint(path, config, {}, {}, Precision.uniform(dtype), ignored=unread_fields(data))
+    warn_unread(opened)
+    return opened

@@ -109,7 +109,13 @@ def test_files_are_read_back_as_they_were(twin: Twin, tmp_path: Path) -> None:
     assert config_from_dict(json.loads(json.dumps(opened.config.to_dict()))) == opened.config
     lm = jaxllm.load(twin.directory)
     lm.save(tmp_path / "own")
-    assert open_native(tmp_path / "own").config == opened.config
+    native = open_native(tmp_path / "own")
+    assert native.config == opened.config
+    write_hf(tmp_path / "again", native)
+    direct, through_ours = (
+        (tmp_path / folder / "config.json").read_text() for folder in ("hf", "again")
+    )
+    assert through_ours == direct
 
 
 def test_defaults_are_those_of_transformers(twin: Twin) -> None:

@@ -57,35 +57,33 @@ def refused(family: str, directory: Path, changes: dict[str, Any]) -> str:
 def test_what_a_configuration_asks_and_we_lack_is_refused_before_any_weight(
     family: str, tmp_path: Path
 ) -> None:
-    said = refused(family, tmp_path / "a", {"attention_sinks": 4, "use_mystery": True})
-    assert "attention_sinks is not supported (got 4)" in said
-    assert "use_mystery is not supported (got True)" in said
+    said = refused(family, tmp_path / "a", {"attention_chunk_size": 4, "use_mrope": True})
+    assert "attention_chunk_size must be null, got 4" in said
+    assert "use_mrope must be False, got True" in said
     key = "full_attention" if family == "gemma3_text" else None
     for number, (settings, message) in enumerate(
         (
             ({"rope_type": "proportional", "rope_theta": 1e4}, "'proportional' is not supported"),
             ({"rope_type": "linear", "rope_theta": 1e4}, "'linear' needs factor"),
-            ({"rope_type": "default", "rope_theta": 1e4, "odd": 1}, "odd are not known"),
+            ({"rope_theta": 1e4, "mrope_section": [1]}, "mrope_section must be []"),
         )
     ):
         changes = {"rope_parameters": {key: settings} if key else settings}
         assert message in refused(family, tmp_path / str(number), changes)
     head = {"architectures": [f"{family}ForSequenceClassification"]}
     assert "which is no plain causal model" in refused(family, tmp_path / "b", head)
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
-    assert "which is never run" in refused(family, tmp_path / "c", code)
 
 
 OWN: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping must be None"),
+    ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping must be null"),
     ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
     ("phi3", {"attention_bias": True}, "attention_bias must be False"),
     ("smollm3", {"no_rope_layers": [1]}, "1 entries for 3"),
     ("granite", {"embedding_multiplier": 0}, "embedding_multiplier"),
     ("olmo2", {"hidden_act": "quick_gelu"}, "hidden_act"),
-    ("gpt_neox", {"num_key_value_heads": 1}, "num_key_value_heads is not supported"),
+    ("gpt_neox", {"num_key_value_heads": 1}, "num_key_value_heads must be null"),
     ("gpt_neox", {"use_parallel_residual": "yes"}, "use_parallel_residual"),
 ]
 

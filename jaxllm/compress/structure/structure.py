@@ -62,6 +62,11 @@ def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
     width = _WIDTHS[kind]
     if not width.members(models.family(config.model_type)):
         raise ConfigError(f"{kind} of {config.model_type} cannot be cut: its MLPs are experts")
+    if kind == "heads" and models.family(config.model_type).norms:
+        raise ConfigError(
+            f"heads of {config.model_type} cannot be cut: its queries and keys are normalized over"
+            " all heads at once, which those that stay would not be"
+        )
     attention = config.long_attention(0)
     if kind == "heads" and attention is not None:
         raise ConfigError(

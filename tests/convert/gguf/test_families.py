@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,31 @@ def test_what_is_wrong_is_refused_by_name(what: str, directory: Any, tmp_path: P
     file = write(tmp_path / "a.gguf", directory(family), also=also)
     with pytest.raises((CheckpointError, ConfigError), match=said):
         open_gguf(file)
+
+
+def test_unknown_keys_are_ignored_unless_they_change_a_result(
+    directory: Any, tmp_path: Path
+) -> None:
+    """A key outside the mathematics is named and ignored; within it is refused, or strictly."""
+
+    def harmless(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32("llama.mystery", 3)
+        writer.add_bool("llama.swin_norm", False)
+
+    file = write(tmp_path / "a.gguf", directory("llama"), also=harmless)
+    plain = open_gguf(write(tmp_path / "b.gguf", directory("llama")))
+    opened = open_gguf(file)
+    assert (opened.config, opened.ignored) == (plain.config, ("llama.mystery",))
+    assert plain.ignored == ()
+    with pytest.raises(ConfigError, match=r"unknown keys llama\.mystery"):
+        open_gguf(file, strict=True)
+    for key, reason in (
+        ("llama.attention.mystery", "attention.mystery is not supported"),
+        ("llama.router_logit_softcapping", "router_logit_softcapping must be 0.0, got 3"),
+    ):
+        also = partial(gguf.GGUFWriter.add_uint32, key=key, val=3)
+        with pytest.raises(ConfigError, match=reason):
+            open_gguf(write(tmp_path / "c.gguf", directory("llama"), also=also))
 
 
 UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -7,11 +7,12 @@ from typing import Any
 
 import gguf
 import pytest
+import regex
 import sentencepiece
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from jaxllm.convert.gguf.pre import PRE
+from jaxllm.convert.gguf.pre import PRE, find_pre, pre_tokenizer
 from jaxllm.errors import CheckpointError, TemplateError
 from jaxllm.forms import texts_of_gguf
 from jaxllm.text.tokenizer import Tokenizer
@@ -132,7 +133,8 @@ def test_gpt2s_vocabulary_equals_hugging_faces(data: Callable[[str], Path], tmp_
 
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# The pre-tokenizers of published tokenizer.json files: Llama 3, Qwen 2, SmolLM, Mistral Nemo.
+# The pre-tokenizers of published tokenizer.json files: Llama 3, Qwen 2, SmolLM, Mistral Nemo,
+# Phi-4-mini.
 PUBLISHED: dict[str, Any] = {
     "llama-bpe": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -141,6 +143,11 @@ PUBLISHED: dict[str, Any] = {
     "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt-4o": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + CONTRACTIONS
+    + r"?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + CONTRACTIONS
+    + r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "smollm": "digits",
     "gpt-2": "plain",
 }
@@ -188,6 +195,88 @@ def test_texts_are_split_as_by_published_tokenizers(name: str, tmp_path: Path) -
     assert mine.special_ids == {0} and mine.id("<think>") == theirs.token_to_id("<think>")
     assert mine.encode("a<|end|>") != mine.encode("a<|end|>", parse_special=True)
     assert mine.vocab_size == theirs.get_vocab_size()  # what fills a table up is no token
+
+
+# llama.cpp's names by the tokenizer.json that it quotes for their split, as its `llama-vocab.cpp`
+# maps them; each split is expressions, of which each splits what those before it left whole.
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PLAIN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LEAD = r"[^\r\n\p{L}\p{N}]?"
+WORDS = rf"{LEAD}{UPPER}*{LOWER}+%s|{LEAD}{UPPER}+{LOWER}*%s|"
+SLASHES = REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+THREE = rf"{ENDINGS}|{LEAD}\p{{L}}+|\p{{N}}{{1,3}}{REST}"
+ONE = rf"{ENDINGS}|{LEAD}\p{{L}}+|\p{{N}}{REST}"
+SPLITS: dict[str, list[str]] = {
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe"
+    " glm4 chatglm-bpe": [THREE],
+    "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert mpt olmo"
+    " jais trillion granite-docling exaone4": [PLAIN],
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": [r"\p{N}", PLAIN],
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": [ONE],
+    "tekken": [WORDS % ("", "") + r"\p{N}" + SLASHES],
+    "gpt-4o llama4 kanana2 talkie minimax-m2": [
+        WORDS % (f"{ENDINGS}?", f"{ENDINGS}?") + r"\p{N}{1,3}" + SLASHES
+    ],
+    "deepseek-coder": [
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}",
+    ],
+    "seed-coder": [
+        rf"{ENDINGS}|{LEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "viking": [" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}"],
+}  # fmt: skip
+NAMES = {name: split for names, split in SPLITS.items() for name in names.split()}
+# Of llama.cpp's, those that split in ways of models that are no family here.
+OTHERS = (
+    "minicpm5",
+    "deepseek-llm",
+    "deepseek-v3",
+    "falcon",
+    "jais-2",
+    "superbpe",
+    "qwen35",
+    "bloom",
+)
+
+
+def split_by(expressions: list[str], text: str) -> list[str]:
+    """The pieces of a text, by the `regex` package: matches, and what stands between them."""
+    pieces = [text]
+    for expression in expressions:
+        parts = [regex.split(f"({expression})", piece) for piece in pieces]
+        pieces = [part for some in parts for part in some if part]
+    return pieces
+
+
+def test_every_name_of_llama_cpp_splits_as_it_does() -> None:
+    """The whole table, against the `regex` package with the expressions as they are quoted."""
+    assert PRE.keys() == NAMES.keys() | {"default"}
+    texts = [
+        *LINES,
+        "don't DON'T aNd'LL X'sY 'Re\u01c5o \u0301x a/b//\n/c 1,234,567.89 \u0661\u0662\u0663",
+    ]
+    for pre in {PRE[name] for name in NAMES}:
+        names = [name for name in NAMES if PRE[name] is pre or PRE[name] == pre]
+        expressions = NAMES[names[0]]
+        assert all(NAMES[name] == expressions for name in names)
+        steps = json.dumps(pre_tokenizer(pre)["pretokenizers"][:-1])
+        splits = [
+            pre_tokenizers.Split(tokenizers.Regex(step["pattern"]["Regex"]), "isolated")
+            for step in json.loads(steps)
+        ]
+        ours = pre_tokenizers.Sequence(splits)
+        for text in texts:
+            found = [piece for piece, _ in ours.pre_tokenize_str(text)] if text else []
+            assert found == split_by(expressions, text), (names, text)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_names_of_llama_cpp_are_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"pre '{name}' is not supported"):
+        find_pre(name, "a file", architecture="llama")
 
 
 VOCABULARIES = ("llama-bpe", "llama-spm", "gpt-2", "qwen2", "starcoder", "phi-3", "refact", "mpt")
@@ -292,6 +381,6 @@ def test_every_way_to_split_is_one_that_is_read() -> None:
     from jaxllm.text.regexes import check_regex
 
     for name, pre in PRE.items():
-        for regex in pre.regexes:
-            check_regex(regex, name)
+        for expression in pre.regexes:
+            check_regex(expression, name)
     assert all(pre.regexes for pre in PRE.values())

@@ -51,7 +51,7 @@ def test_other_forms_refuse_it_by_name(tmp_path: Path) -> None:
         write_hf(tmp_path / "hf", checkpoint)
     with pytest.raises(ConfigError, match="GGUF has no words for attention of kind 'dilated'"):
         gguf_config(held)
-    with pytest.raises(ConfigError, match="attention is not supported"):
+    with pytest.raises(ConfigError, match="attention must be null"):
         read_config({"model_type": "mistral", **LLAMA, "attention": DILATED})
 
 

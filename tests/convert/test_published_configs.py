@@ -1,0 +1,186 @@
+"""Published config.json files load, as transformers reads them; what changes nothing is ignored."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import jaxllm
+from jaxllm.convert.engine import READERS, open_hf, read_config, unread_fields
+from jaxllm.errors import ConfigError, UnreadWarning
+from jaxllm.ops import ACTIVATIONS
+from tests.conftest import Run
+from tests.convert.published_configs import PUBLISHED, REFUSED, Row
+from tests.twins import VOCAB, assert_close, load_twin, save_random, theirs, tokens
+
+# Of all published fields, those that no table has a word for.
+UNREAD = {"auto_map", "custom_pipelines", "sliding_window_size"}
+SHRUNK = (
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "unsloth/Llama-3.2-1B-Instruct",
+    "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-30B-A3B",
+    "google/gemma-2-2b-it",
+    "google/gemma-3-270m",
+    "microsoft/Phi-4-mini-instruct",
+    "allenai/OLMo-2-1124-7B",
+    "HuggingFaceTB/SmolLM3-3B",
+    "ibm-granite/granite-3.3-8b-instruct",
+    "openai-community/gpt2-medium",
+    "EleutherAI/gpt-neox-20b",
+)
+
+
+def config_class(row: Row) -> Any:
+    """transformers' class for a config.json."""
+    return transformers.CONFIG_MAPPING[row["model_type"]]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_is_read_as_transformers_reads_it(name: str) -> None:
+    """The file, and what transformers' own class makes of it, are one configuration."""
+    row = PUBLISHED[name]
+    config, _ = read_config(row)
+    assert set(unread_fields(row)) <= UNREAD
+    made = config_class(row)(**row).to_dict()
+    assert config == read_config(made)[0]
+
+
+def test_published_configs_cover_every_family() -> None:
+    assert len(PUBLISHED) >= 60
+    assert {row["model_type"] for row in PUBLISHED.values()} == set(READERS)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configs_of_other_models_are_refused_by_name(name: str) -> None:
+    row, reason = REFUSED[name]
+    with pytest.raises(ConfigError, match=reason):
+        read_config(row)
+
+
+def shrink(row: Row) -> Row:
+    """The same fields for a tiny model of two layers, its last two."""
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "head_dim": 16, "n_embd": 64, "n_head": 4, "n_layer": 2,
+        "n_positions": 32, "n_ctx": 32, "num_experts": 5, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 12, "query_pre_attn_scalar": 16,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    tiny = {key: sizes.get(key, value) if value is not None else None for key, value in row.items()}
+    if "num_key_value_heads" in row:
+        shared = row["num_key_value_heads"] != row["num_attention_heads"]
+        tiny["num_key_value_heads"] = 2 if shared else 4
+    if row.get("sliding_window") is not None:
+        tiny["sliding_window"] = 7
+    for key in ("layer_types", "no_rope_layers"):
+        if key in row:
+            tiny[key] = row[key][-2:]
+    scaling = row.get("rope_scaling") or {}
+    if "short_factor" in scaling:
+        pairs = int(16 * row.get("partial_rotary_factor", 1.0)) // 2
+        lists = {key: scaling[key][:pairs] for key in ("short_factor", "long_factor")}
+        tiny["rope_scaling"] = {**scaling, **lists}
+    return tiny
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_shrunk_published_model_equals_transformers(name: str, tmp_path: Path) -> None:
+    """With the file's own fields: what both read of it gives the same logits."""
+    row = shrink(PUBLISHED[name])
+    model = transformers.AutoModelForCausalLM.from_config(config_class(row)(**row))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in path and "gemma" not in row["model_type"] else 0.0
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(row))
+    twin, ids = load_twin(tmp_path), tokens(1, 19)
+    found = jaxllm.forward(twin.model, twin.params, None, ids).logits
+    assert_close(found, twin.logits(ids))
+
+
+CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2", {"use_mrope": True}, "use_mrope must be False, got True"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved must be False, got True"),
+    ("llama", {"is_causal": False}, "is_causal must be True, got False"),
+    ("llama", {"sliding_window": 7}, "sliding_window must be null, got 7"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+    ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1"),
+    ("llama", {"rope_scaling": {"full_attention": {}}}, "full_attention is an object"),
+    ("llama", {"layer_types": ["sliding_attention"] * 3}, "layer_types must be null or 'full_a"),
+    (
+        "mistral",
+        {"sliding_window": 7, "layer_types": ["full_attention"] * 3},
+        "'sliding_attention'",
+    ),
+    ("qwen2", {"rope_scaling": {"mrope_section": [1, 1, 2]}}, "rope_scaling.mrope_section must be"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod must be 1, got 2"),
+    ("phi3", {"interpolate_factor": 4}, "interpolate_factor must be 1, got 4"),
+    ("phi3", {"lm_head_bias": True}, "lm_head_bias must be False"),
+    ("phi3", {"mlp_bias": True}, "mlp_bias must be False"),
+    ("gpt2", {"num_hidden_layers": 9}, "n_layer 3 and num_hidden_layers 9 differ"),
+    ("gpt_neox", {"head_dim": 16}, "head_dim must be null, got 16"),
+    ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights must be null"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "reason"), CHANGES)
+def test_fields_that_change_a_result_are_refused(
+    family: str, change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_config({**theirs(family).to_dict(), **change})
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma3_text"])
+def test_neutral_values_of_refused_fields_are_read(family: str) -> None:
+    neutral = {
+        "use_mrope": False, "rope_interleaved": False, "is_causal": True, "full_attn_mod": 1,
+        "attention_chunk_size": None, "text_config": None, "lm_head_bias": False,
+    }  # fmt: skip
+    data = theirs(family).to_dict()
+    assert read_config({**data, **neutral}, strict=True)[0] == read_config(data)[0]
+
+
+def test_unknown_fields_are_named_in_one_warning(tmp_path: Path, run: Run) -> None:
+    """Ignored by default, refused if strict; `info` names them and a command notes them."""
+    save_random(tmp_path, "llama", num_hidden_layers=1)
+    expected = open_hf(tmp_path).config
+    data = json.loads((tmp_path / "config.json").read_text())
+    data |= {"mystery": 3, "auto_map": {"AutoModel": "evil.Model"}}
+    data["rope_parameters"]["odd"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    names = ("mystery", "auto_map", "rope_parameters.odd")
+    with pytest.warns(UnreadWarning) as warned:
+        lm = jaxllm.load(tmp_path)
+    assert lm.config == expected and len(warned) == 1
+    assert all(name in str(warned[0].message) for name in names)
+    with pytest.raises(
+        ConfigError, match=r"unknown fields mystery, auto_map, rope_parameters\.odd"
+    ):
+        jaxllm.load(tmp_path, strict=True)
+    assert open_hf(tmp_path).ignored == names
+    status, out, err = run("info", tmp_path, "--json")
+    assert (status, json.loads(out)["ignored"]) == (0, list(names))
+    assert err.count("mystery, auto_map, rope_parameters.odd") == 1
+    assert "mystery, auto_map" in run("info", tmp_path)[1]
+    status, _, err = run("info", tmp_path, "--strict")
+    assert status == 1 and "unknown fields mystery" in err
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations_are_those_of_transformers(name: str) -> None:
+    """Every name of an activation computes what transformers computes by that name."""
+    x = np.linspace(-6, 6, 97, dtype=np.float32)
+    expected = transformers.activations.ACT2FN[name](torch.tensor(x)).numpy()
+    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), expected, atol=2e-6)

@@ -1,0 +1,190 @@
+"""config.json written of our own form is as of Hugging Face's, and transformers takes it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxllm
+from jaxllm import models
+from jaxllm.compress.structure.structure import cut, narrower
+from jaxllm.convert.engine import TABLES, read_config, write_hf
+from jaxllm.errors import ConfigError
+from jaxllm.forms import open_path
+from jaxllm.models import config_from_dict
+from tests.conftest import Run
+from tests.twins import KINDS, assert_close, load_twin, save_random, theirs, tokens
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1000, "factor": 8, "low_freq_factor": 2,
+    "high_freq_factor": 5, "original_max_position_embeddings": 40,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 500, "short_factor": [1, 1.5], "long_factor": [2, 3.5],
+    "partial_rotary_factor": 0.75, "original_max_position_embeddings": 40, "factor": 3,
+}  # fmt: skip
+BIASES = {"attention_bias": True, "mlp_bias": True}
+# Of each family, what its tiny configuration has as its class has it: here everything differs, and
+# whole numbers stand where files have them.
+VARIED: dict[str, dict[str, Any]] = {
+    "llama": {**BIASES, "rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": 7, "head_dim": 10},
+    "gpt2": {
+        "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
+        "activation_function": "relu",
+    },
+    "qwen2": {},
+    "qwen3": {
+        "attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
+        "max_window_layers": 2,
+    },
+    "gemma2": {
+        "num_attention_heads": 4, "query_pre_attn_scalar": 7, "attention_bias": True,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 10.0,
+        "layer_types": ["full_attention"] * 2 + ["sliding_attention"],
+    },
+    "gemma3_text": {
+        "num_attention_heads": 4, "query_pre_attn_scalar": 7, "attention_bias": True,
+        "final_logit_softcapping": 10.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500, "factor": 8},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300},
+        },
+    },
+    "phi3": {"rope_parameters": LONGROPE, "sliding_window": 9},
+    "olmo2": {"attention_bias": True},
+    "smollm3": {
+        **BIASES, "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": False,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    "qwen3_moe": {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5},
+    "granite": {
+        **BIASES, "embedding_multiplier": 12, "residual_multiplier": 2, "logits_scaling": 8,
+        "attention_multiplier": 3,
+    },
+    "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
+}  # fmt: skip
+NO_FIELD_THERE = {"attention", "capacity_factor"}  # ours alone
+BY_OTHERS = {"llama": {"sliding_window"}, "mistral": {"attention_bias", "mlp_bias"}}
+
+
+def varied(family: str) -> Any:
+    """transformers' configuration, of which every field that ours has differs from the default."""
+    act = {"hidden_act": "relu", "hidden_activation": "relu"}
+    base = {k: v for k, v in act.items() if hasattr(theirs(family), k)}
+    tie = not type(theirs(family))().tie_word_embeddings
+    rope = {"rope_type": "default", "rope_theta": 700}
+    rotary = {} if family in ("gpt2", "gpt_neox") else {"rope_parameters": rope}
+    return theirs(family, **{**base, "tie_word_embeddings": tie, **rotary, **VARIED[family]})
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_field_returns_through_our_form(family: str) -> None:
+    """HF -> native -> HF is HF -> HF to the byte, and transformers takes it as it was."""
+    source = varied(family)
+    data = json.loads(source.to_json_string(use_diff=False))
+    config, _ = read_config(data)
+    plain, _ = read_config(type(source)().to_dict())
+    same = {
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) == getattr(plain, field.name)
+    }
+    assert same <= NO_FIELD_THERE | BY_OTHERS.get(family, set())
+    native = config_from_dict(json.loads(json.dumps(config.to_dict())))
+    table = TABLES[config.model_type]
+    direct, again = (json.dumps(table.write_config(c)[0]) for c in (config, native))
+    assert again == direct
+    made = type(source)(**json.loads(again))
+    assert read_config(made.to_dict())[0] == config
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_float_of_older_files_is_written_whole(family: str) -> None:
+    """Our own files of before have 9.0, which transformers does not take."""
+    config, _ = read_config(theirs(family).to_dict())
+    data = {**config.to_dict(), "query_pre_attn_scalar": 9.0}
+    old = config_from_dict(json.loads(json.dumps(data)))
+    written = TABLES[family].write_config(old)[0]
+    assert json.dumps(written["query_pre_attn_scalar"]) == "9"
+    type(theirs(family))(**json.loads(json.dumps(written)))
+    half = dataclasses.replace(old, query_pre_attn_scalar=9.5)
+    with pytest.raises(ConfigError, match=r"got 9\.5, expected a whole number"):
+        TABLES[family].write_config(half)
+
+
+# Heads of GPT-2 and of OLMo 2 are not cut at all.
+HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2")]
+
+
+@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("heads", [6, 4, 2])
+def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads: int) -> None:
+    """8 heads in pairs, cut: written, or refused just where transformers' class refuses them."""
+    single = family == "gpt_neox"  # no heads are shared; it computes heads of another size
+    pairs = {} if single else {"num_key_value_heads": 4}
+    width = {"hidden_size": 64} if single else {}
+    data = theirs(family, num_attention_heads=8, **pairs, **width).to_dict()
+    config = narrower(read_config(data)[0], "heads", heads if single else heads // 2)
+    changed = {"num_attention_heads": heads, "head_dim": config.head_dim}
+    changed |= {name: heads // 2 for name in pairs}
+    refused = single
+    try:
+        type(theirs(family))(**{**data, **changed})
+    except Exception:  # whatever it raises
+        refused = True
+    write = TABLES[config.model_type].write_config
+    if refused:
+        with pytest.raises(ConfigError, match=r"num_attention_heads has no Hugging Face form"):
+            write(config)
+        return
+    made = type(theirs(family))(**json.loads(json.dumps(write(config)[0])))
+    assert read_config(made.to_dict())[0] == config
+
+
+def test_refused_heads_name_those_that_fit() -> None:
+    data = theirs("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=128).to_dict()
+    config = narrower(read_config(data)[0], "heads", 3)
+    with pytest.raises(ConfigError, match=r"got 6, expected one of 2, 4, as .*LlamaForCausalLM"):
+        TABLES["llama"].write_config(config)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "olmo2"])
+def test_heads_that_depend_on_all_are_not_cut(family: str) -> None:
+    with pytest.raises(ConfigError, match=f"heads of {family} cannot be cut"):
+        narrower(read_config(theirs(family).to_dict())[0], "heads", 1)
+
+
+def test_uneven_heads_compute_the_same_in_transformers(tmp_path: Path) -> None:
+    """Qwen2 of 8 heads in 4 pairs, 3 pairs kept: written, and equal logits."""
+    save_random(
+        tmp_path / "whole", "qwen2", num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    lm = jaxllm.load(tmp_path / "whole")
+    config, params = cut(lm.config, lm.params, "heads", [[0, 1, 3]])
+    model = models.build(config)
+    small = dataclasses.replace(lm, config=config, params=params, model=model)
+    small.save(tmp_path / "small")
+    write_hf(tmp_path / "theirs", open_path(tmp_path / "small"))
+    ids = tokens(1, 19)
+    twin = load_twin(tmp_path / "theirs")
+    assert twin.torch_model.config.num_attention_heads == 6
+    assert_close(jaxllm.forward(model, params, None, ids).logits, twin.logits(ids))
+
+
+def test_a_llama_of_uneven_heads_leaves_no_directory(tmp_path: Path, run: Run) -> None:
+    save_random(
+        tmp_path / "whole", "llama", num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    lm = jaxllm.load(tmp_path / "whole")
+    config, params = cut(lm.config, lm.params, "heads", [[0, 1, 3]])
+    small = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
+    small.save(tmp_path / "small")
+    status, _, err = run("convert", tmp_path / "small", tmp_path / "theirs", "--to-hf")
+    assert status == 1 and "got 6, expected one of 2, 4" in err
+    assert not (tmp_path / "theirs").exists()
