@@ -27,7 +27,7 @@ from jaxllm.weights.quantize import quantize
 from tests.train.test_step import BATCHES, KEY, stacked
 from tests.twins import Twin, load_twin, random_model, save_random, tokens
 
-OPTIMIZER = Optimizer(steps=2, rate=1e-3)
+OPTIMIZER = Optimizer(steps=2, lr=1e-3)
 
 
 @pytest.fixture(scope="module")
