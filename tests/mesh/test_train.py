@@ -318,7 +318,7 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
     monkeypatch.setattr(located, "DEMOS", shallow_demos)
     text = tmp_path / "story.txt"
     text.write_text("".join(f"{n}. Once there was a red ball.\n" for n in range(9)), "utf-8")
-    given = ("--data", text, "--length", 32, "--batch", 4, "--steps", 2, "--held-out", 0)
+    given = ("--data", text, "--length", 32, "--batch-size", 4, "--steps", 2, "--eval-split", 0)
     found = []
     for name, more in (("one", ()), ("many", (*LINE, "--fsdp"))):
         out = tmp_path / name
