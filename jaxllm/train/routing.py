@@ -101,6 +101,7 @@ def balanced(
     config = job.lm.config
     check_experts(config, factor, capacity)
     if capacity is not None:
+        assert isinstance(config, MixtureConfig)
         limited = dataclasses.replace(config, capacity_factor=capacity)
         job = dataclasses.replace(
             job, lm=dataclasses.replace(job.lm, model=job.model.clone(config=limited))

@@ -11,6 +11,7 @@ from peft import LoraConfig
 
 import jaxllm
 from jaxllm import checkpoint, located
+from jaxllm.cli.lora import layers, modules
 from tests.conftest import Run
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
@@ -181,45 +182,43 @@ def test_options_are_checked_before_weights_are_read(
 
 
 def test_an_adapter_is_chosen_by_pefts_rules(run: Run, text: Path, tmp_path: Path) -> None:
-    """A regex with an exception, other ranks and alphas, some layers: what PEFT itself attaches."""
-    common = ("train", "lora", "demo:llama")
-    short = ("--data", text, "--length", 16, "--batch-size", 1, "--steps", 1, "--eval-split", 0)
-    cases = {
-        "a": ("--target-modules", r".*\.(q|v|down)_proj", "--exclude-modules", r".*\.0\..*v_proj"),
-        "b": ("--target-modules", "q_proj,o_proj", "--layers-to-transform", "1", "-r", 3,
-              "--rank-pattern", "o_proj=5", "--alpha-pattern", "o_proj=2.5", "--lora-alpha", 7),
-    }  # fmt: skip
-    wanted = {
-        "a": LoraConfig(
-            r=8, lora_alpha=16, target_modules=r".*\.(q|v|down)_proj",
-            exclude_modules=r".*\.0\..*v_proj",
-        ),
-        "b": LoraConfig(
-            r=3, lora_alpha=7, target_modules=["q_proj", "o_proj"], layers_to_transform=[1],
-            rank_pattern={"o_proj": 5}, alpha_pattern={"o_proj": 2.5},
-        ),
-    }  # fmt: skip
-    for name, arguments in cases.items():
-        status, _, err = run(*common, tmp_path / name, *short, *arguments)
-        assert status == 0, err
-        hf = transformers.AutoConfig.from_pretrained(located.DEMOS / "llama")
-        model = transformers.AutoModelForCausalLM.from_config(hf)
-        theirs = peft.get_peft_model(model, wanted[name]).state_dict()
-        shapes = {
-            key.replace(".default", ""): tuple(x.shape)
-            for key, x in theirs.items()
-            if "lora_" in key
-        }
-        ours = safetensors.numpy.load_file(tmp_path / name / "adapter_model.safetensors")
-        assert {key: x.shape for key, x in ours.items()} == shapes
-        scales = {
-            key: module.scaling["default"]
-            for key, module in peft.get_peft_model(model, wanted[name]).named_modules()
-            if hasattr(module, "scaling") and "default" in module.scaling
-        }
-        kept = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        assert kept["lora_alpha"] == wanted[name].lora_alpha
-        assert len(scales) == len(ours) // 2
+    """By a regex with exceptions, of other ranks and alphas: what PEFT itself attaches."""
+    out, regex, left = tmp_path / "out", r".*\.(q|v|down)_proj", r".*\.0\..*v_proj"
+    status, _, err = run(
+        "train", "lora", "demo:llama", out, "--data", text, "--length", 16, "--batch-size", 1,
+        "--steps", 1, "--eval-split", 0, "-r", 2, "--lora-alpha", 7, "--target-modules", regex,
+        "--exclude-modules", left, "--rank-pattern", "v_proj=5", "--alpha-pattern", "v_proj=2.5",
+    )  # fmt: skip
+    assert status == 0, err
+    wanted = LoraConfig(
+        r=2, lora_alpha=7, target_modules=regex, exclude_modules=left, rank_pattern={"v_proj": 5},
+        alpha_pattern={"v_proj": 2.5},
+    )  # fmt: skip
+    kept = json.loads((out / "adapter_config.json").read_text())
+    assert scales(LoraConfig(**kept)) == scales(wanted)
+    ours = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+    names = {key.split(".lora_")[0].removeprefix("base_model.model.") for key in ours}
+    assert names == {*scales(wanted)}
+
+
+def test_names_of_modules_and_layers_are_read() -> None:
+    assert modules("", ["q_proj,v_proj", "mlp.up_proj"]) == ["q_proj", "v_proj", "mlp.up_proj"]
+    assert modules("", ["All-Linear"]) == "all-linear"
+    assert modules("", [r"(?:.*)_proj"]) == r"(?:.*)_proj"
+    assert layers("0, 4-7,9") == [0, 4, 5, 6, 7, 9]
+
+
+def scales(config: LoraConfig) -> dict[str, tuple[int, float]]:
+    """Rank and scale of each module that PEFT puts an adapter beside."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(located.DEMOS / "llama")
+    )
+    found = peft.inject_adapter_in_model(config, model).named_modules()
+    return {
+        name: (module.r["default"], module.scaling["default"])
+        for name, module in found
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
 
 
 def test_a_finished_run_is_prolonged(run: Run, text: Path, tmp_path: Path) -> None:
