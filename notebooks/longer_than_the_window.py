@@ -116,9 +116,10 @@ for way, counts in right.items():
 # %%
 share = np.array(list(right.values())) / TRIES
 figure, axes = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
-axes.imshow(share, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+axes.imshow(share, vmin=0, vmax=1, cmap="cividis", aspect="auto")
 for (row, column), value in np.ndenumerate(share):
-    axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8)
+    ink = "black" if value > 0.5 else "white"  # the map grows lighter
+    axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8, color=ink)
 axes.set_yticks(range(len(right)), [f"{way}, {kilobytes(*WAYS[way]):.0f} KB" for way in right])
 axes.set_xticks(range(len(DEPTHS)), ["begin", "middle", "end"])
 axes.set_title(f"right answers, {TOKENS} tokens", fontsize=10)

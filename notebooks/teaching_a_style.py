@@ -125,8 +125,8 @@ STEPS = 32
 def train(data, held_out, steps=STEPS):
     """The job, and what came of running it, or the first steps of it."""
     job = jobs.lora(lm, config, seed=1)
-    optimizer = Optimizer(steps=STEPS, rate=5e-3, schedule="cosine", decay=0.0)
-    plan = Plan(steps=steps, evaluate_every=8)
+    optimizer = Optimizer(steps=STEPS, lr=5e-3, schedule="cosine", weight_decay=0.0)
+    plan = Plan(steps=steps, eval_steps=8)
     return job, jobs.run(job, data, optimizer, plan, held_out=held_out, show_progress=False)
 
 

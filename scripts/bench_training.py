@@ -54,7 +54,7 @@ def time_jaxllm(
         else jobs.full(lm, dtype)
     )
     del lm
-    optimizer = Optimizer(steps=100, rate=RATE, schedule="constant", warmup=0.0)
+    optimizer = Optimizer(steps=100, lr=RATE, schedule="constant", warmup=0.0)
     setup = Setup(job.model.clone(remat=remat), job.objective, optimizer)
     trained, rest = split(job.params, job.rules, job.like)
     state = start(trained, setup)

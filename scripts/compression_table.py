@@ -142,7 +142,7 @@ def measured(
     lm = jaxllm.load(name, dtype="float32")
     data = data_of(name, lm, texts)
     scale = report.Scale(lm, data.loader, speed=False, show_progress=False)
-    found = {"original": [scale.measure("float32", subject_of(lm))]}
+    found = {"float32": [scale.measure(report.ORIGINAL, subject_of(lm))]}
     for block, lines in recipes.items():
         found[block] = []
         for steps in lines:
@@ -198,8 +198,7 @@ def main() -> None:
             given.out.mkdir(parents=True, exist_ok=True)
             stem = given.out / Path(name.replace(":", "-")).name
             stem.with_suffix(".json").write_text(report.as_json(rows, {"model": Path(name).name}))
-            runs = {block: some for block, some in found.items() if block != "original"}
-            plot(runs, stem.with_suffix(".png"), Path(name).name)
+            plot(found, stem.with_suffix(".png"), f"{Path(name).name}, from float32")
 
 
 if __name__ == "__main__":

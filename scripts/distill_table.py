@@ -112,7 +112,7 @@ def distilled(
     way: Distillation | str | None, student: LM, teacher: LM, data: Data, steps: int, folder: Path
 ) -> LM:
     """The student after so many steps of one way."""
-    optimizer = Optimizer(steps=steps, rate=RATE)
+    optimizer = Optimizer(steps=steps, lr=RATE)
     run = partial(train, plan=Plan(steps=steps), show_progress=None)
     if not isinstance(way, Distillation):
         return finished(

@@ -67,7 +67,7 @@ def measured(lm: Any, prefix: int, width: int, rows: int, steps: int) -> dict[st
     ):
         data = Dataset(from_examples(examples), width=columns, batch_size=rows)
         batch = jax.tree.map(lambda x: x[None], data.batch(0))
-        setup = Setup(lm.model, objective, Optimizer(steps=steps + 1, rate=1e-3))
+        setup = Setup(lm.model, objective, Optimizer(steps=steps + 1, lr=1e-3))
         ways[name] = [start(trained, setup), batch, setup]
         found |= {name: [], f"{name} loss": []}
     for _ in range(steps + 1):

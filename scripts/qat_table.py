@@ -59,7 +59,7 @@ def loss(lm: jaxllm.LM, params: Params, data: Dataset) -> float:
 
 
 def trained(lm: jaxllm.LM, params: Params, data: Dataset, steps: int, rate: float) -> Params:
-    setup = Setup(lm.model, NextToken(), Optimizer(steps=steps, rate=rate, decay=0.0))
+    setup = Setup(lm.model, NextToken(), Optimizer(steps=steps, lr=rate, weight_decay=0.0))
     return train(params, data, setup, Plan(steps=steps), show_progress=False).params
 
 

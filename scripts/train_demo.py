@@ -33,7 +33,6 @@ from tokenizers import Tokenizer
 
 import jaxllm
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, train
 from jaxllm.train.losses import log_likelihoods
 from jaxllm.train.objective import Measured, run
@@ -236,11 +235,7 @@ def learn(
     given = jnp.asarray(weight_V)
     setup = Setup(model, Weighted(), Mixed(len(data), lesson.warm, lesson.floor))
     plan = Plan(steps=len(data), seed=seed)
-    if directory is None:
-        return train(params, data, setup, plan, given=given).params
-    journal = journal_of(params, given, (setup, plan, data.digest), directory)
-    with journal.kept():
-        return train(params, data, setup, plan, given=given, journal=journal).params
+    return train(params, data, setup, plan, given=given, directory=directory).params
 
 
 def perplexity(model: nn.Module, params: Params, held_out: list[Rows]) -> float:

@@ -31,7 +31,6 @@ from jaxllm.checkpoint import claim
 from jaxllm.evaluate.recall.grid import Cell, recall
 from jaxllm.files import writing
 from jaxllm.longer import LongAttention
-from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.step import Setup
@@ -101,11 +100,7 @@ def learned(
     data = Lasting(tokenizer, stretches, seed)
     setup = Setup(model, NextToken(), Mixed(len(data), WARM, FLOOR))
     plan, params = Plan(steps=len(data), seed=seed), init_params(model, jax.random.key(seed))
-    if directory is None:
-        return train(params, data, setup, plan).params
-    journal = journal_of(params, None, (setup, plan, data.digest), directory)
-    with journal.kept():
-        return train(params, data, setup, plan, journal=journal).params
+    return train(params, data, setup, plan, directory=directory).params
 
 
 def measured(lm: jaxllm.LM, windows: Sequence[int], tries: int, seed: int) -> list[Cell]:

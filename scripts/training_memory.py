@@ -64,7 +64,7 @@ def run(checkpoint: str, name: str, length: int, remat: bool) -> dict[str, float
     vocabulary = lm.config.vocab_size
     del lm
     setup = Setup(
-        job.model.clone(remat=remat), job.objective, Optimizer(steps=100, rate=RATE, warmup=0.0)
+        job.model.clone(remat=remat), job.objective, Optimizer(steps=100, lr=RATE, warmup=0.0)
     )
     trained, rest = split(job.params, job.rules, job.like)
     del job

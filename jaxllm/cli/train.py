@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import waiting
+from jaxllm.cli.renamed import TrainCommand
 from jaxllm.cli.shared import with_options
 from jaxllm.cli.training import (
     Options,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from jaxllm.train.jobs import Job
 
 EXAMPLE_FULL = (
-    "Example: jaxllm train full demo:llama tuned --data story.txt --rate 3e-4; on eight devices,"
+    "Example: jaxllm train full demo:llama tuned --data story.txt --lr 3e-4; on eight devices,"
     " with --mesh data=2,stage=2,tensor=2 --fsdp"
 )
 EXAMPLE_DISTILL = "Example: jaxllm train distill demo:llama student --data story.txt --layers 3"
@@ -76,6 +77,12 @@ def full(
     microbatches: Annotated[
         int, typer.Option(min=1, help="With --pipeline: of a device's rows of a batch.")
     ] = 4,
+    gate_lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Of an Infini-attention model alone: learning rate of its gates; by default 0.01."
+        ),
+    ] = None,
 ) -> None:
     """Train all weights of a model, or some, on texts. The result is a model of its own.
 
@@ -84,23 +91,24 @@ def full(
     """
     with waiting("starting"):
         from jaxllm.train import jobs
-        from jaxllm.train.routing import balanced
+        from jaxllm.train.routing import balanced, check_experts
         from jaxllm.train.scheduled import Scheduled
-        from jaxllm.train.trained import ALL
+        from jaxllm.train.trained import ALL, check_rules
 
-        check(target, options)
+        checked = check(model, target, options, 1e-4, gate_lr=gate_lr)
+        check_experts(checked.opened.config, router_loss, capacity)
+        rules = tuple((regex, True) for regex in only) if only else ALL
+        check_rules(checked.opened, rules)
+        if pipeline is not None and options.mesh is None:
+            raise ConfigError("--pipeline is of a mesh with stages: give --mesh stage=N, N from 2")
     lm = loaded(model, options, "float32")
-    rules = tuple((regex, True) for regex in only) if only else ALL
     scheduled = None if pipeline is None else Scheduled(pipeline, microbatches)
     if scheduled is not None:
         scheduled.of(lm.model)
-
-    def made(data: "Data", held_out: "Data | None") -> "Job":
-        kept = jobs.zeros_of(lm, rules) if keep_zeros else None
-        job = jobs.full(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
-        return balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
-
-    trained(lm, made, target, options, 1e-4, f"full fine-tuning of {model}")
+    kept = jobs.zeros_of(lm, rules) if keep_zeros else None
+    job = jobs.full(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
+    job = balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
+    trained(lm, job, target, options, checked, f"full fine-tuning of {model}")
 
 
 @with_options
@@ -108,20 +116,34 @@ def lora(
     model: TrainedModel,
     target: Target,
     options: Options,
-    rank: Annotated[int, typer.Option(min=1, help="Of the two matrices.")] = 8,
-    alpha: Annotated[
-        float | None, typer.Option(help="The sum's scale is alpha / rank; by default twice it.")
+    rank: Annotated[int, typer.Option("--rank", "-r", min=1, help="LoRA rank.")] = 8,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="The scale is this / rank; by default twice the rank.")
     ] = None,
-    dropout: Annotated[float, typer.Option(help="Of the inputs, while training.")] = 0.0,
-    module: Annotated[
+    lora_dropout: Annotated[float, typer.Option(help="Dropout of the inputs, 0 to 1.")] = 0.0,
+    target_modules: Annotated[
         list[str] | None,
         typer.Option(
-            "--target",
-            help="The end of a module's name, as q_proj; may be given more than once. By default"
-            " every linear but the head.",
+            help="Ends of module names (q_proj,v_proj), a regex of whole names, or all-linear: all"
+            " but the head, the default. Names may also be given one by one."
         ),
     ] = None,
-    dora: Annotated[bool, typer.Option("--dora", help="Lengths of rows of their own.")] = False,
+    exclude_modules: Annotated[
+        list[str] | None, typer.Option(help="Modules to leave out: names' ends, or a regex.")
+    ] = None,
+    layers_to_transform: Annotated[
+        str | None,
+        typer.Option(metavar="N,N-N", help="Layers by number, as 0,4-7; with names as targets."),
+    ] = None,
+    rank_pattern: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REGEX=N", help="Rank of modules whose name ends so; repeatable."),
+    ] = None,
+    alpha_pattern: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REGEX=X", help="Alpha of modules whose name ends so; repeatable."),
+    ] = None,
+    dora: Annotated[bool, typer.Option("--dora", help="DoRA: a magnitude for each row.")] = False,
     rslora: Annotated[bool, typer.Option("--rslora", help="Scale by alpha / sqrt(rank).")] = False,
     adapter: Annotated[
         Path | None, typer.Option(help="Go on with this one; rank and the like are then its own.")
@@ -146,30 +168,35 @@ def lora(
     """
     with waiting("starting"):
         from jaxllm.adapters import LoraConfig, read_adapter
+        from jaxllm.adapters.targets import plan
+        from jaxllm.cli.lora import layers, modules, patterns
         from jaxllm.files import read_text
         from jaxllm.train import jobs, prompts
-        from jaxllm.train.routing import balanced
+        from jaxllm.train.routing import balanced, check_experts
 
-        check(target, options, "adapter_config.json")
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2.0 * rank if alpha is None else alpha,
-        lora_dropout=dropout,
-        target_modules=tuple(module) if module else "all-linear",
-        use_dora=dora,
-        use_rslora=rslora,
-    )
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=2.0 * rank if lora_alpha is None else lora_alpha,
+            lora_dropout=lora_dropout,
+            target_modules=modules("--target-modules", target_modules) or "all-linear",
+            exclude_modules=modules("--exclude-modules", exclude_modules),
+            layers_to_transform=layers(layers_to_transform),
+            rank_pattern=patterns("--rank-pattern", rank_pattern, int),
+            alpha_pattern=patterns("--alpha-pattern", alpha_pattern, float),
+            use_dora=dora,
+            use_rslora=rslora,
+        )
+        checked = check(model, target, options, 1e-3, "adapter_config.json")
+        check_experts(checked.opened.config, router_loss, capacity)
+        plan(checked.opened.config, config)
+        text = None if prefix is None else read_text(prefix)
     lm = loaded(model, options, quantize=quantize)
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
-    before = [] if prefix is None else lm.encode(read_text(prefix))
-
-    def made(data: "Data", held_out: "Data | None") -> "Job":
-        asked = start.config if start else config
-        job = jobs.lora(lm, asked, seed=options.seed, start=start)
-        job = prompts.after(job, before) if before else job
-        return balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
-
-    trained(lm, made, target, options, 1e-3, f"an adapter of {model}", room=len(before))
+    before = [] if text is None else lm.encode(text)
+    job = jobs.lora(lm, start.config if start else config, seed=options.seed, start=start)
+    job = prompts.after(job, before) if before else job
+    job = balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
+    trained(lm, job, target, options, checked, f"an adapter of {model}", room=len(before))
 
 
 @with_options
@@ -191,14 +218,11 @@ def prompt(
     with waiting("starting"):
         from jaxllm.train import prompts
 
-        check(target, options, None)
+        checked = check(model, target, options, 3e-3, None)
     lm = loaded(model, options)
     tokens = lm.encode(begin)
-
-    def made(data: "Data", held_out: "Data | None") -> "Job":
-        return prompts.prompt(lm, tokens, kind="entries" if entries else "embeddings")
-
-    trained(lm, made, target, options, 3e-3, f"a prompt for {model}", room=len(tokens))
+    job = prompts.prompt(lm, tokens, kind="entries" if entries else "embeddings")
+    trained(lm, job, target, options, checked, f"a prompt for {model}", room=len(tokens))
 
 
 @with_options
@@ -230,22 +254,22 @@ def qat(
     with waiting("starting"):
         from jaxllm.cli.quantize import read_rules
         from jaxllm.train.fake.job import qat as job_of
+        from jaxllm.train.fake.prepare import check_formats
 
-        check(target, options)
-    if options.fsdp:
-        raise ConfigError(
-            "train qat rounds weights where they are: without --fsdp (--mesh tensor=N divides them)"
-        )
-    wanted = name if rules is None else read_rules(rules)
+        if options.fsdp:
+            raise ConfigError(
+                "train qat rounds weights where they are: without --fsdp (--mesh tensor=N divides"
+                " them)"
+            )
+        wanted = name if rules is None else read_rules(rules)
+        check_formats(wanted)
+        checked = check(model, target, options, 1e-4)
     lm = loaded(model, options, "float32")
-
-    def made(data: "Data", held_out: "Data | None") -> "Job":
-        return job_of(
-            lm, wanted, dtype=options.dtype, learned=learned_scales, dynamic=int8_inputs,
-            starts=float_steps,
-        )  # fmt: skip
-
-    trained(lm, made, target, options, 1e-4, f"quantization-aware training of {model}")
+    job = job_of(
+        lm, wanted, dtype=options.dtype, learned=learned_scales, dynamic=int8_inputs,
+        starts=float_steps,
+    )  # fmt: skip
+    trained(lm, job, target, options, checked, f"quantization-aware training of {model}")
 
 
 @with_options
@@ -283,6 +307,13 @@ def distill(
             min=1, help="Learn texts that the teacher writes, from so many tokens of each example."
         ),
     ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a text of --written or --on-policy; by default 128, or what fits.",
+        ),
+    ] = None,
 ) -> None:
     """Train a smaller model to do as MODEL does. The result is a model of its own.
 
@@ -293,18 +324,23 @@ def distill(
         from jaxllm.train.distill import teachers
         from jaxllm.train.distill.job import distill as job_of
         from jaxllm.train.distill.settings import Distillation
-        from jaxllm.train.distill.student import Smaller
+        from jaxllm.train.distill.student import Smaller, check_part
 
-        check(target, options)
-    asked = Distillation(
-        alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
-        on_policy=on_policy, hidden=hidden,  # type: ignore[arg-type]  # it checks
-    )  # fmt: skip
-    part = Smaller(layers, heads, channels)
-    if (student is None) == (part == Smaller()):
-        raise ConfigError(
-            "give --student DIR, or what of the teacher stays: --layers N and the like"
-        )
+        asked = Distillation(
+            alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
+            on_policy=on_policy, hidden=hidden,  # type: ignore[arg-type]  # it checks
+            new_tokens=max_new_tokens or 128,
+        )  # fmt: skip
+        part = Smaller(layers, heads, channels)
+        if (student is None) == (part == Smaller()):
+            raise ConfigError(
+                "give --student DIR, or what of the teacher stays: --layers N and the like"
+            )
+        checked = check(model, target, options, 3e-4)
+        check_part(checked.opened.config, part)
+        new = 0
+        if written is not None:
+            new = teachers.new_tokens(checked.opened.config, written, max_new_tokens)
     teacher = loaded(model, options)
     directory = target.with_name(f"{target.name}.taught")
 
@@ -318,10 +354,10 @@ def distill(
 
     def texts(path: Path) -> "Examples":
         assert written is not None
-        return teachers.completed(teacher, path, written, directory, options.seed)
+        return teachers.completed(teacher, path, written, directory, options.seed, new)
 
     how = None if written is None else texts
-    trained(teacher, made, target, options, 3e-4, f"a student of {model}", how)
+    trained(teacher, made, target, options, checked, f"a student of {model}", how)
 
 
 # Name: the function that runs, and the example below its --help.
@@ -339,4 +375,4 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for name, (function, epilog) in METHODS.items():
-    app.command(name, epilog=epilog)(function)
+    app.command(name, cls=TrainCommand, epilog=epilog)(function)

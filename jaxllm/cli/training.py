@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,10 +18,12 @@ from jaxllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+    from jaxllm.checkpoint import Checkpoint
     from jaxllm.train.data.examples import Examples
     from jaxllm.train.data.rows import Data
     from jaxllm.train.jobs import Job
-    from jaxllm.train.loop import Run
+    from jaxllm.train.loop import Plan, Record, Run
+    from jaxllm.train.optimizer import Optimizer
 
 TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")]
 Target = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")]
@@ -36,20 +40,24 @@ class Options:
             ' "text", of "prompt" and "completion", or of "messages".'
         ),
     ]
-    evaluated: Annotated[
+    eval_data: Annotated[
         Path | None,
-        typer.Option("--eval", help="Measure on this; by default on a share of the data."),
+        typer.Option(help="Held-out data; by default --eval-split of the data."),
     ] = None
-    held_out: Annotated[float, typer.Option(help="That share, drawn by the seed; 0 for none.")] = (
-        0.05
-    )
+    eval_split: Annotated[
+        float,
+        typer.Option(
+            help="Share of the examples that is held out, drawn by the seed; of one text its end;"
+            " 0 for none."
+        ),
+    ] = 0.05
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of the optimiser; by default as --epochs say.")
+        int | None, typer.Option(min=1, help="Optimizer steps; by default as many as --epochs.")
     ] = None
-    epochs: Annotated[float, typer.Option(help="How often the data is seen.")] = 1.0
-    batch: Annotated[int, typer.Option(min=1, help="Rows that run together.")] = 8
-    accumulate: Annotated[
-        int, typer.Option(min=1, help="Batches a step: their gradients are added up.")
+    epochs: Annotated[float, typer.Option(help="Number of epochs.")] = 1.0
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(min=1, help="Batches of an optimizer step.")
     ] = 1
     length: Annotated[
         int | None,
@@ -58,28 +66,47 @@ class Options:
     no_pack: Annotated[
         bool, typer.Option("--no-pack", help="One document a row, padded; else they share rows.")
     ] = False
-    rate: Annotated[float | None, typer.Option(help="The peak of the learning rate.")] = None
-    gate_rate: Annotated[
-        float | None, typer.Option(help="That of the gates of Infini-attention; by default 0.01.")
-    ] = None
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None
     schedule: Annotated[
-        str, typer.Option(help="Of the rate after it has warmed up: cosine, linear, constant.")
+        str, typer.Option(help="Learning rate after warmup: cosine, linear or constant.")
     ] = "cosine"
-    warmup: Annotated[float, typer.Option(help="The share of the steps in which it rises.")] = 0.05
-    decay: Annotated[float, typer.Option(help="Weight decay, of matrices alone.")] = 0.01
-    clip: Annotated[float, typer.Option(help="The largest norm of a gradient; 0 for any.")] = 1.0
-    evaluate_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between measurements; by default 10 in all.")
+    warmup: Annotated[
+        float, typer.Option(help="Share of the steps in which the learning rate rises, 0 to 1.")
+    ] = 0.05
+    weight_decay: Annotated[float, typer.Option(help="Weight decay, of matrices alone.")] = 0.01
+    max_grad_norm: Annotated[
+        float, typer.Option(help="Largest norm of the gradient; 0 for no limit.")
+    ] = 1.0
+    eval_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations; by default 10 in all.")
     ] = None
     patience: Annotated[
         int | None,
-        typer.Option(min=1, help="End after so many without a better one; the best is the result."),
+        typer.Option(
+            min=1, help="End after so many evaluations without a better one; the best is written."
+        ),
     ] = None
     sample: Annotated[
-        str | None, typer.Option(help="Continue this text after each measurement.")
+        str | None, typer.Option(help="Continue this text after each evaluation.")
     ] = None
-    remat: Annotated[
-        bool, typer.Option("--remat", help="Less memory, a third more arithmetic.")
+    save_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints: OUT.step-N, as OUT.")
+    ] = None
+    keep_state: Annotated[
+        bool,
+        typer.Option(
+            "--keep-state", help="Leave OUT.parts at the end: --resume can prolong the run."
+        ),
+    ] = False
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue from OUT.parts though OUT is there, and replace OUT."
+        ),
+    ] = False
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option("--gradient-checkpointing", help="Less memory, a third more arithmetic."),
     ] = False
     mesh: Annotated[
         str | None,
@@ -93,11 +120,11 @@ class Options:
         bool,
         typer.Option(
             "--fsdp",
-            help="With --mesh data=N: weights, gradients and the optimiser's state are divided by"
+            help="With --mesh data=N: weights, gradients and the optimizer's state are divided by"
             " N, and each weight is gathered for its products.",
         ),
     ] = False
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
     dtype: Annotated[
         str,
         typer.Option(
@@ -106,25 +133,110 @@ class Options:
         ),
     ] = "float32"
     report: Annotated[
-        Path | None, typer.Option(help="Write every step's numbers to this file, as JSON.")
+        Path | None,
+        typer.Option(help="JSON file of every step's numbers, rewritten at each evaluation."),
     ] = None
     plot: Annotated[Path | None, typer.Option(help="Draw the losses, as a PNG file.")] = None
 
 
-def check(target: Path, options: Options, result: str | None = "config.json") -> None:
-    """What can be refused before anything is loaded. result: the file that makes OUT complete;
-    None: it is a file itself.
+class Checked(NamedTuple):
+    """What is known of a run before weights are read. optimizer, plan: their steps are those of
+    the options, 1 if these depend on the data.
     """
-    from jaxllm.files import check_vacant, is_there
+
+    opened: "Checkpoint"
+    optimizer: "Optimizer"
+    plan: "Plan"
+
+
+def check(
+    model: str,
+    target: Path,
+    options: Options,
+    lr: float,
+    result: str | None = "config.json",
+    gate_lr: float | None = None,
+) -> Checked:
+    """Check all that can be checked before weights are read and data are encoded.
+
+    Args:
+      lr: the rate if the options have none.
+      result: the file that makes OUT complete; None: it is a file itself.
+      gate_lr: the rate of an Infini-attention model's gates.
+
+    Raises ConfigError or CheckpointError for what a run would be refused for.
+    """
+    from jaxllm.files import regular_size
+    from jaxllm.loading import open_checkpoint
     from jaxllm.mesh.axes import parse
-    from jaxllm.train.optimizer import check_optax
+    from jaxllm.train.infini import gate_rates
+    from jaxllm.train.loop import Plan
+    from jaxllm.train.optimizer import Optimizer, check_optax
 
     check_optax()
-    if options.fsdp and (options.mesh is None or parse(options.mesh).data == 1):
+    axes = None if options.mesh is None else parse(options.mesh)
+    if options.fsdp and (axes is None or axes.data == 1):
         raise ConfigError("--fsdp divides weights over data: give --mesh data=N, N from 2 up")
-    if distributed.told(lambda: "there" if result is None and is_there(target) else ""):
+    if not 0 < options.epochs < math.inf:
+        raise ConfigError(f"--epochs must be a number above 0: got {options.epochs}")
+    if not 0 <= options.eval_split < 1:
+        raise ConfigError(f"--eval-split must be from 0 to below 1: got {options.eval_split}")
+    if options.patience is not None and options.eval_data is None and not options.eval_split:
+        raise ConfigError("--patience waits for the held-out loss: leave --eval-split above 0")
+    for path in (options.data, options.eval_data):
+        if path is not None:
+            regular_size(path)
+    _check_target(target, options, result)
+    steps = options.steps or 1
+    plan = Plan(
+        steps=steps,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        seed=options.seed,
+        eval_steps=options.eval_steps,
+        patience=options.patience,
+        save_steps=options.save_steps,
+    )
+    optimizer = Optimizer(
+        steps=steps,
+        lr=lr if options.lr is None else options.lr,
+        warmup=options.warmup,
+        schedule=options.schedule,
+        max_grad_norm=None if options.max_grad_norm == 0 else options.max_grad_norm,
+        weight_decay=options.weight_decay,
+    )
+    opened = open_checkpoint(model)
+    context = opened.config.context_length
+    if options.length is not None and options.length > context:
+        raise ConfigError(
+            f"--length must be at most {context}, the context of {model}: got {options.length}."
+            " Ask for narrower rows."
+        )
+    rates = gate_rates(opened.config, gate_lr)
+    return Checked(opened, dataclasses.replace(optimizer, rates=rates), plan)
+
+
+def _check_target(target: Path, options: Options, result: str | None) -> None:
+    """Raise CheckpointError or ConfigError if OUT or a file beside it cannot be written."""
+    from jaxllm.files import check_vacant, is_there
+
+    parts, there = parts_of(target), target if result is None else target / result
+    facts = distributed.told(lambda: f"{int(is_there(parts))}{int(is_there(there))}")
+    kept, done = (letter == "1" for letter in facts)
+    if options.resume and not kept:
+        raise ConfigError(
+            f"--resume needs the state of a run: got no {parts.name} beside {target.name}. A run"
+            " with --keep-state leaves it there at its end."
+        )
+    if done and kept and not options.resume:
+        raise CheckpointError(
+            f"{target} already holds a result, and {parts.name} the state of its run: give --resume"
+            " to continue that and replace the result, or name another OUT"
+        )
+    if done and result is None and not options.resume:
         raise CheckpointError(f"{target} exists: name another file")
-    check_vacant(target.parent if result is None else target, result or target.name, "a result")
+    if not done or not options.resume:
+        name = target.parent if result is None else target
+        check_vacant(name, result or target.name, "a result")
     for option, path in (("--report", options.report), ("--plot", options.plot)):
         check_writable(option, path)
     if options.plot is not None:
@@ -135,63 +247,60 @@ def check(target: Path, options: Options, result: str | None = "config.json") ->
 
 def trained(
     lm: "LM",
-    made: "Callable[[Data, Data | None], Job]",
+    job: "Job | Callable[[Data, Data | None], Job]",
     target: Path,
     options: Options,
-    rate: float,
+    checked: Checked,
     title: str,
     examples: "Callable[[Path], Examples] | None" = None,
     room: int = 0,
 ) -> "Run":
-    """Read the data for a model, run the job made of it, write what came of it, and say so.
+    """Read the data for a model, run a job, write its result, and say so.
 
-    made: told the data and what is held out, or None. rate: where no other is asked for. title: of
-    report and picture. examples: how a file is read, where it is not as `sources.read_examples`
-    does. room: tokens of the context that rows must leave.
+    Args:
+      job: or what makes it of the data and what is held out, or None.
+      checked: as `check` returns it.
+      title: of report and picture.
+      examples: reads a file, if `sources.read_examples` is not what does.
+      room: tokens of the context that rows must leave.
     """
+    from jaxllm.files import writing
     from jaxllm.train import jobs, picture
-    from jaxllm.train.infini import gate_rates
-    from jaxllm.train.loop import Plan
-    from jaxllm.train.optimizer import Optimizer
 
     data, held_out = _data(lm, options, examples, room)
-    steps = options.steps or max(1, round(options.epochs * len(data) / options.accumulate))
-    facts = data.facts
+    batches = options.epochs * len(data) / options.gradient_accumulation_steps
+    steps, facts = options.steps or max(1, round(batches)), data.facts
     note(
         f"{facts['examples']:,} examples in {facts['rows']:,} rows of {data.width}"
         f" ({facts['filled']:.0%} filled), {data.tokens:,} tokens to learn; {steps:,} steps"
     )
-    plan = Plan(
-        steps=steps,
-        accumulate=options.accumulate,
-        seed=options.seed,
-        evaluate_every=options.evaluate_every or max(1, steps // 10),
-        patience=options.patience,
-    )
-    optimizer = Optimizer(
-        steps=steps,
-        rate=options.rate or rate,
-        warmup=options.warmup,
-        schedule=options.schedule,
-        clip=options.clip or None,
-        decay=options.decay,
-        rates=gate_rates(lm.config, options.gate_rate),
-    )
-    parts, job = parts_of(target), made(data, held_out)
+    eval_steps = options.eval_steps or max(1, steps // 10)
+    parts = parts_of(target)
+    made = job(data, held_out) if callable(job) else job
+
+    def report(records: "Sequence[Record]", before: float | None) -> None:
+        if options.report is not None:
+            content = {"title": title, "data": facts, "total_steps": steps, "before": before}
+            content["steps"] = [r._asdict() for r in records]
+            with writing(options.report, "w") as file:
+                json.dump(content, file, indent=1)
+
+    def checkpoint(params: Any, step: int) -> None:
+        name = target.with_name(f"{target.name}.step-{step}")
+        _finish(made, params, name)
+        note(f"step {step}: {name}")
+
     run = jobs.run(
-        job, data, optimizer, plan, held_out=held_out, directory=parts, remat=options.remat,
-        sample=None if options.sample is None else jobs.told(job.lm, options.sample), say=note,
+        made, data, dataclasses.replace(checked.optimizer, steps=steps),
+        dataclasses.replace(checked.plan, steps=steps, eval_steps=eval_steps),
+        held_out=held_out, directory=parts, remat=options.gradient_checkpointing, report=report,
+        checkpoint=checkpoint, say=note,
+        sample=None if options.sample is None else jobs.told(made.lm, options.sample),
     )  # fmt: skip
     with waiting("writing"):
-        job.finish(run.params, target)
-    jobs.forget(parts)
-    if options.report is not None:
-        from jaxllm.files import writing
-
-        content = {"title": title, "data": facts, "before": run.before}
-        content["steps"] = [{**r._asdict()} for r in run.records]
-        with writing(options.report, "w") as file:
-            json.dump(content, file, indent=1)
+        _finish(made, run.params, target)
+    if not options.keep_state:
+        jobs.forget(parts)
     if options.plot is not None:
         picture.plot(run.records, run.before, options.plot, title)
     last = run.best or run.records[-1]
@@ -199,6 +308,20 @@ def trained(
     was = "" if run.before is None else f" (before: {run.before:.4f})"
     write(f"{target}: loss {loss:.4f}{was} after step {last.step}\n")
     return run
+
+
+def _finish(job: "Job", params: Any, target: Path) -> None:
+    """Write a result, in place of one that is there."""
+    aside = target.with_name(f".{target.name}.replaced")
+
+    def move() -> None:
+        if target.is_dir():  # a file is replaced as it is written
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+
+    distributed.once(move)
+    job.finish(params, target)
+    distributed.once(lambda: shutil.rmtree(aside, ignore_errors=True))
 
 
 def loaded(model: str, options: Options, dtype: str | None = None, **more: Any) -> "LM":
@@ -222,22 +345,25 @@ def _data(
     from jaxllm.train.prefix import check_room
 
     writing = Writing(lm.tokenizer, lm.chat_template)
+    width = min(512, lm.config.context_length - room) if options.length is None else options.length
+    check_room(lm.model, room, width)
 
     def read(path: Path) -> "Examples":
         return read_examples(path, writing) if examples is None else examples(path)
 
     found = read(options.data)
-    measured = None if options.evaluated is None else read(options.evaluated)
-    if measured is None and options.held_out:
-        found, measured = part(found, options.held_out, options.seed)
-    width = min(512, lm.config.context_length - room) if options.length is None else options.length
+    measured = None if options.eval_data is None else read(options.eval_data)
+    if measured is None and options.eval_split:
+        if len(found) == 1:
+            note(
+                f"{options.data} is one text: its last {options.eval_split:.0%} is held out"
+                " (--eval-split), which may differ from the rest; --eval-data FILE names another"
+            )
+        found, measured = part(found, options.eval_split, options.seed)
 
     def rows(some: "Examples") -> Dataset:
-        data = Dataset(some, width, options.batch, options.seed, not options.no_pack)
+        data = Dataset(some, width, options.batch_size, options.seed, not options.no_pack)
         data.check(lm.config)
-        check_room(lm.model, room, width)
         return data
 
-    if options.patience is not None and measured is None:
-        raise ConfigError("--patience waits for the held-out loss: leave --held-out above 0")
     return rows(found), None if measured is None else rows(measured)

@@ -94,12 +94,33 @@ class Journal:
             self.say(f"{error}: made again")
             return None
 
+    def facts(self, key: str) -> dict[str, Any] | None:
+        """Return the facts under `key`, whichever run wrote them; None if none can be read."""
+        try:
+            text = read_header(self._path(key)).metadata.get("part", "")
+            about: About = as_schema(parse_json(text, key), About, key)
+        except CheckpointError:
+            return None
+        return about.facts
+
     def put(self, key: str, params: Params, facts: Mapping[str, Any] | None = None) -> None:
         """Keep parameters (a `Later` is read as it is written), and facts that JSON can hold.
         Raises CheckpointError where they cannot be written.
         """
         if self.directory is not None:
             _write(self._path(key), params, self.digest, dict(facts or {}))
+
+    def move(self, key: str, to: str) -> bool:
+        """Give a part another key, in place of what is there; whether there was one."""
+        if self._here is None or not is_there(path := self._path(key)):
+            return False
+        path.replace(self._path(to))
+        return True
+
+    def remove(self, key: str) -> None:
+        """Remove a part, if it is there."""
+        if self._here is not None:
+            self._path(key).unlink(missing_ok=True)
 
     def forget(self, *but: str) -> None:
         """Remove the parts under this prefix. but: beginnings of the keys that stay."""

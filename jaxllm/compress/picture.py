@@ -1,6 +1,7 @@
 """Quality against bytes: a picture of one recipe's steps, or of many runs."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,8 +26,8 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
 
     runs: rows by the run's name, each a path through its steps; `report.read_rows` reads those of a
     file. A point has its step's name; of several runs those on the front have, the others their
-    run's colour. What equals the original stands at the foot of the picture: a logarithm has no
-    zero.
+    run's colour. A star is the original, which has a divergence of exactly 0: the scale is linear
+    below its lowest decade.
 
     Raises ConfigError where matplotlib is not installed or no row has both numbers, CheckpointError
     where the file cannot be written.
@@ -35,29 +36,36 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     points = {name: _points(rows) for name, rows in runs.items()}
-    measured = [point for found in points.values() for point in found]
-    above = [kl for _, _, kl in measured if kl > 0]
+    measured = list(dict.fromkeys(point for found in points.values() for point in found))
     if not measured:
         raise ConfigError("there is nothing to draw: no step's KL divergence was measured")
-    foot = min(above, default=1.0) / 3
+    lowest = min((kl for _, _, kl in measured if kl > 0), default=1.0)
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
     for name, found in points.items():
-        xs, ys = [x for _, x, _ in found], [max(kl, foot) for _, _, kl in found]
+        if all(step == ORIGINAL for step, _, _ in found):
+            continue
+        xs, ys = [x for _, x, _ in found], [kl for _, _, kl in found]
         axes.plot(xs, ys, "o-", alpha=0.7, linewidth=1 if len(runs) == 1 else 0.3, label=name)
     front = pareto((x, kl) for _, x, kl in measured)
+    axes.plot(*zip(*front, strict=True), "ko--", linewidth=1, markersize=11, fillstyle="none",
+              label="Pareto front")  # fmt: skip
+    originals = [(x, kl) for step, x, kl in measured if step == ORIGINAL]
+    if originals:
+        axes.plot(*zip(*originals, strict=True), "k*", markersize=13, label="original")
+    linear = 10 ** math.floor(math.log10(lowest))
+    axes.set_yscale("symlog", linthresh=linear, linscale=0.5)
+    axes.set_ylim(bottom=-0.2 * linear)  # the star at 0 is whole
+    axes.set(xlabel="MB of parameters", ylabel="mean KL divergence (nats a token)", title=title)
+    axes.margins(x=0.1, y=0.1)
+    middle = sum(axes.get_xlim()) / 2
     for label, x, kl in measured:
         if len(runs) == 1 or (x, kl) in front:
-            at = (x, max(kl, foot))
-            axes.annotate(label, at, (6, 6), textcoords="offset points", fontsize=7, rotation=15)
-    xs, ys = [x for x, _ in front], [max(kl, foot) for _, kl in front]
-    axes.plot(xs, ys, "ko--", linewidth=1, markersize=11, fillstyle="none", label="Pareto front")
-    axes.set_yscale("log")
-    axes.set(xlabel="MB of parameters", ylabel="mean KL divergence (nats a token)", title=title)
-    axes.margins(x=0.2, y=0.1)  # room for names
-    if len(measured) > len(above):
-        axes.axhline(foot, color="grey", linewidth=0.5)
-        axes.annotate("0", (0, foot), xycoords=("axes fraction", "data"), fontsize=8)
+            right = x > middle  # names go to where there is room
+            axes.annotate(
+                textwrap.fill(label, 44), (x, kl), (-8 if right else 8, 8),
+                textcoords="offset points", fontsize=7, ha="right" if right else "left",
+            )  # fmt: skip
     figure.legend(fontsize=8, loc="outside right upper")
     with writing(path) as file:
         figure.savefig(file, format="png", dpi=150)

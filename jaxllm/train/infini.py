@@ -30,7 +30,7 @@ def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[st
     if config.segment_length is not None:
         return ((r".*\.memory_gate", GATE_RATE if rate is None else rate),)
     if rate is not None:
-        raise ConfigError(f"this {config.model_type} has no gates for --gate-rate: jaxllm infini")
+        raise ConfigError(f"this {config.model_type} has no gates for --gate-lr: jaxllm infini")
     return ()
 
 

@@ -17,13 +17,12 @@ from jaxllm.compress.journal import Journal
 from jaxllm.distributed import agree
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
-from jaxllm.train.keeping import journal_of
-from jaxllm.train.loop import Plan, Prepare, Run, Say, train
+from jaxllm.train.loop import Plan, Prepare, Report, Run, Say, train
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.step import Constraint, Setup, Transformation
 from jaxllm.train.trained import ALL, Rules, trainable
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, Placed, later, map_leaves, of_one_device
+from jaxllm.weights.paths import Params, Placed, map_leaves, of_one_device
 from jaxllm.weights.precision import cast
 
 V = TypeVar("V")
@@ -135,41 +134,38 @@ def run(
     held_out: Data | None = None,
     directory: Path | None = None,
     remat: bool = False,
+    report: Report = lambda *_: None,
+    checkpoint: Callable[[Params, int], None] = lambda *_: None,
     sample: Callable[[Params], str] | None = None,
     show_progress: bool | None = None,
     say: Say = lambda _: None,
 ) -> Run:
     """Run a job. directory: where its state is kept, from which an interrupted one goes on; the
-    caller removes it (`Journal.forget`) when the result is written. remat: keep no block's inside
-    for its gradient.
-
-    Raises what `loop.train` raises.
+    caller removes it (`forget`) when the result is written. remat: keep no block's inside for its
+    gradient. The others as `loop.train` takes them, and what it raises.
     """
     model = in_training(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, held_out = job.data or data, job.held_out or held_out
     digests = [None if some is None else some.digest for some in (data, held_out)]
     agree({"data": digests})
-    facts = (plain(setup), plan, job.rules, job.prepare, digests)
-    journal = Journal()
-    if directory is not None:
-        journal = journal_of(later(model, job.params), job.given, facts, directory)
-    with journal.kept():
-        return train(
-            job.params,
-            data,
-            setup,
-            plan,
-            rules=job.rules,
-            like=job.like,
-            given=job.given,
-            held_out=held_out,
-            prepare=job.prepare,
-            journal=journal,
-            sample=sample,
-            show_progress=show_progress,
-            say=say,
-        )
+    return train(
+        job.params,
+        data,
+        setup,
+        plan,
+        rules=job.rules,
+        like=job.like,
+        given=job.given,
+        held_out=held_out,
+        prepare=job.prepare,
+        directory=directory,
+        report=report,
+        checkpoint=checkpoint,
+        sample=sample,
+        show_progress=show_progress,
+        say=say,
+    )
 
 
 def in_training(model: nn.Module) -> nn.Module:
@@ -202,12 +198,6 @@ def spread_as(lm: LM, other: LM) -> LM:
         return lm
     model = other.model.like(lm.config).clone(precision=lm.model.precision)
     return dataclasses.replace(lm, model=model, params=model.shared(lm.params))
-
-
-def plain(setup: Setup) -> Setup:
-    """A setup as it is on one device: a state that is kept goes on on any mesh."""
-    model = setup.model
-    return setup._replace(model=model.plain()) if isinstance(model, Placed) else setup
 
 
 def forget(directory: Path) -> None:

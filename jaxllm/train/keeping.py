@@ -1,13 +1,15 @@
 """A run's state on disk, so that a killed run goes on bit for bit where it was.
 
 One file with all that goes from step to step, replaced when the next one is complete. What it
-belongs to is in its digest: another model, other data or another setting finds nothing there. Of
-several processes the first has the file; both ways an array at a time goes through all of them.
+belongs to is in its digest: another model, other data or another setting finds nothing there. The
+settings in `FREE` may differ: a run can be prolonged, and continue at a lower rate. Of several
+processes the first has the file; both ways an array at a time goes through all of them.
 """
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,26 +22,87 @@ from jaxllm import __version__
 from jaxllm.cache.files import fingerprint
 from jaxllm.compress.journal import Journal
 from jaxllm.distributed import fetched, from_first, told
+from jaxllm.errors import CheckpointError
 from jaxllm.train.spread import Form
-from jaxllm.train.step import TrainState
+from jaxllm.train.step import Setup, TrainState
 from jaxllm.train.trained import Trained
 from jaxllm.weights.later import Later, leaf_of, now
-from jaxllm.weights.paths import Params, named_arrays
+from jaxllm.weights.paths import Params, Placed, named_arrays
 
 _STATE, _BEST = "state", "best"
+_EARLIER = "earlier"  # the state before the last one, until that one was good for a step
 
 
-def journal_of(params: Params, given: Any, facts: Sequence[object], directory: Path) -> Journal:
-    """Where a run keeps what is finished. facts: values whose `repr` says what the run is.
+# Settings that a continued run may change; the state of a step does not depend on them.
+FREE = frozenset({"steps", "lr", "eval_steps", "save_steps", "patience"})
+_LONGEST = 40  # characters of a setting that a message shows
 
-    Reads all weights once.
+
+def settings_of(setup: Setup, plan: Any, **more: object) -> dict[str, str]:
+    """Return what a run depends on, by name, as text.
+
+    Args:
+      setup: the model is taken as on one device: a state continues on any mesh.
+      plan: a `loop.Plan`. Like the optimizer it counts field by field.
+      more: other settings by name, such as the digests of the data.
     """
-    whose = [__version__, fingerprint(params), fingerprint({"given": given}), *map(repr, facts)]
-    return Journal(directory, hashlib.sha256("\n".join(whose).encode()).hexdigest())
+    model = setup.model.plain() if isinstance(setup.model, Placed) else setup.model
+    named = {"model": model, "objective": setup.objective, "constraint": setup.constraint}
+    named["optimizer"] = type(setup.optimizer).__name__
+    named["keep_best"] = plan.patience is not None
+    for part in (setup.optimizer, plan):
+        assert dataclasses.is_dataclass(part), "an optimizer is compared field by field"
+        named |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return {"version": __version__} | {name: repr(value) for name, value in (named | more).items()}
+
+
+def journal_of(params: Params, given: Any, settings: Mapping[str, str], directory: Path) -> Journal:
+    """Return where a run keeps what is finished. Reads all weights once.
+
+    Args:
+      params, given: the parameters at the start, and the arrays of the objective.
+      settings: as `settings_of` returns them; those in `FREE` do not count.
+      directory: holds the files.
+    """
+    fixed = [f"{name}={value}" for name, value in settings.items() if name not in FREE]
+    parts = [fingerprint(params), fingerprint({"given": given}), *fixed]
+    return Journal(directory, hashlib.sha256("\n".join(parts).encode()).hexdigest())
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str], *, free: bool) -> list[str]:
+    """Return the settings that are not what they were, in words: those in `FREE`, or the others."""
+    found = []
+    for name in (n for n in {**before, **now} if (n in FREE) == free):
+        pair = before.get(name, "missing"), now.get(name, "missing")
+        if pair[0] != pair[1]:
+            short = max(map(len, pair)) <= _LONGEST
+            found.append("{} was {}, is {}".format(name, *pair) if short else f"{name} differs")
+    return found
+
+
+def check_unused(journal: Journal, settings: Mapping[str, str]) -> None:
+    """Raise CheckpointError if the directory holds the state of a run with other settings."""
+
+    def complaint() -> str:
+        if not journal.parts():
+            return ""
+        there = (journal.facts(_STATE) or {}).get("settings")
+        what = differences(there, settings, free=False) if there else ["its file is not readable"]
+        return "; ".join(what or ["the weights at the start differ"])
+
+    if what := told(complaint):
+        raise CheckpointError(
+            f"{journal.directory} holds the state of another run: {what}. Give what it was started"
+            f" with (only {', '.join(sorted(FREE))} may change), write elsewhere, or remove it."
+        )
 
 
 def keep(journal: Journal, state: TrainState, facts: dict[str, Any], form: Form) -> None:
-    """Keep a state, and facts that JSON can hold. Raises CheckpointError where that cannot be."""
+    """Keep a state, and facts that JSON can hold. Raises CheckpointError where that cannot be.
+
+    The state before it stays until `confirm` or `fall_back`.
+    """
+    journal.move(_STATE, _EARLIER)
     floats, whole = {}, {}
     for path, array in named_arrays(form.map(form.later, state))[0]:
         if jnp.issubdtype(leaf_of(array).dtype, jnp.floating):
@@ -49,13 +112,24 @@ def keep(journal: Journal, state: TrainState, facts: dict[str, Any], form: Form)
     journal.put(_STATE, floats, {**facts, "whole": whole})
 
 
+def confirm(journal: Journal) -> None:
+    """Drop the state before the one that is kept: a step from this one was finite."""
+    journal.remove(_EARLIER)
+
+
+def fall_back(journal: Journal) -> None:
+    """Drop the state that is kept for the one before it: no step from it is finite, at any rate."""
+    if not journal.move(_EARLIER, _STATE):
+        journal.remove(_STATE)
+
+
 def kept(
     journal: Journal, blank: TrainState, form: Form
 ) -> tuple[TrainState, dict[str, Any]] | None:
     """The state that was kept, and the facts; None where there is none. blank: one of its form, on
     the same devices.
     """
-    found = _kept(journal, _STATE)
+    found = _kept(journal, _STATE) or _kept(journal, _EARLIER)
     if found is None:
         return None
     floats, facts = found

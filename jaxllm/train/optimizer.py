@@ -16,23 +16,27 @@ from jaxllm.weights.paths import first_match
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) with a rate that warms up and goes down.
 
-    steps: of the whole run. rate: the peak. warmup: the share of the steps in which the rate rises
-    to it in a line. schedule: what it does then: "cosine" or "linear" down to `floor` times the
-    peak, or "constant". clip: the largest norm of all gradients together, None for any. decay: of
-    matrices and tables; norms, biases and other vectors do not decay. rates: rows `(regex, peak)`
-    over the paths of what is trained, as `weights.paths` has them, for what has a rate of its own:
-    it goes up and down as the others do, and does not decay.
+    steps: of the whole run. lr: the peak of the learning rate; at 0 nothing moves. warmup: the
+    share of the steps in which the rate rises to it in a line. schedule: what it does then:
+    "cosine" or "linear" down to `floor` times the peak, or "constant". max_grad_norm: the largest
+    norm of all gradients together, None for any. weight_decay: of matrices and tables; norms,
+    biases and other vectors do not decay. rates: rows `(regex, peak)` over the paths of what is
+    trained, as `weights.paths` has them, for what has a rate of its own: it goes up and down as the
+    others do, and does not decay.
+
+    A run that continues with another `steps` or `lr` (`train.keeping.Settings`) takes both from its
+    next step on: the rate of step `n` is `rate_at(n)` of the new values, whatever came before.
 
     Raises ConfigError for what is no such number.
     """
 
     steps: int
-    rate: float = 1e-4
+    lr: float = 1e-4
     warmup: float = 0.05
     schedule: str = "cosine"
     floor: float = 0.1
-    clip: float | None = 1.0
-    decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+    weight_decay: float = 0.01
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -47,16 +51,16 @@ class Optimizer:
         ]
         if self.steps < 1:
             complaints.append(f"steps must be at least 1, got {self.steps}")
-        if not 0 < self.rate < float("inf"):
-            complaints.append(f"rate must be above 0, got {self.rate}")
-        if self.clip is not None and not self.clip > 0:
-            complaints.append(f"clip must be above 0, got {self.clip}")
-        if not 0 <= self.decay < float("inf"):
-            complaints.append(f"decay must be at least 0, got {self.decay}")
+        if not 0 <= self.lr < float("inf"):
+            complaints.append(f"lr must be at least 0, got {self.lr}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            complaints.append(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
+        if not 0 <= self.weight_decay < float("inf"):
+            complaints.append(f"weight_decay must be at least 0, got {self.weight_decay}")
         complaints += [
-            f"the rate of {regex!r:.40} must be above 0, got {rate}"
+            f"the rate of {regex!r:.40} must be at least 0, got {rate}"
             for regex, rate in self.rates
-            if not 0 < rate < float("inf")
+            if not 0 <= rate < float("inf")
         ]
         if self.schedule not in SCHEDULES:
             complaints.append(
@@ -67,19 +71,25 @@ class Optimizer:
 
     def rate_at(self, step: jax.Array) -> jax.Array:
         """The rate of step `step`, of which the first is 0."""
+        return self.lr * self._share_at(step)
+
+    def _share_at(self, step: jax.Array) -> jax.Array:
+        """Return the rate of a step as a share of the peak."""
         step, warm = jnp.asarray(step, jnp.float32), round(self.warmup * self.steps)
         done = (step - warm) / max(1, self.steps - warm)
         share = self.floor + (1 - self.floor) * SCHEDULES[self.schedule](jnp.clip(done, 0, 1))
         rising = (step + 1) / (warm + 1)
-        return self.rate * jnp.where(step < warm, rising, share)
+        return jnp.where(step < warm, rising, share)
 
     def made(self) -> Any:
         """optax's transformation. Raises ConfigError where optax is not installed."""
         optax = check_optax()
-        clip = [] if self.clip is None else [optax.clip_by_global_norm(self.clip)]
+        norm = self.max_grad_norm
+        clip = [] if norm is None else [optax.clip_by_global_norm(norm)]
         adamw = optax.adamw(
-            self.rate_at, self.b1, self.b2, self.eps, weight_decay=self.decay, mask=self._decays
-        )
+            lambda step: self._reference * self._share_at(step),
+            self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=self._decays,
+        )  # fmt: skip
         own = [optax.stateless(self._at_own_rates)] if self.rates else []
         return optax.chain(*clip, adamw, *own)
 
@@ -93,10 +103,16 @@ class Optimizer:
         """AdamW's updates are proportional to the rate: those of another rate are times their
         ratio.
         """
-        return {
-            path: update * ((first_match(self.rates, path) or self.rate) / self.rate)
-            for path, update in updates.items()
-        }
+        return {path: update * self._ratio(path) for path, update in updates.items()}
+
+    def _ratio(self, path: str) -> float:
+        own = first_match(self.rates, path)
+        return (self.lr if own is None else own) / self._reference
+
+    @property
+    def _reference(self) -> float:
+        """The peak that AdamW runs with: `lr`, or 1 if others are relative to it and it is 0."""
+        return self.lr or (1.0 if self.rates else 0.0)
 
 
 def decays(trained: Trained) -> dict[str, bool]:

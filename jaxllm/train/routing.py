@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.experts import MixtureConfig
 from jaxllm.train.data.rows import Rows
@@ -72,17 +73,10 @@ class Balanced:
         return Measured(total + self.factor * added, weight, {"router": added})
 
 
-def balanced(
-    job: Job, factor: float = 0.0, *, by_layer: bool = False, capacity: float | None = None
-) -> Job:
-    """The job with the auxiliary loss added to its own, and with a capacity of the experts while
-    it trains (`MixtureConfig.capacity_factor`); what it writes has none.
-
-    Raises ConfigError for a model without experts, and for a job of another loss than the text's.
-    """
+def check_experts(config: ModelConfig, factor: float, capacity: float | None) -> None:
+    """Raise ConfigError for a factor or a capacity out of range, or without experts."""
     if not factor and capacity is None:
-        return job
-    config = job.lm.config
+        return
     if not isinstance(config, MixtureConfig) or not any(
         config.routed(i) for i in range(config.num_hidden_layers)
     ):
@@ -90,15 +84,30 @@ def balanced(
             f"a router's loss and a capacity are for mixtures of experts: this {config.model_type}"
             " has none"
         )
+    if not 0 <= factor < float("inf"):
+        raise ConfigError(f"the router's loss is times a number above 0, got {factor}")
     if capacity is not None:
+        dataclasses.replace(config, capacity_factor=capacity)
+
+
+def balanced(
+    job: Job, factor: float = 0.0, *, by_layer: bool = False, capacity: float | None = None
+) -> Job:
+    """The job with the auxiliary loss added to its own, and with a capacity of the experts while
+    it trains (`MixtureConfig.capacity_factor`); what it writes has none.
+
+    Raises ConfigError as `check_experts`, and for a job of another loss than the text's.
+    """
+    config = job.lm.config
+    check_experts(config, factor, capacity)
+    if capacity is not None:
+        assert isinstance(config, MixtureConfig)
         limited = dataclasses.replace(config, capacity_factor=capacity)
         job = dataclasses.replace(
             job, lm=dataclasses.replace(job.lm, model=job.model.clone(config=limited))
         )
     if not factor:
         return job
-    if not 0 < factor < float("inf"):
-        raise ConfigError(f"the router's loss is times a number above 0, got {factor}")
     if not isinstance(job.objective, NextToken):
         raise ConfigError("a router's loss is added to that of the text alone")
     return dataclasses.replace(job, objective=Balanced(factor, by_layer))

@@ -7,13 +7,16 @@ those of a pipeline's stages, follow one another along the first axis (`whole`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm import models
+from jaxllm.checkpoint import Checkpoint
 from jaxllm.errors import ConfigError
+from jaxllm.files import compile_pattern
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.paths import Params, first_match, flatten, named_arrays, own_name
@@ -43,6 +46,17 @@ def trainable(params: Mapping[str, Any]) -> Trained:
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
+def check_rules(opened: Checkpoint, rules: Rules) -> None:
+    """Raise ConfigError for a rule that no parameter of a checkpoint of floats matches. Of other
+    checkpoints `split` sees it, whose leaves have paths of their own.
+    """
+    for regex, _ in rules:
+        compile_pattern(regex, "the rules")
+    if not opened.formats:
+        paths = [path for path, _ in flatten(models.param_shapes(models.build(opened.config)))]
+        _check_match(rules, paths, paths)
+
+
 def split(
     params: Params, rules: Rules = ALL, like: Params | None = None, names: Names = own_name
 ) -> tuple[Trained, Params]:
@@ -61,12 +75,7 @@ def split(
     _check_formats(params, known, rules)
     chosen = {path for path in known if _is_chosen(rules, names(path))}
     paths = [name for path in (*known, *dict(flatten(params))) for name in names(path)]
-    for regex, _ in rules:
-        if not any(first_match([(regex, True)], path) for path in paths):
-            raise ConfigError(
-                f"no parameter that can be trained has a path like {regex!r:.80}; there are"
-                f" {', '.join(list(known)[:3]) or 'none'}, ..."
-            )
+    _check_match(rules, paths, known)
     if not chosen:
         raise ConfigError("there is nothing to train: the rules leave every parameter as it is")
     shares = {
@@ -80,6 +89,15 @@ def split(
     named, structure = _named(params if like is None else like)
     holed = [Hole(x.dtype.name, x.shape) if path in chosen else x for path, x in named]
     return trained, jax.tree.unflatten(structure, holed)
+
+
+def _check_match(rules: Rules, paths: Iterable[str], known: Iterable[str]) -> None:
+    for regex, _ in rules:
+        if not any(first_match([(regex, True)], path) for path in paths):
+            raise ConfigError(
+                f"no parameter that can be trained has a path like {regex!r:.80}; there are"
+                f" {', '.join(list(known)[:3]) or 'none'}, ..."
+            )
 
 
 def _in_rows(x: jax.Array, axes: int) -> jax.Array:

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from matplotlib.figure import Figure
 
 from jaxllm.api import LM
 from jaxllm.compress.apply import Stage, subject_of
@@ -152,8 +153,25 @@ def test_the_front_is_what_no_other_point_beats(points: list[tuple[int, int]]) -
 
 
 @pytest.mark.parametrize("runs", [{"one": ROWS}, {"one": ROWS, "other": ROWS[:2]}])
-def test_a_picture_of_one_run_or_many(runs: Any, tmp_path: Path) -> None:
+def test_a_picture_of_one_run_or_many(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zero is on the axis, the original is marked there, and names are inside the frame."""
+    drawn: list[Figure] = []
+    real = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), real(self, *a, **k))
+    )
     plot(runs, tmp_path / "costs.png", "costs")
+    (axes,) = drawn[0].axes
+    assert 0 in axes.get_yticks()
+    marked = next(line for line in axes.lines if line.get_label() == "original")
+    assert marked.get_ydata().tolist() == [0]
+    frame = axes.get_window_extent()
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0 <= box.x1 <= frame.x1
+        assert frame.y0 <= box.y0 <= box.y1 <= frame.y1
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 

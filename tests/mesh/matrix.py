@@ -130,7 +130,7 @@ def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
             else attached(model.config, params, adapter)
         )
     some, rest = split(whole, rules, None, names_of(model))
-    setup = Setup(model, NextToken(), Optimizer(steps=2, rate=0.01, eps=EPS))
+    setup = Setup(model, NextToken(), Optimizer(steps=2, lr=0.01, eps=EPS))
     rows = jax.tree.map(lambda x: x[None], texts())
     state, _ = train_step(start(some, setup), rest, None, rows, jax.random.key(7), setup=setup)
     return at_hand(Form.of(model, rest).later(state.trained))

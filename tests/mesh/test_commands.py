@@ -18,7 +18,7 @@ from tests.conftest import Run
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
-SMALL = ("--length", 24, "--batch", 4, "--steps", 2, "--held-out", 0, "--rate", 1e-3)
+SMALL = ("--length", 24, "--batch-size", 4, "--steps", 2, "--eval-split", 0, "--lr", 1e-3)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import jaxllm
 from jaxllm.adapters import LoraConfig
 from jaxllm.train import jobs
 from jaxllm.train.fake.job import qat
-from jaxllm.train.keeping import journal_of
+from jaxllm.train.keeping import journal_of, settings_of
+from jaxllm.train.loop import Plan
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.prompts import prompt
 from jaxllm.train.step import Setup
@@ -116,7 +117,8 @@ def test_what_is_trained_goes_on_on_another_mesh(kind: str, tmp_path: Path) -> N
         base = None if kind == "qat" else "int8"
         lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
         job = BEGUN[kind](lm)
-        plain = jobs.plain(Setup(job.model, job.objective, Optimizer(steps=1)))
+        setup = Setup(job.model, job.objective, Optimizer(steps=1))
         params = of_one_device(job.model, job.params)
-        found.add(journal_of(params, job.given, (plain,), tmp_path).digest)
+        settings = settings_of(setup, Plan(steps=1))
+        found.add(journal_of(params, job.given, settings, tmp_path).digest)
     assert len(found) == 1

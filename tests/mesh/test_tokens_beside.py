@@ -154,7 +154,7 @@ def test_a_step_of_training_is_that_of_one_device(family: str, mesh: str) -> Non
     found = []
     for m, p in ((over, shared), (model, params)):
         trained, rest = split(p, ALL, None, names_of(m))
-        setup = Setup(m, NextToken(), Optimizer(steps=2, rate=0.01, eps=matrix.EPS))
+        setup = Setup(m, NextToken(), Optimizer(steps=2, lr=0.01, eps=matrix.EPS))
         rows = jax.tree.map(lambda x: x[None], batch())
         state, said = train_step(
             start(trained, setup), rest, None, rows, jax.random.key(7), setup=setup

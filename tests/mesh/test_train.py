@@ -20,7 +20,7 @@ from jaxllm.mesh.counts import counts
 from jaxllm.mesh.placing import per_device
 from jaxllm.train import jobs, loop
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.keeping import journal_of
+from jaxllm.train.keeping import journal_of, settings_of
 from jaxllm.train.loop import Plan, Run, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
@@ -124,9 +124,9 @@ class Stopped(Exception):
 
 
 def steps_of(model: Any, params: Params, steps: int, **options: Any) -> Run:
-    optimizer = Optimizer(steps=steps, rate=0.01, clip=0.5, decay=0.1, eps=EPS)
+    optimizer = Optimizer(steps=steps, lr=0.01, max_grad_norm=0.5, weight_decay=0.1, eps=EPS)
     setup = Setup(model, NextToken(), optimizer)
-    plan = Plan(steps=steps, accumulate=2)
+    plan = Plan(steps=steps, gradient_accumulation_steps=2)
     return train(params, Texts(), setup, plan, show_progress=False, **options)
 
 
@@ -205,8 +205,8 @@ def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
     for mesh, fsdp in ((None, False), ("data=2,tensor=2", True), (CUBE, False)):
         lm = jaxllm.load("demo:gpt2", dtype="float32", mesh=mesh, fsdp=fsdp)
         job, setup = jobs.full(lm), Setup(lm.model, NextToken(), Optimizer(steps=1))
-        plain = jobs.plain(setup)
-        found.add(journal_of(of_one_device(lm.model, job.params), None, (plain,), tmp_path).digest)
+        params, settings = of_one_device(lm.model, job.params), settings_of(setup, Plan(steps=1))
+        found.add(journal_of(params, None, settings, tmp_path).digest)
     assert len(found) == 1
 
 
@@ -232,7 +232,7 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
     modules = "all-linear" if family == "gpt2" or dora else ("q_proj", "down_proj")
     dropout = 0.0 if "stage" in mesh else 0.4
     lora = LoraConfig(r=3, target_modules=modules, lora_dropout=dropout, use_dora=dora)
-    optimizer = Optimizer(steps=2, rate=0.01, eps=EPS)
+    optimizer = Optimizer(steps=2, lr=0.01, eps=EPS)
     rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
     found = []
     for mine in (model, over(model, mesh, True)):
@@ -318,7 +318,7 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
     monkeypatch.setattr(located, "DEMOS", shallow_demos)
     text = tmp_path / "story.txt"
     text.write_text("".join(f"{n}. Once there was a red ball.\n" for n in range(9)), "utf-8")
-    given = ("--data", text, "--length", 32, "--batch", 4, "--steps", 2, "--held-out", 0)
+    given = ("--data", text, "--length", 32, "--batch-size", 4, "--steps", 2, "--eval-split", 0)
     found = []
     for name, more in (("one", ()), ("many", (*LINE, "--fsdp"))):
         out = tmp_path / name

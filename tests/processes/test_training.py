@@ -123,7 +123,7 @@ def asked(shallow_demos: Path, tmp_path: Path) -> tuple[str, ...]:
     """A command that trains, but for where to and how long."""
     text = tmp_path / "story.txt"
     text.write_text("".join(f"{number}. {STORY}" for number in range(24)), "utf-8")
-    given = "--data", str(text), "--length", "32", "--batch", "4", "--mesh", "data=2", "--fsdp"
+    given = "--data", str(text), "--length", "32", "--batch-size", "4", "--mesh", "data=2", "--fsdp"
     return "train", "full", str(shallow_demos / "llama"), *given
 
 

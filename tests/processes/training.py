@@ -81,7 +81,7 @@ def run(
     loop.KEEP_SECONDS = loop.KEEP_SHARE = 0  # type: ignore[assignment]
     lm, said = jaxllm.load(model, dtype="float32", **how), list[str]()
     job = KINDS[kind](lm, out.with_name(f"{out.name}.taught"))
-    optimizer = Optimizer(steps=STEPS, rate=0.01, clip=0.5, decay=0.1, eps=1e-3)
+    optimizer = Optimizer(steps=STEPS, lr=0.01, max_grad_norm=0.5, weight_decay=0.1, eps=1e-3)
 
     def say(line: str) -> None:
         said.append(line)
@@ -89,7 +89,7 @@ def run(
             raise Stopped
 
     parts = out.with_name(f"{out.name}.parts")
-    plan = Plan(steps=STEPS, evaluate_every=1)
+    plan = Plan(steps=STEPS, eval_steps=1)
     try:
         found = jobs.run(
             job, Texts(), optimizer, plan, held_out=Texts(), directory=parts, say=say,

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     def slowly(line: str) -> None:
         time.sleep(0.2)
 
-    plan = loop.Plan(steps=200, evaluate_every=1, accumulate=2)
+    plan = loop.Plan(steps=200, eval_steps=1, gradient_accumulation_steps=2)
     found = run(directory / name, plan=plan, held_out=Texts(seed=9), say=slowly)
     digest = hashlib.sha256(b"".join(bits(found.params)[p] for p in sorted(bits(found.params))))
     print(digest.hexdigest(), [r[:5] for r in found.records][-1])

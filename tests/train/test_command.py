@@ -3,14 +3,19 @@
 import json
 from pathlib import Path
 
+import peft
 import pytest
+import safetensors.numpy
+import transformers
+from peft import LoraConfig
 
 import jaxllm
-from jaxllm import located
+from jaxllm import checkpoint, located
+from jaxllm.cli.lora import layers, modules
 from tests.conftest import Run
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
-SMALL = ("--length", 32, "--batch", 2, "--steps", 2)
+SMALL = ("--length", 32, "--batch-size", 2, "--steps", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +59,16 @@ def test_an_adapter_goes_on_after_a_prefix_and_from_another(
     prefix = tmp_path / "prefix.txt"
     prefix.write_text("Once upon a time")
     arguments = ("train", "lora", "demo:llama", tmp_path / "a", "--data", text, *SMALL)
-    arguments = (*arguments, "--target", "q_proj", "--rank", 2, "--quantize", "int8", "--dora")
+    arguments = (
+        *arguments,
+        "--target-modules",
+        "q_proj",
+        "--rank",
+        2,
+        "--quantize",
+        "int8",
+        "--dora",
+    )
     status, _, err = run(*arguments, "--prefix", prefix)
     assert status == 0, err
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -89,11 +103,7 @@ def test_a_prompt_becomes_a_cache_file(run: Run, text: Path, tmp_path: Path) -> 
         ('{"text": "a b c"}\n{"words": "d"}\n', (), "line 2"),
         ('{"prompt": "a b c", "completion": ""}\n', (), "line 1: the completion is empty"),
         ('{"tokens": [5, 6, 7], "labels": [-100, -100, -100]}\n', (), "none is learned"),
-        ("x", ("--only", "layer.0"), "no parameter that can be trained has a path like"),
         ("x", ("--keep-zeros",), "no zeros to keep"),
-        ("x", ("--length", 5000), "ask for narrower rows"),
-        ("x", ("--held-out", 0, "--patience", 1), "--patience waits for the held-out loss"),
-        ("x", ("--rate", -1), "rate must be above 0"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -103,7 +113,7 @@ def test_bad_input_is_one_clear_line(
     if content != "x":
         file = tmp_path / ("data.jsonl" if content else "data.txt")
         file.write_text(content)
-        arguments = ("--held-out", 0)
+        arguments = ("--eval-split", 0)
     status, _, err = run(
         "train", "full", "demo:llama", tmp_path / "out", "--data", file, *SMALL, *arguments
     )
@@ -114,18 +124,137 @@ def test_bad_input_is_one_clear_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_matrix_no_layer_or_no_adapter_is_refused(
-    run: Run, text: Path, tmp_path: Path
+EARLY = (
+    ("full", ("--epochs", "nan"), "--epochs must be a number above 0: got nan"),
+    ("full", ("--epochs", "inf"), "--epochs must be a number above 0: got inf"),
+    ("full", ("--epochs", 0), "--epochs must be a number above 0: got 0.0"),
+    ("full", ("--lr", -1), "lr must be at least 0, got -1"),
+    ("full", ("--lr", "nan"), "lr must be at least 0, got nan"),
+    ("full", ("--schedule", "cosin"), "schedule must be one of cosine, linear, constant"),
+    ("full", ("--max-grad-norm", -1), "max_grad_norm must be above 0"),
+    ("full", ("--warmup", 2), "warmup must be from 0 to 1"),
+    ("full", ("--weight-decay", "nan"), "weight_decay must be at least 0, got nan"),
+    ("full", ("--eval-split", 1), "--eval-split must be from 0 to below 1: got 1.0"),
+    ("full", ("--eval-split", 0, "--patience", 1), "--patience waits for the held-out loss"),
+    ("full", ("--length", 5000), "--length must be at most 512"),
+    ("full", ("--only", "layer.0"), "no parameter that can be trained has a path like"),
+    ("full", ("--only", "("), "the rules"),
+    ("full", ("--router-loss", 0.1), "are for mixtures of experts"),
+    ("full", ("--gate-lr", 0.1), "has no gates for --gate-lr"),
+    ("full", ("--pipeline", "gpipe"), "--pipeline is of a mesh with stages"),
+    ("full", ("--mesh", "tensr=2"), "tensr"),
+    ("full", ("--eval-data", "missing.txt"), "cannot read missing.txt"),
+    ("full", ("--resume",), "--resume needs the state of a run"),
+    ("lora", ("--target-modules", "q_prj"), "'q_prj' is in none of this model's modules"),
+    ("lora", ("--target-modules", ".*[", "-r", 2), "target_modules"),
+    ("lora", ("--target-modules", "a.*", "--target-modules", "b"), "must be names, or one regex"),
+    ("lora", ("--rank-pattern", "down_proj"), "--rank-pattern must be REGEX=NUMBER"),
+    ("lora", ("--layers-to-transform", "3-1"), "must be numbers or ranges"),
+    ("lora", ("--lora-dropout", 1.5), "lora_dropout"),
+    ("qat", ("--format", "bf16-packed"), "no format of integers"),
+    ("distill", (), "give --student DIR, or what of the teacher stays"),
+    ("distill", ("--layers", 9), "of 2 layers 1 to 2 can stay"),
+    ("distill", ("--layers", 1, "--written", 600), "exceed the teacher's context of 512"),
+    ("full", ("--rate", 1), "no option --rate: it is called --lr"),
+    ("full", ("--held-out=0.1",), "no option --held-out: it is called --eval-split"),
+    ("lora", ("--target", "q_proj"), "no option --target: it is called --target-modules"),
+    ("lora", ("--dropout", 0.1), "no option --dropout: it is called --lora-dropout"),
+    ("full", ("--dropout", 0.1), "No such option: --dropout"),
+)
+
+
+def test_options_are_checked_before_weights_are_read(
+    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = (
-        ("lora", ("--target", "nothing"), "nothing"),
-        ("lora", ("--adapter", tmp_path), "has no adapter_config.json"),
-        ("qat", ("--format", "bf16-packed"), "no format of integers"),
-        ("distill", (), "give --student DIR, or what of the teacher stays"),
-        ("distill", ("--layers", 9), "of 2 layers 1 to 2 can stay"),
+    """And before data are encoded; old names are answered with the new ones."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(checkpoint, "load_params", load)
+    out = tmp_path / "out"
+    for kind, arguments, said in EARLY:
+        status, _, err = run("train", kind, "demo:llama", out, "--data", text, *arguments)
+        assert status != 0, arguments
+        assert said in err, err
+        assert len(err.strip().splitlines()) == 1, err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_adapter_is_chosen_by_pefts_rules(run: Run, text: Path, tmp_path: Path) -> None:
+    """By a regex with exceptions, of other ranks and alphas: what PEFT itself attaches."""
+    out, regex, left = tmp_path / "out", r".*\.(q|v|down)_proj", r".*\.0\..*v_proj"
+    status, _, err = run(
+        "train", "lora", "demo:llama", out, "--data", text, "--length", 16, "--batch-size", 1,
+        "--steps", 1, "--eval-split", 0, "-r", 2, "--lora-alpha", 7, "--target-modules", regex,
+        "--exclude-modules", left, "--rank-pattern", "v_proj=5", "--alpha-pattern", "v_proj=2.5",
+    )  # fmt: skip
+    assert status == 0, err
+    wanted = LoraConfig(
+        r=2, lora_alpha=7, target_modules=regex, exclude_modules=left, rank_pattern={"v_proj": 5},
+        alpha_pattern={"v_proj": 2.5},
+    )  # fmt: skip
+    kept = json.loads((out / "adapter_config.json").read_text())
+    assert scales(LoraConfig(**kept)) == scales(wanted)
+    ours = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+    names = {key.split(".lora_")[0].removeprefix("base_model.model.") for key in ours}
+    assert names == {*scales(wanted)}
+
+
+def test_names_of_modules_and_layers_are_read() -> None:
+    assert modules("", ["q_proj,v_proj", "mlp.up_proj"]) == ["q_proj", "v_proj", "mlp.up_proj"]
+    assert modules("", ["All-Linear"]) == "all-linear"
+    assert modules("", [r"(?:.*)_proj"]) == r"(?:.*)_proj"
+    assert layers("0, 4-7,9") == [0, 4, 5, 6, 7, 9]
+
+
+def scales(config: LoraConfig) -> dict[str, tuple[int, float]]:
+    """Rank and scale of each module that PEFT puts an adapter beside."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(located.DEMOS / "llama")
     )
-    for kind, arguments, said in kinds:
-        out = tmp_path / "out"
-        status, _, err = run("train", kind, "demo:llama", out, "--data", text, *SMALL, *arguments)
-        assert (status, said in err) == (1, True), err
-        assert not out.exists()
+    found = peft.inject_adapter_in_model(config, model).named_modules()
+    return {
+        name: (module.r["default"], module.scaling["default"])
+        for name, module in found
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
+
+
+def test_a_finished_run_is_prolonged(run: Run, text: Path, tmp_path: Path) -> None:
+    """--keep-state and --resume; at a rate of 0 nothing moves; a step's checkpoint is a result."""
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    common = ("train", "lora", "demo:llama", out, "--data", text, "-r", 2, "--report", report)
+    common = (*common, "--target-modules", "q_proj", "--length", 16, "--batch-size", 1, "--lr", 0)
+    status, _, err = run(*common, "--steps", 2, "--save-steps", 1, "--keep-state")
+    assert status == 0, err
+    assert "its last 5% is held out" in err
+    assert (tmp_path / "out.parts").is_dir()
+    first = (out / "adapter_model.safetensors").read_bytes()
+    early = tmp_path / "out.step-1" / "adapter_model.safetensors"
+    assert early.read_bytes() == first
+    assert not any(safetensors.numpy.load(first)[k].any() for k in _names(first, "lora_B"))
+    status, _, err = run(*common, "--steps", 3)
+    assert (status, "give --resume to continue that" in err) == (1, True), err
+    status, _, err = run(*common, "--steps", 3, "--resume", "--seed", 1)
+    assert (status, "seed was 0, is 1" in err) == (1, True), err
+    status, _, err = run(*common, "--steps", 3, "--resume", "--warmup", 0.05)
+    assert status == 0, err
+    assert "going on after step 2 of 3; steps was 2, is 3" in err
+    found = json.loads(report.read_text())
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3]
+    assert found["total_steps"] == 3
+    assert not (tmp_path / "out.parts").exists()
+    assert not (tmp_path / ".out.replaced").exists()
+
+
+def _names(content: bytes, part: str) -> list[str]:
+    return [name for name in safetensors.numpy.load(content) if part in name]
+
+
+def test_an_adapter_that_is_not_there_is_refused(run: Run, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("train", "lora", "demo:llama", out, "--data", text, *SMALL)
+    status, _, err = run(*arguments, "--adapter", tmp_path)
+    assert (status, "has no adapter_config.json" in err) == (1, True), err
+    assert not out.exists()

@@ -97,7 +97,7 @@ def test_a_pruned_model_recovers_and_its_zeros_stay() -> None:
     model, params = pruned_model()
     constraint = keep_zeros(split(params)[0])
     assert set(constraint.paths) == zeros(params).keys()
-    optimizer = Optimizer(steps=40, rate=2e-2, warmup=0.0, decay=0.1)
+    optimizer = Optimizer(steps=40, lr=2e-2, warmup=0.0, weight_decay=0.1)
     found, losses = train(params, Setup(model, NextToken(), optimizer, constraint), 12)
     before, after = zeros(params), zeros(found)
     for path, mask in before.items():

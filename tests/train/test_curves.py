@@ -26,7 +26,12 @@ from tests.twins import Twin, load_twin, save_random, tokens
 STEPS, RATE = 10, 1e-2
 ADAPTERS = ((r".*\.weight\.(a|b|magnitude)", True),)
 BLOCKS = r"(layers|h)\..*"  # the tables and the head keep their numbers, as in QLoRA
-ADAMW: dict[str, Any] = {"schedule": "constant", "warmup": 0.0, "clip": None, "decay": 0.1}
+ADAMW: dict[str, Any] = {
+    "schedule": "constant",
+    "warmup": 0.0,
+    "max_grad_norm": None,
+    "weight_decay": 0.1,
+}
 GPT2 = {"family": "gpt2", "lora": LoraConfig(r=3, lora_alpha=7)}
 # What is trained: of which model, the adapter that is asked for, the format of the base.
 CASES: dict[str, dict[str, Any]] = {
@@ -71,7 +76,7 @@ def batch(number: int) -> Rows:
 
 def ours(twin: Twin, params: Params, adapter: Adapter) -> tuple[list[float], Adapter]:
     """The losses of the steps, and the adapter after them."""
-    setup = Setup(twin.model, NextToken(), Optimizer(steps=STEPS, rate=RATE, eps=1e-6, **ADAMW))
+    setup = Setup(twin.model, NextToken(), Optimizer(steps=STEPS, lr=RATE, eps=1e-6, **ADAMW))
     trained, rest = split(attached(twin.config, params, adapter), ADAPTERS)
     state, losses, key = start(trained, setup), [], jax.random.key(0)
     for number in range(STEPS):
@@ -99,7 +104,7 @@ def theirs(model: Any) -> list[float]:
     """The losses of torch's steps, which change the model's adapter."""
     learned = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": ADAMW["decay"]},
+        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": ADAMW["weight_decay"]},
         {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
     ]
     adamw, losses = torch.optim.AdamW(groups, lr=RATE, eps=1e-6), []

@@ -245,7 +245,7 @@ def test_training_at_three_bits_gets_below_what_rounding_loses() -> None:
     fake = prepare(params, [(r".*mlp.*", "int3-g32")], learned=True)
     trained, rest = split(fake)
     assert "layers.0.mlp.up_proj.weight.scale" in trained
-    setup = Setup(model, NextToken(), Optimizer(steps=30, rate=1e-2))
+    setup = Setup(model, NextToken(), Optimizer(steps=30, lr=1e-2))
     ids = tokens(2, 13).astype(np.int32)
     at = np.broadcast_to(np.arange(12, dtype=np.int32), (2, 12))
     rows = Rows(ids[:, :-1], ids[:, 1:], at, np.zeros((2, 12), np.int32))

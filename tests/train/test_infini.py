@@ -24,7 +24,7 @@ def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
     names = ("w", "a.gate", "b.gate")
     start = {name: rng.standard_normal((2, 3)).astype(np.float32) for name in names}
     optimizer = Optimizer(
-        steps=3, rate=1e-3, decay=0.5, schedule="constant", warmup=0.0, clip=None,
+        steps=3, lr=1e-3, weight_decay=0.5, schedule="constant", warmup=0.0, max_grad_norm=None,
         rates=((r".*\.gate", 0.02),),
     ).made()  # fmt: skip
     ours: Any = jax.tree.map(jnp.asarray, start)
@@ -44,8 +44,8 @@ def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
         adamw.step()
     for name in names:
         np.testing.assert_allclose(ours[name], theirs[name].detach().numpy(), atol=1e-6)
-    with pytest.raises(ConfigError, match="the rate of 'gate' must be above 0, got 0"):
-        Optimizer(steps=1, rates=(("gate", 0.0),))
+    with pytest.raises(ConfigError, match="the rate of 'gate' must be at least 0, got -1"):
+        Optimizer(steps=1, rates=(("gate", -1.0),))
 
 
 def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
@@ -60,11 +60,11 @@ def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
     assert (status, "update must be one of linear, delta, delta_once" in err) == (1, True), err
     status, _, err = run(*given)
     assert (status, "segments of 4 tokens" in err) == (0, True), err
-    arguments = ("train", "full", made, tuned, "--data", text, "--length", 40, "--batch", 2,
-                 "--steps", 1, "--held-out", 0)  # fmt: skip
+    arguments = ("train", "full", made, tuned, "--data", text, "--length", 40, "--batch-size", 2,
+                 "--steps", 1, "--eval-split", 0)  # fmt: skip
     status, _, err = run(*arguments)
     assert (status, "--no-pack" in err) == (1, True), err
-    status, _, err = run(*arguments, "--no-pack", "--rate", 1e-4, "--warmup", 0)
+    status, _, err = run(*arguments, "--no-pack", "--lr", 1e-4, "--warmup", 0)
     assert status == 0, err
     before, after = (dict(flatten(jaxllm.load(path).params)) for path in (made, tuned))
     for path, x in before.items():
@@ -75,5 +75,5 @@ def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
         else:
             assert 0 < most < 3e-4, path
     status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:],
-                         "--gate-rate", 0.1)  # fmt: skip
-    assert (status, "has no gates for --gate-rate" in err) == (1, True), err
+                         "--gate-lr", 0.1)  # fmt: skip
+    assert (status, "has no gates for --gate-lr" in err) == (1, True), err

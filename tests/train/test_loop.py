@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,11 +19,11 @@ from jaxllm.compress.journal import Journal
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.train import loop
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.keeping import journal_of
 from jaxllm.train.loop import Plan, Run, train
 from jaxllm.train.objective import NextToken
-from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.step import Setup
+from jaxllm.train.optimizer import SCHEDULES, Optimizer
+from jaxllm.train.step import Setup, start, train_step
+from jaxllm.train.trained import join, split
 from jaxllm.weights.paths import flatten
 from tests.twins import random_model, tokens
 
@@ -49,15 +50,13 @@ class Texts:
 
 
 MODEL, PARAMS = random_model("llama", num_hidden_layers=1)
-SETUP = Setup(MODEL, NextToken(), Optimizer(steps=STEPS, rate=0.02))
+SETUP = Setup(MODEL, NextToken(), Optimizer(steps=STEPS, lr=0.02))
 
 
 def run(directory: Path | None = None, plan: Plan | None = None, **options: Any) -> Run:
     plan = plan or Plan(steps=STEPS)
     setup = options.pop("setup", SETUP)
-    journal = Journal() if directory is None else journal_of(PARAMS, None, [setup, plan], directory)
-    with journal.kept():
-        return train(PARAMS, Texts(), setup, plan, journal=journal, show_progress=False, **options)
+    return train(PARAMS, Texts(), setup, plan, directory=directory, show_progress=False, **options)
 
 
 def bits(params: Any) -> dict[str, bytes]:
@@ -66,7 +65,7 @@ def bits(params: Any) -> dict[str, bytes]:
 
 def test_a_run_learns_and_leaves_what_it_was_given() -> None:
     before = bits(PARAMS)
-    found = run(held_out=Texts(), plan=Plan(steps=STEPS, evaluate_every=4))
+    found = run(held_out=Texts(), plan=Plan(steps=STEPS, eval_steps=4))
     assert bits(PARAMS) == before
     assert [r.step for r in found.records] == list(range(1, STEPS + 1))
     assert [r.step for r in found.records if r.held_out is not None] == [4, 6]
@@ -109,21 +108,89 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 def test_the_state_of_another_run_is_refused_and_stays(tmp_path: Path) -> None:
     run(tmp_path)
     kept = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(CheckpointError, match="holds the state of another run"):
-        run(tmp_path, setup=SETUP._replace(optimizer=Optimizer(steps=STEPS, rate=0.01)))
+    other = dataclasses.replace(SETUP.optimizer, weight_decay=0.5)
+    for changes, message in (
+        ({"setup": SETUP._replace(optimizer=other)}, r"weight_decay was 0\.01, is 0\.5"),
+        ({"plan": Plan(steps=STEPS, seed=3)}, "seed was 0, is 3"),
+        ({"held_out": Texts(digest="more")}, "held_out was None, is 'more'"),
+        ({"plan": Plan(steps=STEPS - 1)}, "steps must be at least 6, got 5"),
+    ):
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            run(tmp_path, **changes)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
 
 
-def test_a_run_that_diverges_stops_at_once_and_keeps_the_state_before(tmp_path: Path) -> None:
-    setup = SETUP._replace(optimizer=Optimizer(steps=STEPS, rate=1e30, clip=None, warmup=0.0))
-    with pytest.raises(NonFiniteError, match=r"of step 2 is not finite .* lower rate.*is in"):
-        run(tmp_path, setup=setup)
-    assert [p.name for p in tmp_path.iterdir() if p.suffix] == ["state.part"]
+def own_loop(*phases: tuple[int, Optimizer]) -> dict[str, bytes]:
+    """Train up to each step by the optimizer beside it, without the loop."""
+    trained, rest = split(PARAMS)
+    state = start(trained, SETUP)
+    for until, optimizer in phases:
+        setup = SETUP._replace(optimizer=optimizer)
+        while int(state.step) < until:
+            rows = jax.tree.map(lambda x: x[None], Texts().batch(int(state.step)))
+            state, _ = train_step(state, rest, None, rows, jax.random.key(0), setup=setup)
+    return bits(join(state.trained, rest))
+
+
+def test_a_prolonged_run_takes_the_new_schedule(tmp_path: Path) -> None:
+    """It is the steps done, then steps of the new optimizer at their own numbers, bit for bit."""
+    run(tmp_path, held_out=Texts())
+    longer, said = Optimizer(steps=9, lr=0.01), list[str]()
+    found = run(
+        tmp_path, Plan(steps=9, eval_steps=2), setup=SETUP._replace(optimizer=longer),
+        held_out=Texts(), say=said.append,
+    )  # fmt: skip
+    assert said[0] == (
+        f"going on after step {STEPS} of 9; steps was 6, is 9; lr was 0.02, is 0.01;"
+        " eval_steps was None, is 2"
+    )
+    assert bits(found.params) == own_loop((STEPS, SETUP.optimizer), (9, longer))
+    assert [r.step for r in found.records if r.held_out is not None] == [6, 8, 9]
+
+
+def test_a_lower_rate_continues_after_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last state that a step was finite from: of the one before the step that was not,
+    no rate makes another.
+    """
+    monkeypatch.setitem(SCHEDULES, "late", lambda done: jnp.where(done < 0.5, 0.0, 1.0))
+    wild, calm = (
+        Optimizer(steps=STEPS, lr=lr, schedule="late", floor=0.0, warmup=0.0) for lr in (1e30, 1e-3)
+    )
+    with pytest.raises(NonFiniteError, match=r"step 5 is not finite: got .*no earlier state was"):
+        run(tmp_path, setup=SETUP._replace(optimizer=wild))
+    assert not tmp_path.exists()  # nothing was kept: a lower rate begins anew
+    monkeypatch.setattr(loop, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "KEEP_SHARE", 0.0)
+    reports, said = list[list[int]](), list[str]()
+
+    def report(records: Any, before: float | None) -> None:
+        reports.append([r.step for r in records])
+
+    with pytest.raises(NonFiniteError, match=r"with a lower lr continues from there"):
+        run(tmp_path, setup=SETUP._replace(optimizer=wild), report=report)
+    assert reports[-1] == [1, 2, 3, 4]
+    found = run(tmp_path, setup=SETUP._replace(optimizer=calm), say=said.append)
+    assert said[0] == "going on after step 3 of 6; lr was 1e+30, is 0.001"
+    assert bits(found.params) == own_loop((3, wild), (STEPS, calm))
+
+
+def test_checkpoints_are_of_their_steps() -> None:
+    """What is handed over at a step are the parameters of a run that ends there."""
+    found: dict[int, dict[str, bytes]] = {}
+
+    def checkpoint(params: Any, step: int) -> None:
+        found[step] = bits(params)
+
+    run(plan=Plan(steps=STEPS, save_steps=2), checkpoint=checkpoint)
+    assert sorted(found) == [2, 4, 6]
+    assert found[4] == own_loop((4, SETUP.optimizer))
 
 
 def test_patience_ends_a_run_whose_result_is_the_best() -> None:
-    setup = SETUP._replace(optimizer=Optimizer(steps=40, rate=0.05, schedule="constant"))
-    plan = Plan(steps=40, evaluate_every=2, patience=2)
+    setup = SETUP._replace(optimizer=Optimizer(steps=40, lr=0.05, schedule="constant"))
+    plan = Plan(steps=40, eval_steps=2, patience=2)
     found = run(setup=setup, plan=plan, held_out=Texts(seed=100))
     held = [r.held_out for r in found.records if r.held_out is not None]
     assert found.best is not None

@@ -26,8 +26,8 @@ def test_a_model_is_trained_for_integers_and_written_as_them(
     out = tmp_path / "small"
     status, said, err = run(
         "train", "qat", shallow("llama"), out, "--data", tmp_path / "text.txt",
-        "--rules", tmp_path / "rules.json", "--steps", 2, "--batch", 1, "--length", 32,
-        "--held-out", 0, "--learned-scales",
+        "--rules", tmp_path / "rules.json", "--steps", 2, "--batch-size", 1, "--length", 32,
+        "--eval-split", 0, "--learned-scales",
     )  # fmt: skip
     assert status == 0, err
     assert "loss" in said

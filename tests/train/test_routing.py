@@ -27,7 +27,7 @@ from jaxllm.weights.quantize import quantize
 from tests.train.test_step import BATCHES, KEY, stacked
 from tests.twins import Twin, load_twin, random_model, save_random, tokens
 
-OPTIMIZER = Optimizer(steps=2, rate=1e-3)
+OPTIMIZER = Optimizer(steps=2, lr=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +229,8 @@ def test_the_command_trains_a_mixture(
     made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
     text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
     assert run("upcycle", "demo:llama", made, "--experts", 3)[0] == 0
-    arguments = ("train", "full", made, tuned, "--data", text, "--length", 32, "--batch", 2)
-    more = ("--steps", 1, "--router-loss", 0.01, "--router-loss-by-layer", "--held-out", 0)
+    arguments = ("train", "full", made, tuned, "--data", text, "--length", 32, "--batch-size", 2)
+    more = ("--steps", 1, "--router-loss", 0.01, "--router-loss-by-layer", "--eval-split", 0)
     status, _, err = run(*arguments, *more, "--capacity-factor", 2)
     assert status == 0, err
     assert jaxllm.load(tuned).config == jaxllm.load(made).config

@@ -167,6 +167,34 @@ def test_a_large_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     assert data.tokens == len(examples.token_N) - 1
 
 
+def test_a_long_line_is_encoded_as_a_text_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of bounded size, whatever its length; what cannot be cut so is refused."""
+    text = "".join(f"Line {n} of a story.\n" for n in range(40))
+    (tmp_path / "story.txt").write_text(text)
+    sizes = list[int]()
+    real = Tokenizer.encode
+
+    def encode(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        sizes.append(len(text))
+        return real(self, text, **options)
+
+    for name in ("jaxllm.compress.data.cutting.WHOLE", "jaxllm.train.data.sources.WHOLE"):
+        monkeypatch.setattr(name, 64)
+    monkeypatch.setattr("jaxllm.compress.data.cutting.PART", 64)
+    expected = read_examples(tmp_path / "story.txt", WRITING)
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    found = read_examples(written(tmp_path, {"text": text}), WRITING)
+    np.testing.assert_array_equal(found.token_N, expected.token_N)
+    assert max(sizes) <= 2 * 64
+    monkeypatch.setattr("jaxllm.train.data.conversations.LONGEST", 64)
+    turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": text}]
+    for line in ({"prompt": "Tell", "completion": text}, {"messages": turns}):
+        with pytest.raises(TokenError, match=r"line 1: .* must have at most 64 characters: got"):
+            read_examples(written(tmp_path, line), WRITING)
+
+
 def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
     file = written(tmp_path, *({"text": f"Story {n} is told."} for n in range(9)))
     one, two = (Dataset(read_examples(file, WRITING), width=12) for _ in range(2))

@@ -82,7 +82,7 @@ def theirs(twin: Twin, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray
 
 
 def setup_of(model: Any, **options: Any) -> Setup:
-    optimizer = Optimizer(**{"steps": 10, "rate": RATE, "warmup": 0.0, **options})
+    optimizer = Optimizer(**{"steps": 10, "lr": RATE, "warmup": 0.0, **options})
     return Setup(model, NextToken(), optimizer)
 
 
@@ -108,7 +108,7 @@ def test_loss_and_gradient_equal_torchs(twin: Twin) -> None:
 
 
 def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
-    setup = setup_of(twin.model, schedule="constant", decay=0.1, clip=0.5, eps=1e-3)
+    setup = setup_of(twin.model, schedule="constant", weight_decay=0.1, max_grad_norm=0.5, eps=1e-3)
     trained, rest = split(twin.params)
     state = start(trained, setup)
     before = {path: np.array(x) for path, x in trained.items()}
@@ -151,7 +151,7 @@ def test_accumulated_batches_are_one_batch(twin: Twin) -> None:
 
 
 def test_where_nothing_counts_the_loss_is_zero_and_nothing_is_nan(twin: Twin) -> None:
-    setup = setup_of(twin.model, decay=0.0)
+    setup = setup_of(twin.model, weight_decay=0.0)
     trained, rest = split(twin.params)
     rows = stacked(BLANK, BLANK)
     state, metrics = train_step(start(trained, setup), rest, None, rows, KEY, setup=setup)
@@ -183,7 +183,7 @@ def test_masters_keep_what_bfloat16_forgets(tiny: Any) -> None:
     model, params = tiny
     precision = Precision.uniform("bfloat16")
     half, model = cast(params, precision), model.clone(precision=precision)
-    setup = setup_of(model, rate=1e-6, schedule="constant", decay=0.0)
+    setup = setup_of(model, lr=1e-6, schedule="constant", weight_decay=0.0)
     trained, rest = split(half)
     state = start(trained, setup)
     for _ in range(3):
@@ -221,11 +221,14 @@ def test_rules_that_name_nothing_are_refused(tiny: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rate": 0.0}, "rate must be above 0"),
+        ({"lr": -1.0}, "lr must be at least 0"),
         ({"warmup": 2.0}, "warmup must be from 0 to 1"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"schedule": "sine"}, "schedule must be one of cosine, linear, constant"),
-        ({"clip": 0.0, "decay": -1.0}, "clip must be above 0, got 0.0; decay must be at least 0"),
+        (
+            {"max_grad_norm": 0.0, "weight_decay": -1.0},
+            "max_grad_norm must be above 0, got 0.0; weight_decay must be at least 0",
+        ),
     ],
 )
 def test_impossible_optimisers_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -240,10 +243,10 @@ def test_matrices_alone_decay() -> None:
 
 
 def test_rates_warm_up_and_go_down() -> None:
-    cosine = Optimizer(steps=100, rate=1.0, warmup=0.1, floor=0.1)
+    cosine = Optimizer(steps=100, lr=1.0, warmup=0.1, floor=0.1)
     rates = np.array([float(cosine.rate_at(jnp.int32(n))) for n in (0, 9, 10, 55, 100)])
     np.testing.assert_allclose(rates, [1 / 11, 10 / 11, 1.0, 0.55, 0.1], rtol=1e-6)
-    linear = Optimizer(steps=100, rate=2.0, warmup=0.0, schedule="linear", floor=0.0)
+    linear = Optimizer(steps=100, lr=2.0, warmup=0.0, schedule="linear", floor=0.0)
     np.testing.assert_allclose([linear.rate_at(jnp.int32(n)) for n in (0, 25)], [2.0, 1.5])
 
 

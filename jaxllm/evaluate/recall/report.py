@@ -60,10 +60,10 @@ def plot(
     for axes, (name, found) in zip(all_axes.flat, maps.items(), strict=False):
         share = {(c.depth, c.length): c.share for c in found}
         map_DL = np.array([[share.get((d, n), np.nan) for n in lengths] for d in depths])
-        image = axes.imshow(map_DL, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        image = axes.imshow(map_DL, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for (row, column), value in np.ndenumerate(map_DL):
             told = "" if np.isnan(value) else f"{value:.0%}"
-            ink = "black" if 0.2 < value < 0.85 else "white"  # dark ends of the map's colours
+            ink = "black" if value > 0.5 else "white"  # the map grows lighter
             axes.text(column, row, told, ha="center", va="center", fontsize=8, color=ink)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)

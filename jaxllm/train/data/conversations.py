@@ -15,6 +15,7 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Example
 
+LONGEST = 1 << 21  # characters of an example that is encoded whole
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -30,12 +31,24 @@ def conversation(
     rendering raises; TokenError where the assistant says nothing.
     """
     text, spans = assistant_spans(template, messages, **variables)
+    check_length(text, "the conversation")
     token_T = np.array(tokenizer.encode(text, parse_special=True), np.int32)
     counts_T = np.zeros(len(token_T), bool)
     for begin, end in spans:
         first, last = (_tokens_before(tokenizer, text, token_T, at) for at in (begin, end))
         counts_T[first : _without_space(tokenizer, token_T, first, last)] = True
     return Example(token_T, counts_T)
+
+
+def check_length(text: str, what: str) -> None:
+    """Raise TokenError for a text too long for an example whose parts are learned differently: it
+    is encoded whole, which takes some 200 bytes a character.
+    """
+    if len(text) > LONGEST:
+        raise TokenError(
+            f"{what} must have at most {LONGEST:,} characters: got {len(text):,}. Split it into"
+            ' rows, or give it as "text" or as a file of text.'
+        )
 
 
 def assistant_spans(

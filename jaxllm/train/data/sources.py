@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 
 from jaxllm.compress.data.corpora import read_wikitext
-from jaxllm.compress.data.cutting import Cut, Encoded, mapped
+from jaxllm.compress.data.cutting import WHOLE, Cut, Encoded, mapped
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
 from jaxllm.files import as_schema, json_lines
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.train.data.conversations import conversation, shared
+from jaxllm.train.data.conversations import check_length, conversation, shared
 from jaxllm.train.data.examples import Examples, Growing, Long
 from jaxllm.train.data.rows import IGNORED, Example
 
@@ -39,6 +39,18 @@ class Writing(NamedTuple):
     def encode(self, text: str) -> list[int]:
         """A text's tokens, without begin and end. Raises TokenError where no tokenizer is."""
         return self.known.encode(text)
+
+    def encode_long(self, text: str) -> np.ndarray:
+        """Return the tokens of a text of any length, as those of a file of text: beyond
+        `cutting.WHOLE` bytes it is encoded in pieces, in the memory of one.
+        """
+        if len(text) <= WHOLE:
+            return np.array(self.encode(text), np.int32)
+        try:
+            pieces = Encoded(text.encode(), self.known, Cut(width=1))
+        except UnicodeEncodeError:
+            raise TokenError("the text has lone surrogates, which are no characters") from None
+        return np.concatenate(list(pieces.after(0)))
 
     @property
     def known(self) -> Tokenizer:
@@ -71,7 +83,7 @@ def read_examples(path: Path, writing: Writing, *, kind: str | None = None) -> E
     Lines are objects, all of one kind: "text"; "tokens" (ids, nothing is added to them), maybe with
     "labels", -100 where a token is not learned; "prompt" and "completion", of which the second is
     learned; or "messages", maybe with "tools": what the assistant says is learned. Blank lines are
-    passed over, as are other fields.
+    passed over, as are other fields. A long "text" is encoded in pieces, as a file of text is.
 
     Raises CheckpointError for a file that cannot be read; TokenError, with the line, for what is
     none of these, kinds mixed, an empty text and where there is no data; ConfigError for an unknown
@@ -133,8 +145,8 @@ class _Line(msgspec.Struct):
 def _text(line: _Line, writing: Writing, where: str) -> tuple[Example, int]:
     if not line.text:
         raise TokenError(f"{where}: the text is empty")
-    ids = [*writing.begin, *writing.encode(line.text), *writing.end]
-    return _learned(ids, 0), 0
+    parts = (writing.begin, writing.encode_long(line.text), writing.end)
+    return _learned(np.concatenate([np.array(part, np.int32) for part in parts]), 0), 0
 
 
 def _tokens(line: _Line, writing: Writing, where: str) -> tuple[Example, int]:
@@ -158,6 +170,7 @@ def _completion(line: _Line, writing: Writing, where: str) -> tuple[Example, int
     assert line.prompt is not None
     if not line.completion:
         raise TokenError(f"{where}: the completion is empty")
+    check_length(line.prompt + line.completion, f"{where}: prompt and completion")
     begin = writing.begin
     before = np.array([*begin, *writing.encode(line.prompt)], np.int32)
     ids = [*begin, *writing.encode(line.prompt + line.completion), *writing.end]
@@ -182,7 +195,7 @@ def _messages(line: _Line, writing: Writing, where: str) -> tuple[Example, int]:
     return found, 0
 
 
-def _learned(ids: list[int], read: int) -> Example:
+def _learned(ids: list[int] | np.ndarray, read: int) -> Example:
     """ids: of which so many are only read."""
     return Example(np.array(ids, np.int32), np.arange(len(ids)) >= read)
 

@@ -64,6 +64,17 @@ def even_layers(total: int, count: int) -> list[int]:
     return [int(x) for x in np.linspace(0, total - 1, count).round()]
 
 
+def check_part(config: ModelConfig, smaller: Smaller) -> None:
+    """Raise ConfigError for numbers of layers, heads or channels that a student cannot keep."""
+    if smaller.layers is not None:
+        even_layers(config.num_hidden_layers, smaller.layers)
+    kinds: tuple[tuple[structure.Kind, int | None], ...]
+    kinds = (("heads", smaller.heads), ("channels", smaller.channels))
+    for kind, count in kinds:
+        if count is not None:
+            structure.narrower(config, kind, count)
+
+
 def made_from(teacher: LM, smaller: Smaller, token_NT: np.ndarray | None = None) -> LM:
     """A student that is part of its teacher, in the teacher's formats.
 

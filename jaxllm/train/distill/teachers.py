@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.api import LM
 from jaxllm.cache.files import fingerprint
+from jaxllm.config import ModelConfig
 from jaxllm.distributed import agree, several, told
 from jaxllm.errors import ConfigError
 from jaxllm.files import is_there
@@ -19,6 +20,7 @@ from jaxllm.train.distill.written import write
 from jaxllm.train.jobs import alone, spread_as
 from jaxllm.weights.paths import later
 
+NEW_TOKENS = 128  # that a teacher writes at most, if it is not asked for another number
 ROWS = 8  # of the data that a choice of heads and channels looks at
 
 
@@ -36,10 +38,26 @@ def part_of(teacher: LM, smaller: Smaller, data: Data) -> LM:
     return spread_as(made, teacher)
 
 
+def new_tokens(config: ModelConfig, prompt: int, asked: int | None) -> int:
+    """Return how many tokens a teacher writes after a prompt: those asked for, or `NEW_TOKENS`, or
+    what its context leaves.
+
+    Raises ConfigError if its context does not take them.
+    """
+    room = config.context_length - prompt
+    if room < (asked or 1):
+        raise ConfigError(
+            f"--written and --max-new-tokens exceed the teacher's context of"
+            f" {config.context_length}: got {prompt} and {asked or 1} tokens. Ask for fewer."
+        )
+    return asked or min(NEW_TOKENS, room)
+
+
 def completed(
-    teacher: LM, path: Path, tokens: int, directory: Path, seed: int, new_tokens: int = 128
+    teacher: LM, path: Path, tokens: int, directory: Path, seed: int, new_tokens: int = NEW_TOKENS
 ) -> Examples:
-    """The examples of a file begun, by so many tokens, and completed by the teacher.
+    """The examples of a file begun, by so many tokens, and completed by the teacher, by at most
+    `new_tokens` more.
 
     directory: where they are kept, in a file of this teacher, these prompts and this seed, which is
     not written again when it is there. Raises ConfigError where several processes would write it.

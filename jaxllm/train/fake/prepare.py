@@ -74,6 +74,14 @@ def prepare(
     return made
 
 
+def check_formats(rules: Rules) -> None:
+    """Raise ConfigError for rules with a format that is none of integers."""
+    names = [rules] if isinstance(rules, str) else [name for _, name in rules if name is not None]
+    for name in names:
+        if not isinstance(parse(name), Integer):
+            raise ConfigError(f"{name} is no format of integers, which training could fake")
+
+
 def convert(params: Params) -> Params:
     """The parameters with the integers that each `Fake` stands for: its logits, bit for bit. Those
     that are to be had later are had one at a time.

@@ -187,7 +187,7 @@ def test_a_step_of_training_is_that_of_one_device(mesh: str) -> None:
     done = []
     for m, p in ((model, params), (over, shared)):
         trained, rest = split(p)
-        optimizer = Optimizer(steps=3, rate=1e-3, warmup=0.0, eps=1e-3)
+        optimizer = Optimizer(steps=3, lr=1e-3, warmup=0.0, eps=1e-3)
         setup = Setup(m, NextToken(), optimizer)
         state = start(trained, setup)
         for _ in range(2):

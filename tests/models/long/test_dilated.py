@@ -170,7 +170,7 @@ def test_train_full_trains_it_and_writes_it_as_it_is(run: Run, tmp_path: Path) -
     (source / "config.json").write_text(json.dumps({**config, "attention": DILATED}))
     text = tmp_path / "story.txt"
     text.write_text("Once upon a time there was a little girl who had a red ball.\n" * 20)
-    short = ("--length", 24, "--batch", 2, "--steps", 2)
+    short = ("--length", 24, "--batch-size", 2, "--steps", 2)
     out = tmp_path / "out"
     status, _, err = run("train", "full", source, out, "--data", text, *short)
     assert status == 0, err

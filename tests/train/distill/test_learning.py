@@ -17,7 +17,6 @@ from jaxllm.train.distill.divergences import Mix
 from jaxllm.train.distill.hidden import Hidden
 from jaxllm.train.distill.objectives import FromTeacher
 from jaxllm.train.distill.sampled import Sampled, prompt_lengths
-from jaxllm.train.keeping import journal_of
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.step import Metrics, Setup, TrainState, start, train_step
@@ -27,7 +26,7 @@ from tests.twins import VOCAB, random_model
 
 ROWS, WIDTH, STEPS = 8, 8, 60
 MODEL, TEACHER = random_model("llama", num_hidden_layers=1, spread=0.3)
-ADAM = Optimizer(steps=STEPS, rate=5e-3, schedule="constant")
+ADAM = Optimizer(steps=STEPS, lr=5e-3, schedule="constant")
 KEY = jax.random.key(3)
 DISTILLED = Setup(MODEL, FromTeacher(MODEL, VOCAB, Mix(), Hidden("cosine", ((1, 1),))), ADAM)
 
@@ -173,12 +172,10 @@ def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
             return writes(params, rows, key)
 
         plan = loop.Plan(steps=4)
-        journal = journal_of(student, TEACHER, [DISTILLED, plan, writes], folder)
-        with journal.kept():
-            return loop.train(
-                student, Texts(texts), DISTILLED, plan, given=TEACHER, prepare=prepare,
-                journal=journal, show_progress=False,
-            )  # fmt: skip
+        return loop.train(
+            student, Texts(texts), DISTILLED, plan, given=TEACHER, prepare=prepare,
+            directory=folder, show_progress=False,
+        )  # fmt: skip
 
     whole = run(tmp_path / "whole", 0)
     prepared[0] = 0

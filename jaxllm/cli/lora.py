@@ -1,0 +1,57 @@
+"""What LoRA is given on the command line, in PEFT's words."""
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from jaxllm.errors import ConfigError
+
+V = TypeVar("V", int, float)
+
+
+def modules(option: str, given: list[str] | None) -> str | list[str] | None:
+    """Return names of modules as `LoraConfig` takes them: ends in a list, or one regex.
+
+    Text of letters, digits, dots, dashes and commas alone is names; "all-linear" stays itself.
+    Raises ConfigError for a regex beside others.
+    """
+    if not given:
+        return None
+    if len(given) == 1 and given[0].lower() == "all-linear":
+        return given[0].lower()
+    if all(re.fullmatch(r"[\w.,-]+", text) for text in given):
+        return [name for text in given for name in text.split(",") if name]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{option} must be names, or one regex: got {', '.join(given):.80}. Join regexes by |."
+        )
+    return given[0]
+
+
+def layers(text: str | None) -> list[int] | None:
+    """Return the numbers in a text like "0,4-7". Raises ConfigError for another text."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        numbers = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1]):
+            raise ConfigError(
+                f"--layers-to-transform must be numbers or ranges, as 0,4-7: got {text!r:.60}"
+            )
+        found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    return found
+
+
+def patterns(option: str, given: list[str] | None, number: Callable[[str], V]) -> dict[str, V]:
+    """Return values by regex from texts "REGEX=NUMBER". Raises ConfigError for another text."""
+    found: dict[str, V] = {}
+    for text in given or []:
+        regex, _, value = text.rpartition("=")
+        try:
+            found[regex] = number(value)
+        except ValueError:
+            regex = ""
+        if not regex:
+            raise ConfigError(f"{option} must be REGEX=NUMBER, as down_proj=16: got {text!r:.60}")
+    return found

@@ -1,0 +1,54 @@
+"""A run's losses as a picture: what is drawn is what was measured."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from jaxllm.train.loop import Record
+from jaxllm.train.picture import means, plot
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Figures as they are saved."""
+    found: list[Figure] = []
+    real = Figure.savefig
+
+    def savefig(self: Figure, *arguments: Any, **options: Any) -> None:
+        found.append(self)
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return found
+
+
+@pytest.mark.parametrize(("count", "labels"), [(9, 2), (80, 3)])
+def test_each_loss_is_drawn_and_named(
+    count: int, labels: int, drawn: list[Figure], tmp_path: Path
+) -> None:
+    """A long run has the mean around each step beside; steps are whole numbers."""
+    losses = 6 * 0.9 ** np.arange(count)
+    records = [
+        Record(n, float(x), 1.0, 1.0, float(x) if n % 3 == 0 else None, {})
+        for n, x in enumerate(losses, 1)
+    ]
+    plot(records, 6.5, tmp_path / "losses.png", "losses")
+    (axes,) = drawn[0].axes
+    lines = {str(line.get_label()): line for line in axes.lines}
+    np.testing.assert_array_equal(lines["trained on, each step"].get_ydata(), losses)
+    assert len(lines) == labels == len(axes.get_legend_handles_labels()[0])
+    assert lines["held out"].get_xdata()[0] == 0
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    mean = lines.get("mean of 5 steps")
+    if mean is not None:
+        assert mean.get_ydata()[-1] == losses[-1]
+
+
+def test_means_neither_lag_nor_leave_the_ends() -> None:
+    """Of a line they are the line."""
+    line = [3.0, 5.0, 7.0, 9.0, 11.0, 13.0]
+    assert means(line, 5) == line
+    assert means([0.0, 3.0, 0.0, 3.0, 6.0], 3) == [0.0, 1.0, 2.0, 3.0, 6.0]
