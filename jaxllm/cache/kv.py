@@ -70,7 +70,9 @@ class KVCache(struct.PyTreeNode):
     but for what `unread` can: else `rewind` is refused, as `patch` is, and what `keep` does to
     tokens leaves it as it is.
 
-    writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`).
+    writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`). table:
+    static, of a pipeline the numbers of each stage's layers, whose heads stand one after the other
+    in an array; empty where each array is one layer's.
     """
 
     config: ModelConfig = struct.field(pytree_node=False)
@@ -80,6 +82,7 @@ class KVCache(struct.PyTreeNode):
     next_position_B: jax.Array
     memory: tuple[Any, ...] = ()
     writer: Any = struct.field(pytree_node=False, default=None)
+    table: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -95,6 +98,13 @@ class KVCache(struct.PyTreeNode):
     def capacity(self) -> int:
         """Slots of the tail: how many tokens a row can still be given in all."""
         return self.tail.position_BS.shape[-1]
+
+    @property
+    def layers(self) -> tuple[tuple[int | None, ...], ...]:
+        """Of each array of keys the numbers of the layers it has heads of, in their order; None:
+        heads that no layer has.
+        """
+        return tuple(zip(*self.table, strict=True)) or tuple((i,) for i in range(len(self.tail.k)))
 
     @property
     def slots(self) -> int:
@@ -241,6 +251,7 @@ def _empty_cache(
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
         writer=None if spread is None else spread.writer,
+        table=() if spread is None else spread.stacks(),
     )
     return where_placed(cache, spread)
 

@@ -27,7 +27,7 @@ from jaxllm.cache.kv import (
 )
 from jaxllm.cache.unread import memory_before
 from jaxllm.cache.write import at_slots
-from jaxllm.config import ModelConfig, Rope
+from jaxllm.config import Rope
 from jaxllm.distributed import fetched
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, cast, dense, turn
@@ -252,7 +252,7 @@ def _moved(
             most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
             by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
         if not _concrete(by_BS) or bool((by_BS != 0).any()):
-            ropes = movable_ropes(cache.config, by_BS)
+            ropes = movable_ropes(cache, by_BS)
             k = turn_keys(segment.k, by_BS, ropes, cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
@@ -261,14 +261,27 @@ def _moved(
     return moved
 
 
+Ropes = tuple[Rope | None, ...]  # of an array of keys: of each layer that it has heads of
+
+
+def turn_heads(x_BSKH: jax.Array, by_BS: jax.Array, ropes: Ropes, head_dim: int) -> jax.Array:
+    """Turn each layer's heads of an array of keys by its own rotary settings; float32."""
+    whole = x_BSKH = x_BSKH.astype(jnp.float32)
+    for rope in dict.fromkeys(rope for rope in ropes if rope is not None):
+        own_K = np.repeat([rope == one for one in ropes], x_BSKH.shape[2] // len(ropes))
+        turned = turn(x_BSKH, by_BS, rope, head_dim=head_dim)
+        whole = turned if own_K.all() else jnp.where(own_K[None, None, :, None], turned, whole)
+    return whole
+
+
 @partial(jax.jit, static_argnums=(2, 3))
 def turn_keys(
-    keys: tuple[Entries, ...], by_BS: jax.Array, ropes: tuple[Rope | None, ...], head_dim: int
+    keys: tuple[Entries, ...], by_BS: jax.Array, ropes: tuple[Ropes, ...], head_dim: int
 ) -> tuple[Entries, ...]:
-    def one(k: Entries, rope: Rope | None) -> Entries:
-        if rope is None:
+    def one(k: Entries, ropes: Ropes) -> Entries:
+        if not any(ropes):
             return k
-        new = cast(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
+        new = cast(turn_heads(dense(k), by_BS, ropes, head_dim), k.dtype)
 
         def where_moved(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(by_BS.reshape(by_BS.shape + (1,) * (old.ndim - 2)) != 0, new, old)
@@ -276,15 +289,16 @@ def turn_keys(
         turned: Entries = jax.tree.map(where_moved, new, k)
         return turned
 
-    return tuple(map(one, keys, ropes))
+    return tuple(one(*of) for of in zip(keys, ropes, strict=True))
 
 
-def movable_ropes(config: ModelConfig, by: Any) -> tuple[Rope | None, ...]:
-    """What each layer's keys are turned by where tokens move by so many positions.
+def movable_ropes(cache: KVCache, by: Any) -> tuple[Ropes, ...]:
+    """What a cache's keys are turned by where tokens move by so many positions.
 
     Raises ConfigError where keys cannot be turned, or a layer's attention would cut what has moved
     into other segments.
     """
+    config = cache.config
     for kind in set(map(config.long_attention, range(config.num_hidden_layers))):
         period = None if kind is None else kind.period
         if kind is None or (period and _concrete(by) and not (np.asarray(by) % period).any()):
@@ -304,7 +318,9 @@ def movable_ropes(config: ModelConfig, by: Any) -> tuple[Rope | None, ...]:
             "rotary settings that follow the text's length (dynamic, longrope): keys are not"
             " movable"
         )
-    return tuple(config.rotary(i) for i in range(config.num_hidden_layers))
+    return tuple(
+        tuple(None if i is None else config.rotary(i) for i in numbers) for numbers in cache.layers
+    )
 
 
 def _check_moved(before: KVCache, after: KVCache) -> None:

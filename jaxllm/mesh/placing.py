@@ -9,7 +9,7 @@ beside it.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.distributed import fetched, several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.pipeline.places import AXIS, Table
 from jaxllm.mesh.pipeline.stacked import (
-    AXIS,
     alike_over,
     devices_of,
     is_here,
@@ -99,9 +99,7 @@ def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
 class Shared(Whole):
     """Where parameters of a model go as they are read: to the devices of its mesh, by its rules."""
 
-    def __init__(
-        self, config: ModelConfig, axes: Axes, exact: bool, table: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, config: ModelConfig, axes: Axes, exact: bool, table: Table) -> None:
         """table: the numbers of the layers that each stage has."""
         self._config, self._axes, self._exact = config, axes, exact
         self._prefix, self._table = models.family(config.model_type).layers, table
