@@ -67,8 +67,8 @@ class KVCache(struct.PyTreeNode):
     memory: what each layer keeps of the text beside keys and values, a pytree of `[B, ...]`, in one
     size (`ModelConfig.memory`); empty for models that keep nothing. Rows take it along (`fork`
     copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread,
-    but for what `unread` can: else `rewind` is refused, as `patch` is, and what `keep` does to
-    tokens leaves it as it is.
+    but for what `unread` can: else `rewind` is refused, as `patch`, `keep`, `drop_range` and what
+    culls tokens are. `compact` leaves it as it is.
 
     writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`). table:
     static, of a pipeline the numbers of each stage's layers, whose heads stand one after the other
@@ -178,7 +178,7 @@ class KVCache(struct.PyTreeNode):
         rows = f"{self.batch} row{'s' * (self.batch != 1)}"
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
             return f"KVCache({model}: {rows}, capacity {self.capacity}, traced)"
-        if any(x.is_deleted() for x in jax.tree.leaves(self)):
+        if _is_donated(self):
             return f"KVCache({model}: {rows}, capacity {self.capacity}, donated)"
         size = (
             f"{self.nbytes / 1e6:.1f} MB" if self.nbytes >= 1e6 else f"{self.nbytes / 1e3:.0f} kB"
@@ -335,8 +335,7 @@ def check_usable(cache: KVCache) -> None:
     """Raise, by name, for what is no cache, was donated, or overflowed in a compiled loop."""
     if not isinstance(cache, KVCache):
         raise CacheMismatchError(f"a cache must be a KVCache (init_cache), got {cache!r:.60}")
-    leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
-    if any(x.is_deleted() for x in leaves):
+    if _is_donated(cache):
         raise CacheMismatchError(
             "this cache was donated to an earlier step (donate=True) and no longer exists;"
             " use the cache that the step returned"
@@ -349,6 +348,12 @@ def check_usable(cache: KVCache) -> None:
             f" {cache.capacity} slots; the last {int(cache.cursor) - cache.capacity} were dropped."
             " Make the cache larger, or check the room before entering the loop"
         )
+
+
+def _is_donated(cache: KVCache) -> bool:
+    """Whether arrays of a cache are gone. Those of NumPy (`jax.device_get`, pickle) never are."""
+    leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
 def check_no_memory(cache: KVCache, what: str) -> None:

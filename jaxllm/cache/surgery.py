@@ -78,9 +78,16 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
     read it: this is not the same as a text without those tokens. Keys and values are shared, and
     the slots stay taken: `compact` frees them.
 
-    Raises CacheMismatchError for a mask of another shape.
+    Raises CacheMismatchError for a mask of another shape, and for a cache with a memory, in which
+    all tokens stay (`segment_in_hand` frees the slots of those that only it needs).
     """
     check_usable(cache)
+    check_no_memory(cache, "keep")
+    return keep_slots(cache, mask_BS)
+
+
+def keep_slots(cache: KVCache, mask_BS: Any) -> KVCache:
+    """Return `keep` of keys and values alone: a memory stays as it is."""
     mask_BS = jnp.asarray(mask_BS, bool)
     if mask_BS.shape not in ((1, cache.slots), (cache.batch, cache.slots)):
         raise CacheMismatchError(
@@ -98,6 +105,7 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
 def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
     """The cache without the tokens at positions `start` to before `stop`; as `keep`."""
     check_usable(cache)
+    check_no_memory(cache, "drop_range")
     inside = [_inside(s.position_BS, start, stop) for s in cache.segments]
     return _with_positions(
         cache,
@@ -111,9 +119,10 @@ def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
 def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
     """The same tokens at the same positions, gathered into one tail without gaps.
 
-    capacity: of the new cache; by default all slots that `cache` has. What was shared is copied.
-    Logits are those of `cache`: attention does not depend on where a slot lies. What goes with the
-    slots, such as attention mass, is gathered by `jnp.take_along_axis(mass, slot_order(cache), 1)`.
+    capacity: of the new cache; by default all slots that `cache` has. What was shared is copied, a
+    memory stays. Logits are those of `cache`: attention does not depend on where a slot lies. What
+    goes with the slots, such as attention mass, is gathered by
+    `jnp.take_along_axis(mass, slot_order(cache), 1)`.
 
     Raises CapacityError if the tokens do not fit.
     """

@@ -77,6 +77,8 @@ class Cut:
         """One of the shares. Raises ConfigError where the weight's format is not taken apart there:
         by path and axes.
         """
+        if self.parts == 1:  # any format, whether it can be taken apart or not
+            return weight
         leaf = as_leaf(weight)
         with _named(self):
             if self.split.axis == 1:
@@ -248,7 +250,7 @@ class Shared(Whole):
 
     def _nested(self, path: str, weight: Wrapped, split: Split) -> Weight:
         """A weight with what is beside it, each cut by itself."""
-        if split.axis == 1:
+        if split.axis == 1 and self._axes.over(split.over) > 1:
             cut = cut_of(path, weight.shape, split, self._axes)
             for number in range(cut.parts):
                 ((begin, end),) = cut.ranges(number)

@@ -105,6 +105,18 @@ def kinds_of(config: ModelConfig, numbers: Sequence[int | None]) -> list[int | N
     return [numbers[alike.index(kind)] for kind in alike]
 
 
+def layers_run(config: ModelConfig, stages: int, at_once: bool) -> list[int]:
+    """Return the numbers of the layers that the fullest stage runs at a tick.
+
+    at_once: as of `models.layers.Across`: all kinds of layers that a place has are run then.
+    """
+    table = layers_of(config, stages)
+    if not at_once:
+        return [n for n in table[0] if n is not None]
+    each = (kinds_of(config, numbers) for numbers in zip(*table, strict=True))
+    return [n for kinds in each for n in dict.fromkeys(kinds) if n is not None]
+
+
 def _run_of(
     blocks: Sequence[nn.Module],
     numbers: Sequence[int | None],
