@@ -290,10 +290,13 @@ def turn_keys(
     def one(k: Entries, ropes: Ropes) -> Entries:
         if not any(ropes):
             return k
-        new = cast(turn_heads(dense(k), by_BS, ropes, head_dim), k.dtype)
+        whole = dense(k)
+        new = cast(turn_heads(whole, by_BS, ropes, head_dim), k.dtype)
+        turns_K = np.repeat([rope is not None for rope in ropes], whole.shape[2] // len(ropes))
+        moved_BSK = (by_BS != 0)[:, :, None] & turns_K[None, None]
 
         def where_moved(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(by_BS.reshape(by_BS.shape + (1,) * (old.ndim - 2)) != 0, new, old)
+            return jnp.where(moved_BSK.reshape(moved_BSK.shape + (1,) * (old.ndim - 3)), new, old)
 
         turned: Entries = jax.tree.map(where_moved, new, k)
         return turned
