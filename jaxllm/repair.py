@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.growth import commit
-from jaxllm.cache.kv import KVCache, check_usable
+from jaxllm.cache.kv import KVCache, check_no_memory, check_usable
 from jaxllm.cache.surgery import keep, patch, shift, slots_at
 from jaxllm.errors import TokenError
 from jaxllm.steps import forward
@@ -27,9 +27,11 @@ def recompute(
     keep their bits. Positions in the range that hold no token are passed over, and gaps stay: for
     the text as if written without them, `close_gaps` first.
 
-    Raises TokenError for an empty range, and what `forward` raises.
+    Raises TokenError for an empty range, CacheMismatchError for a cache with a memory, and what
+    `forward` raises.
     """
     check_usable(cache)
+    check_no_memory(cache, "recompute")
     start, stop = (whole(n, x, 0, error=TokenError) for n, x in (("start", start), ("stop", stop)))
     chunk = whole("chunk", chunk, 1, error=TokenError)
     if not start < stop:

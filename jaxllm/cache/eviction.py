@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import KVCache
-from jaxllm.cache.surgery import keep
+from jaxllm.cache.kv import KVCache, check_no_memory, check_usable
+from jaxllm.cache.surgery import keep, keep_slots
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 
 
@@ -12,8 +12,10 @@ def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
     """Keep the first `sinks` positions and the last `window` (Xiao et al. 2024, StreamingLLM).
 
     `close_gaps` then numbers what is left as that paper does. Raises CapacityError for a window
-    below one.
+    below one, and as `keep`.
     """
+    check_usable(cache)
+    check_no_memory(cache, "sinks_and_window")
     if sinks < 0 or window < 1:
         raise CapacityError(f"sinks must be at least 0 and window 1, got {sinks} and {window}")
     position_BS = cache.position_BS
@@ -28,13 +30,14 @@ def segment_in_hand(cache: KVCache) -> KVCache:
     `compact` leaves room for a segment and more, however long the text. Raises ConfigError for
     models without such segments.
     """
+    check_usable(cache)
     length = cache.config.segment_length
     if length is None:
         raise ConfigError(
             f"this {cache.config.model_type} has no segments: every token sees all before it"
         )
     begin_B = cache.next_position_B // length * length
-    return keep(cache, cache.position_BS >= begin_B[:, None])
+    return keep_slots(cache, cache.position_BS >= begin_B[:, None])
 
 
 def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int) -> KVCache:
@@ -43,8 +46,10 @@ def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int
     mass_BS: attention received so far, `[B, S]` over the cache's slots, as `generate` and
     `decode_step` return it (Zhang et al. 2023, H2O; there by head, here one choice for all, since
     a slot is one token). Raises CacheMismatchError for a mass of another shape, CapacityError for
-    numbers below zero.
+    numbers below zero, and as `keep`.
     """
+    check_usable(cache)
+    check_no_memory(cache, "heavy_hitters")
     if mass_BS.shape != (cache.batch, cache.slots):
         raise CacheMismatchError(
             f"the mass is {mass_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"

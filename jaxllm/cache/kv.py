@@ -67,10 +67,12 @@ class KVCache(struct.PyTreeNode):
     memory: what each layer keeps of the text beside keys and values, a pytree of `[B, ...]`, in one
     size (`ModelConfig.memory`); empty for models that keep nothing. Rows take it along (`fork`
     copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread,
-    but for what `unread` can: else `rewind` is refused, as `patch` is, and what `keep` does to
-    tokens leaves it as it is.
+    but for what `unread` can: else `rewind` is refused, as `patch`, `keep`, `drop_range` and what
+    culls tokens are. `compact` leaves it as it is.
 
-    writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`).
+    writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`). table:
+    static, of a pipeline the numbers of each stage's layers, whose heads stand one after the other
+    in an array; empty where each array is one layer's.
     """
 
     config: ModelConfig = struct.field(pytree_node=False)
@@ -80,6 +82,7 @@ class KVCache(struct.PyTreeNode):
     next_position_B: jax.Array
     memory: tuple[Any, ...] = ()
     writer: Any = struct.field(pytree_node=False, default=None)
+    table: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -95,6 +98,13 @@ class KVCache(struct.PyTreeNode):
     def capacity(self) -> int:
         """Slots of the tail: how many tokens a row can still be given in all."""
         return self.tail.position_BS.shape[-1]
+
+    @property
+    def layers(self) -> tuple[tuple[int | None, ...], ...]:
+        """Of each array of keys the numbers of the layers it has heads of, in their order; None:
+        heads that no layer has.
+        """
+        return tuple(zip(*self.table, strict=True)) or tuple((i,) for i in range(len(self.tail.k)))
 
     @property
     def slots(self) -> int:
@@ -168,7 +178,7 @@ class KVCache(struct.PyTreeNode):
         rows = f"{self.batch} row{'s' * (self.batch != 1)}"
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
             return f"KVCache({model}: {rows}, capacity {self.capacity}, traced)"
-        if any(x.is_deleted() for x in jax.tree.leaves(self)):
+        if _is_donated(self):
             return f"KVCache({model}: {rows}, capacity {self.capacity}, donated)"
         size = (
             f"{self.nbytes / 1e6:.1f} MB" if self.nbytes >= 1e6 else f"{self.nbytes / 1e3:.0f} kB"
@@ -241,6 +251,7 @@ def _empty_cache(
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_no_memory(config, batch),
         writer=None if spread is None else spread.writer,
+        table=() if spread is None else spread.stacks(),
     )
     return where_placed(cache, spread)
 
@@ -324,8 +335,7 @@ def check_usable(cache: KVCache) -> None:
     """Raise, by name, for what is no cache, was donated, or overflowed in a compiled loop."""
     if not isinstance(cache, KVCache):
         raise CacheMismatchError(f"a cache must be a KVCache (init_cache), got {cache!r:.60}")
-    leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
-    if any(x.is_deleted() for x in leaves):
+    if _is_donated(cache):
         raise CacheMismatchError(
             "this cache was donated to an earlier step (donate=True) and no longer exists;"
             " use the cache that the step returned"
@@ -338,6 +348,12 @@ def check_usable(cache: KVCache) -> None:
             f" {cache.capacity} slots; the last {int(cache.cursor) - cache.capacity} were dropped."
             " Make the cache larger, or check the room before entering the loop"
         )
+
+
+def _is_donated(cache: KVCache) -> bool:
+    """Whether arrays of a cache are gone. Those of NumPy (`jax.device_get`, pickle) never are."""
+    leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
 def check_no_memory(cache: KVCache, what: str) -> None:

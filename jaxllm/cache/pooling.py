@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.cache.kv import MOST_SLOTS, KVCache, check_usable
-from jaxllm.cache.surgery import compact, movable_ropes, slot_order
-from jaxllm.config import Rope
+from jaxllm.cache.surgery import Ropes, compact, movable_ropes, slot_order, turn_heads
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
-from jaxllm.ops import Entries, cast, dense, turn
+from jaxllm.ops import Entries, cast, dense
 from jaxllm.whole import whole
 
 
@@ -65,10 +64,12 @@ def pooled_mass(
     return _sum(mass_BS, group_BS)
 
 
-def _poolable(cache: KVCache) -> tuple[Rope | None, ...]:
-    """What each layer's keys are turned by. Raises ConfigError where they cannot be turned back."""
+def _poolable(cache: KVCache) -> tuple[Ropes, ...]:
+    """What each array's keys are turned by. Raises ConfigError where they cannot be turned back."""
     config = cache.config
-    kinds = {kind.kind for kind in map(config.long_attention, range(len(cache.tail.k))) if kind}
+    kinds = {
+        kind.kind for kind in map(config.long_attention, range(config.num_hidden_layers)) if kind
+    }
     if kinds:
         raise ConfigError(
             f"pool: attention of kind {min(kinds)!r} finds tokens by their positions, and a slot of"
@@ -80,7 +81,7 @@ def _poolable(cache: KVCache) -> tuple[Rope | None, ...]:
             " and the keys' means would be of several positions at once. Use slide, which runs the"
             " recent tokens again, or heavy hitters within its context"
         )
-    return movable_ropes(config, 0)
+    return movable_ropes(cache, 0)
 
 
 def _groups(
@@ -139,7 +140,7 @@ def _last(x_BSX: jax.Array, group_BS: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnums=(1, 2))
 def _pooled(
     cache: KVCache,
-    ropes: tuple[Rope | None, ...],
+    ropes: tuple[Ropes, ...],
     ratio: int,
     sinks: jax.Array,
     recent: jax.Array,
@@ -153,14 +154,12 @@ def _pooled(
     position_BS = jnp.where(filled_BS, _last(tail.position_BS, group_BS), -1)
     pooled_BS = filled_BS & (_last(size_BS, group_BS) > 1)
 
-    def mean(entries: Entries, rope: Rope | None) -> Entries:
+    def mean(entries: Entries, ropes: Ropes) -> Entries:
         x = dense(entries).astype(jnp.float32)
         x = jnp.where((group_BS < S)[:, :, None, None], x, 0.0)  # zero times NaN is NaN
-        if rope is not None:
-            x = turn(x, -tail.position_BS, rope, head_dim=head_dim)
+        x = turn_heads(x, -tail.position_BS, ropes, head_dim)
         x = _sum(x * weight_BS[:, :, None, None], group_BS)
-        if rope is not None:
-            x = turn(x, position_BS, rope, head_dim=head_dim)
+        x = turn_heads(x, position_BS, ropes, head_dim)
         new = cast(x, entries.dtype)
 
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -173,7 +172,7 @@ def _pooled(
     return cache.replace(
         tail=tail.replace(
             k=tuple(mean(k, rope) for k, rope in zip(tail.k, ropes, strict=True)),
-            v=tuple(mean(v, None) for v in tail.v),
+            v=tuple(mean(v, ()) for v in tail.v),
             position_BS=position_BS,
             token_BS=_last(tail.token_BS, group_BS),
             patched_BS=_last(tail.patched_BS, group_BS) | pooled_BS,

@@ -251,7 +251,7 @@ def _renumbered(
         x[row, inside] = there
 
     by = Positions(*(there - here for there, here in zip(now, before, strict=True)))
-    ropes = movable_ropes(state.config, np.concatenate([x[row] for x in by]))
+    ropes = movable_ropes(state, np.concatenate([x[row] for x in by]))
 
     def turned(segment: Segment, by_BS: np.ndarray) -> Segment:
         if not by_BS.any():

@@ -27,7 +27,7 @@ from jaxllm.cache.kv import (
 )
 from jaxllm.cache.unread import memory_before
 from jaxllm.cache.write import at_slots
-from jaxllm.config import ModelConfig, Rope
+from jaxllm.config import Rope
 from jaxllm.distributed import fetched
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.ops import Entries, cast, dense, turn
@@ -78,9 +78,16 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
     read it: this is not the same as a text without those tokens. Keys and values are shared, and
     the slots stay taken: `compact` frees them.
 
-    Raises CacheMismatchError for a mask of another shape.
+    Raises CacheMismatchError for a mask of another shape, and for a cache with a memory, in which
+    all tokens stay (`segment_in_hand` frees the slots of those that only it needs).
     """
     check_usable(cache)
+    check_no_memory(cache, "keep")
+    return keep_slots(cache, mask_BS)
+
+
+def keep_slots(cache: KVCache, mask_BS: Any) -> KVCache:
+    """Return `keep` of keys and values alone: a memory stays as it is."""
     mask_BS = jnp.asarray(mask_BS, bool)
     if mask_BS.shape not in ((1, cache.slots), (cache.batch, cache.slots)):
         raise CacheMismatchError(
@@ -98,6 +105,7 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
 def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
     """The cache without the tokens at positions `start` to before `stop`; as `keep`."""
     check_usable(cache)
+    check_no_memory(cache, "drop_range")
     inside = [_inside(s.position_BS, start, stop) for s in cache.segments]
     return _with_positions(
         cache,
@@ -111,9 +119,10 @@ def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
 def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
     """The same tokens at the same positions, gathered into one tail without gaps.
 
-    capacity: of the new cache; by default all slots that `cache` has. What was shared is copied.
-    Logits are those of `cache`: attention does not depend on where a slot lies. What goes with the
-    slots, such as attention mass, is gathered by `jnp.take_along_axis(mass, slot_order(cache), 1)`.
+    capacity: of the new cache; by default all slots that `cache` has. What was shared is copied, a
+    memory stays. Logits are those of `cache`: attention does not depend on where a slot lies. What
+    goes with the slots, such as attention mass, is gathered by
+    `jnp.take_along_axis(mass, slot_order(cache), 1)`.
 
     Raises CapacityError if the tokens do not fit.
     """
@@ -252,7 +261,7 @@ def _moved(
             most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
             by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
         if not _concrete(by_BS) or bool((by_BS != 0).any()):
-            ropes = movable_ropes(cache.config, by_BS)
+            ropes = movable_ropes(cache, by_BS)
             k = turn_keys(segment.k, by_BS, ropes, cache.config.head_dim)
             segment = segment.replace(k=k, position_BS=position_BS)
         segments.append(segment)
@@ -261,30 +270,47 @@ def _moved(
     return moved
 
 
+Ropes = tuple[Rope | None, ...]  # of an array of keys: of each layer that it has heads of
+
+
+def turn_heads(x_BSKH: jax.Array, by_BS: jax.Array, ropes: Ropes, head_dim: int) -> jax.Array:
+    """Turn each layer's heads of an array of keys by its own rotary settings; float32."""
+    whole = x_BSKH = x_BSKH.astype(jnp.float32)
+    for rope in dict.fromkeys(rope for rope in ropes if rope is not None):
+        own_K = np.repeat([rope == one for one in ropes], x_BSKH.shape[2] // len(ropes))
+        turned = turn(x_BSKH, by_BS, rope, head_dim=head_dim)
+        whole = turned if own_K.all() else jnp.where(own_K[None, None, :, None], turned, whole)
+    return whole
+
+
 @partial(jax.jit, static_argnums=(2, 3))
 def turn_keys(
-    keys: tuple[Entries, ...], by_BS: jax.Array, ropes: tuple[Rope | None, ...], head_dim: int
+    keys: tuple[Entries, ...], by_BS: jax.Array, ropes: tuple[Ropes, ...], head_dim: int
 ) -> tuple[Entries, ...]:
-    def one(k: Entries, rope: Rope | None) -> Entries:
-        if rope is None:
+    def one(k: Entries, ropes: Ropes) -> Entries:
+        if not any(ropes):
             return k
-        new = cast(turn(dense(k), by_BS, rope, head_dim=head_dim), k.dtype)
+        whole = dense(k)
+        new = cast(turn_heads(whole, by_BS, ropes, head_dim), k.dtype)
+        turns_K = np.repeat([rope is not None for rope in ropes], whole.shape[2] // len(ropes))
+        moved_BSK = (by_BS != 0)[:, :, None] & turns_K[None, None]
 
         def where_moved(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(by_BS.reshape(by_BS.shape + (1,) * (old.ndim - 2)) != 0, new, old)
+            return jnp.where(moved_BSK.reshape(moved_BSK.shape + (1,) * (old.ndim - 3)), new, old)
 
         turned: Entries = jax.tree.map(where_moved, new, k)
         return turned
 
-    return tuple(map(one, keys, ropes))
+    return tuple(one(*of) for of in zip(keys, ropes, strict=True))
 
 
-def movable_ropes(config: ModelConfig, by: Any) -> tuple[Rope | None, ...]:
-    """What each layer's keys are turned by where tokens move by so many positions.
+def movable_ropes(cache: KVCache, by: Any) -> tuple[Ropes, ...]:
+    """What a cache's keys are turned by where tokens move by so many positions.
 
     Raises ConfigError where keys cannot be turned, or a layer's attention would cut what has moved
     into other segments.
     """
+    config = cache.config
     for kind in set(map(config.long_attention, range(config.num_hidden_layers))):
         period = None if kind is None else kind.period
         if kind is None or (period and _concrete(by) and not (np.asarray(by) % period).any()):
@@ -304,7 +330,9 @@ def movable_ropes(config: ModelConfig, by: Any) -> tuple[Rope | None, ...]:
             "rotary settings that follow the text's length (dynamic, longrope): keys are not"
             " movable"
         )
-    return tuple(config.rotary(i) for i in range(config.num_hidden_layers))
+    return tuple(
+        tuple(None if i is None else config.rotary(i) for i in numbers) for numbers in cache.layers
+    )
 
 
 def _check_moved(before: KVCache, after: KVCache) -> None:

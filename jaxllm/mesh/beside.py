@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import mesh_of
@@ -28,7 +29,8 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
     reader = model.reader()
 
     def leaf(path: str, weight: Any) -> Any:
-        names = model.names(path)
+        every = model.names(path)
+        names = [name for name in every if name is not None]
         found = [around(name, weight) for name in names]
         if all(x is weight for x in found):
             return weight
@@ -38,11 +40,14 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
                 " one place of a pipeline's stages: name them all, or use a mesh with stage=1"
             )
         _check(model, path, found[0])
-        if len(names) == 1:
+        if len(every) == 1:
             return _unmeasured(reader.beside(path, found[0]))
+        bare = [x.replace(weight=None) for x in found]
+        blank = jax.tree.map(jnp.zeros_like, bare[0])  # later stages may have an empty place
+        bare += [blank] * (len(every) - len(names))
         each = [
-            Shared.beside(reader, name, x.replace(weight=None))
-            for name, x in zip(names, found, strict=True)
+            Shared.beside(reader, name, x)
+            for name, x in zip(model.homes(path), bare, strict=True)
             if reader.here(name)
         ]
         arrays = zip(*map(jax.tree.leaves, each), strict=True)

@@ -18,16 +18,18 @@ from jaxllm.weights.leaves.parted import Shares
 from jaxllm.weights.paths import Params, map_leaves
 
 
-def joined(params: Params, names: Callable[[str], tuple[str, ...]]) -> Params:
+def joined(params: Params, names: Callable[[str], tuple[str | None, ...]]) -> Params:
     """The same of one device's form, a `Later` each: shares joined, each in its format, and layers
     of stages apart.
 
-    names: the paths of what stands in one place, one for each stage.
+    names: the paths of what stands in one place, one for each stage; None: an empty place.
     """
     found: Params = {}
     for name, value in params.items():
         each = names(name)
         for i, own in enumerate(each):
+            if own is None:
+                continue
             stage = i if len(each) > 1 else None
             found[own] = map_leaves(partial(_later, stage), {"": value})[""]
     return found

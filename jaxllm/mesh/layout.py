@@ -20,7 +20,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import Axes, mesh_of
 from jaxllm.mesh.local import Local
-from jaxllm.mesh.pipeline.stacked import Table, unfolded
+from jaxllm.mesh.pipeline.places import Table
+from jaxllm.mesh.pipeline.stacked import unfolded
 from jaxllm.mesh.rules import HEADS, TOKENS, Over
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import Way

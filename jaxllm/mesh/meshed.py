@@ -22,7 +22,8 @@ from jaxllm.mesh.joined import joined
 from jaxllm.mesh.layout import Layout
 from jaxllm.mesh.local import Local, staged
 from jaxllm.mesh.pipeline import rounds
-from jaxllm.mesh.pipeline.stages import Stages, check_stages, layers_of
+from jaxllm.mesh.pipeline.places import layers_of
+from jaxllm.mesh.pipeline.stages import Stages, check_stages
 from jaxllm.mesh.placing import Shared, everywhere
 from jaxllm.mesh.rules import HEADS, TOKENS, fitted, share_of
 from jaxllm.mesh.sequence import megatron
@@ -100,21 +101,23 @@ class Meshed(nn.Module, Placed, InRounds):
         return layout.run(apply, local, by_row, cached)
 
     @property
-    def table(self) -> list[list[int]]:
-        """The numbers of the layers that each stage has."""
+    def table(self) -> list[list[int | None]]:
+        """The numbers of the layers that each stage has, by place; None: an empty one."""
         return layers_of(self.config, self.axes.stage, self.course.chunks)
 
     @nn.nowrap
     def kept(self) -> tuple[int, int]:
-        stages = self.axes.stage
-        heads = self.config.num_key_value_heads
-        return self.config.num_hidden_layers // stages, heads * stages
+        return len(self.table[0]), self.config.num_key_value_heads * self.axes.stage
+
+    @nn.nowrap
+    def stacks(self) -> tuple[tuple[int | None, ...], ...]:
+        return tuple(map(tuple, self.table)) if self.axes.stage > 1 else ()
 
     @nn.nowrap
     def by_layer(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
         parts = [np.split(x, self.stages, axis=2) for x in kept]
         found = {n: x for each, of in zip(zip(*self.table, strict=True), parts, strict=True)
-                 for n, x in zip(each, of, strict=True)}  # fmt: skip
+                 for n, x in zip(each, of, strict=True) if n is not None}  # fmt: skip
         return [found[n] for n in sorted(found)]
 
     @property
@@ -158,13 +161,27 @@ class Meshed(nn.Module, Placed, InRounds):
         return meshed(config, self.precision, axes, exact=self.exact, chunks=chunks, fsdp=self.fsdp)
 
     @nn.nowrap
-    def names(self, path: str) -> tuple[str, ...]:
-        """The paths of what stands side by side in the parameter at `path`, one for each stage."""
+    def names(self, path: str) -> tuple[str | None, ...]:
+        """The paths of what stands side by side in the parameter at `path`, one for each stage;
+        None for one without a layer there.
+        """
         if not staged(self.config, self.axes, path):
             return (path,)
         layers = models.family(self.config.model_type).layers
         place, dot, rest = path.removeprefix(f"{layers}.").partition(".")
-        return tuple(f"{layers}.{row[int(place)]}{dot}{rest}" for row in self.table)
+        numbers = (row[int(place)] for row in self.table)
+        return tuple(None if n is None else f"{layers}.{n}{dot}{rest}" for n in numbers)
+
+    @nn.nowrap
+    def homes(self, path: str) -> list[str]:
+        """Return for each stage a path of what it has at `path`, or in the place before it."""
+        names = self.names(path)
+        if None not in names:
+            return [name for name in names if name is not None]
+        prefix = f"{models.family(self.config.model_type).layers}."
+        place, dot, rest = path.removeprefix(prefix).partition(".")
+        before = self.homes(f"{prefix}{int(place) - 1}{dot}{rest}")
+        return [own or other for own, other in zip(names, before, strict=True)]
 
     @nn.nowrap
     def later(self, params: Params) -> Params:
@@ -274,10 +291,7 @@ def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> Non
 @cache
 def module_of(model: Meshed) -> nn.Module:
     """The module that one device runs."""
-    config = model.config
-    if model.axes.stage > 1:
-        config = config.with_layers(model.table[0])
-    inner: nn.Module = models.build(share_of(config, model.axes), model.precision)
+    inner: nn.Module = models.build(share_of(model.config, model.axes), model.precision)
     if model.axes.stage > 1:
         inner = inner.clone(course=model.course)
     return inner.clone(remat=True) if model.remat else inner

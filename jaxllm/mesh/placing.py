@@ -9,7 +9,7 @@ beside it.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.distributed import fetched, several
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes, mesh_of
+from jaxllm.mesh.pipeline.places import AXIS, Table
 from jaxllm.mesh.pipeline.stacked import (
-    AXIS,
     alike_over,
     devices_of,
     is_here,
@@ -77,6 +77,8 @@ class Cut:
         """One of the shares. Raises ConfigError where the weight's format is not taken apart there:
         by path and axes.
         """
+        if self.parts == 1:  # any format, whether it can be taken apart or not
+            return weight
         leaf = as_leaf(weight)
         with _named(self):
             if self.split.axis == 1:
@@ -99,9 +101,7 @@ def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
 class Shared(Whole):
     """Where parameters of a model go as they are read: to the devices of its mesh, by its rules."""
 
-    def __init__(
-        self, config: ModelConfig, axes: Axes, exact: bool, table: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, config: ModelConfig, axes: Axes, exact: bool, table: Table) -> None:
         """table: the numbers of the layers that each stage has."""
         self._config, self._axes, self._exact = config, axes, exact
         self._prefix, self._table = models.family(config.model_type).layers, table
@@ -250,7 +250,7 @@ class Shared(Whole):
 
     def _nested(self, path: str, weight: Wrapped, split: Split) -> Weight:
         """A weight with what is beside it, each cut by itself."""
-        if split.axis == 1:
+        if split.axis == 1 and self._axes.over(split.over) > 1:
             cut = cut_of(path, weight.shape, split, self._axes)
             for number in range(cut.parts):
                 ((begin, end),) = cut.ranges(number)

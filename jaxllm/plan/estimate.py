@@ -12,6 +12,7 @@ from collections.abc import Callable
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import Axes
+from jaxllm.mesh.pipeline.places import layers_of
 from jaxllm.mesh.pipeline.stages import Stages, check_stages
 from jaxllm.mesh.rules import share_of
 from jaxllm.mesh.sequence import megatron, ways
@@ -211,13 +212,20 @@ def _flops(asked: Asked) -> float:
     config, axes = asked.opened.config, asked.axes
     shapes = flatten(param_shapes(build(config)))
     active = sum(s.size * share_read(config, len(s.shape)) for _, s in shapes if len(s.shape) > 1)
+    active *= _fullest(asked)
     return 2 * active / (axes.tensor * axes.copies * axes.stage * axes.expert)
+
+
+def _fullest(asked: Asked) -> float:
+    """Return how many layers the fullest stage has, of an even share."""
+    config, stages = asked.opened.config, asked.axes.stage
+    return len(layers_of(config, stages)[0]) * stages / config.num_hidden_layers
 
 
 def _attention(asked: Asked, slots: int) -> float:
     """Of one token's attention to so many slots, on one device."""
     config, axes = asked.opened.config, asked.axes
-    heads = config.num_attention_heads * config.num_hidden_layers
+    heads = config.num_attention_heads * config.num_hidden_layers * _fullest(asked)
     among = axes.tensor * axes.copies * axes.stage * axes.sequence
     return 4 * heads * config.head_dim * slots / among
 

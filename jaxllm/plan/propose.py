@@ -28,7 +28,7 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
         data, rest = divmod(devices, tensor * expert * stage * sequence)
         if rest or not 0 < data <= asked.batch:
             continue
-        if config.num_hidden_layers % stage or experts % expert:
+        if experts % expert:
             continue
         for exchange in (False, True) if sequence > 1 else (False,):
             if not exchange and asked.context % sequence:

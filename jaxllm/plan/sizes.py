@@ -18,6 +18,7 @@ from jaxllm.cache.kv import init_cache
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
+from jaxllm.mesh.pipeline.places import layers_of
 from jaxllm.mesh.placing import cut_of
 from jaxllm.mesh.rules import HEADS, WHOLE, Split, share_of, split_of
 from jaxllm.mesh.sequence import megatron
@@ -52,6 +53,8 @@ def weights(
     config = opened.config
     shapes = dict(flatten(models.param_shapes(models.build(config))))
     tables = models.family(config.model_type).tables
+    prefix = f"{models.family(config.model_type).layers}."
+    own = layers_of(config, axes.stage)[0]  # the first stage has as many as any
     held = read = 0
     alike: dict[Any, int] = {}  # layers are: what one's share takes is found once
     for path, shape in shapes.items():
@@ -62,8 +65,8 @@ def weights(
             count = _bytes(opened, name, path, shape, split, axes)
             if path not in opened.formats:  # whose numbers may decide
                 alike[name, split, shape.shape] = count
-        if axes.stage > 1 and path.split(".")[0] == models.family(config.model_type).layers:
-            count //= axes.stage
+        if path.startswith(prefix) and int(path.removeprefix(prefix).split(".")[0]) not in own:
+            continue
         held += count
         table = path.removesuffix(".weight") in tables
         head = config.tie_word_embeddings and path == f"{tables[0]}.weight"
@@ -115,10 +118,11 @@ def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capa
     """Bytes of one device's part of a cache of so many rows with room for so many tokens."""
     rows = rows_of(axes, rows)
     slot, memory = _row(share_of(config, axes), precision.cache)
+    slot = slot // config.num_hidden_layers * len(layers_of(config, axes.stage)[0])
     described = 9 * rows * capacity  # a slot's position, its token, whether it was patched
     apart = axes.sequence if axes.exchange or capacity % axes.sequence == 0 else 1
-    keys = -(-slot * rows * capacity // (axes.stage * apart))
-    return keys + memory * rows // axes.stage + described
+    keys = -(-slot * rows * capacity // apart)
+    return keys + memory * rows + described
 
 
 @functools.cache
@@ -152,7 +156,8 @@ def working(
     here = Way(tokens, axes.sequence, axes.exchange).here
     at_once = -(-local // groups)  # rows that a layer runs
     slot, _ = _row(share, precision.cache)
-    kept = slot * local * here // axes.stage
+    places = len(layers_of(config, axes.stage)[0])
+    kept = slot // config.num_hidden_layers * places * local * here
     unordered = tokens > 1 and (axes.sequence > 1 or axes.stream)
     copied = cache(config, precision, axes, rows, slots) if unordered else 0
     stream = 4 * local * here * config.hidden_size

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
+from jaxllm.mesh.pipeline.places import layers_run
 from jaxllm.mesh.rules import share_of
 from jaxllm.mesh.sequence.ways import AXIS, Way
 from jaxllm.ops.entries import cast
@@ -68,8 +69,8 @@ class Split:
 
     @property
     def _layers(self) -> int:
-        """Of a stage."""
-        return self.config.num_hidden_layers // self.axes.stage
+        """Of a stage, as its cache has them."""
+        return len(layers_run(self.config, self.axes.stage, at_once=False))
 
     @property
     def _ticks(self) -> int:
@@ -115,7 +116,8 @@ class Split:
         """Keys and values go round among queries; queries round what is cached, with what they have
         seen; then all keys and values into plain order, and round to where they are written.
         """
-        n, count, here = self.axes.sequence, self._layers, self._at_once * self._way.here
+        n, here = self.axes.sequence, self._at_once * self._way.here
+        count = len(layers_run(self.config, self.axes.stage, at_once=True))
         for size in self._kept(here):
             what = "ring: keys and values"
             yield self._within(what, "collective-permute", 2 * count, size, n - 1)
@@ -133,10 +135,10 @@ class Split:
             what = f"over the cache: {what}"
             yield self._within(what, "collective-permute", number * count, bytes_, n)
         for size in self._kept(self._here // 2):  # of either half
-            yield self._one("into plain order", "collective-permute", 4 * count, size)
+            yield self._one("into plain order", "collective-permute", 4 * self._layers, size)
         if not self.marks:
             return
         for size in self._kept(self._here):
-            yield self._one("written", "collective-permute", 2 * count, size, n - 1)
+            yield self._one("written", "collective-permute", 2 * self._layers, size, n - 1)
         yield self._one("slots' tokens", "all-gather", 1, 4 * self.rows * self.slots)
         yield self._one("whether any is cached", "all-reduce", 1, 1)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.mesh.axes import Axes
+from jaxllm.mesh.pipeline.places import layers_run
 from jaxllm.mesh.sequence.ways import Way
 from jaxllm.mesh.specs import rows_over
 from jaxllm.models import family
@@ -108,6 +109,18 @@ class _Step:
         return Way(self.tokens, self.axes.sequence, self.axes.exchange).here
 
     @property
+    def run(self) -> list[int]:
+        """The layers that a device runs at once."""
+        way = Way(self.tokens, self.axes.sequence, self.axes.exchange)
+        return layers_run(self.config, self.axes.stage, way.at_once)
+
+    @property
+    def routed(self) -> int:
+        """How many of them have experts."""
+        config = self.config
+        return sum(map(config.routed, self.run)) if isinstance(config, MixtureConfig) else 0
+
+    @property
     def turns(self) -> int:
         """How often a device runs its layers: in each tick of a pipeline."""
         return self.groups + self.axes.stage - 1 if self.axes.stage > 1 else 1
@@ -144,8 +157,7 @@ class _Step:
     def layers(self) -> Iterator[Collective]:
         """Two sums a layer, or what the exact mode gathers in their place."""
         c, t = self.config, self.tensor
-        count = c.num_hidden_layers // self.axes.stage
-        routed = _routed(c) // self.axes.stage
+        count, routed = len(self.run), self.routed
         out = self.each * c.hidden_size * 4
         if self.exact:
             for what, number, features, some in (
@@ -208,7 +220,7 @@ class _Step:
         what is more uneven, more. Where rows do not divide, each device runs its own experts.
         """
         c, e = self.config, self.axes.expert
-        count, sum_ = _routed(c) // self.axes.stage, self.room * c.hidden_size * 4
+        count, sum_ = self.routed, self.room * c.hidden_size * 4
         if self.among < self.axes.data * e:
             yield Collective("experts' rows", "all-reduce", "expert", e, count, sum_, self.turns)
             return
@@ -235,13 +247,6 @@ class _Step:
         if e == 1 or self.among < self.axes.data * e:
             return self.chosen
         return e * min(self.chosen, math.ceil(int(AMPLE * self.chosen) / e))
-
-
-def _routed(config: ModelConfig) -> int:
-    """How many layers have experts."""
-    if not isinstance(config, MixtureConfig):
-        return 0
-    return sum(map(config.routed, range(config.num_hidden_layers)))
 
 
 def _expert_size(config: ModelConfig) -> int:

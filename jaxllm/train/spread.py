@@ -23,11 +23,11 @@ from jaxllm.weights.paths import Params, named_arrays, names_of
 class Form:
     """How what a model trains stands for arrays of one device's form.
 
-    names: of each path of what is trained, the paths of what it holds. shares: of paths whose
-    shares are no blocks, `Shares` with a `Hole`.
+    names: of each path of what is trained, the paths of what it holds (`Placed.names`). shares: of
+    paths whose shares are no blocks, `Shares` with a `Hole`.
     """
 
-    names: dict[str, tuple[str, ...]]
+    names: dict[str, tuple[str | None, ...]]
     shares: dict[str, Shares]
 
     @classmethod
@@ -42,7 +42,7 @@ class Form:
     @property
     def whole_names(self) -> set[str]:
         """The paths of all of it in a model of one device."""
-        return {name for names in self.names.values() for name in names}
+        return {name for names in self.names.values() for name in names if name is not None}
 
     def map(self, function: Callable[[Trained], Any], tree: Any) -> Any:
         """A tree with each dict of all that is trained changed."""
@@ -56,6 +56,7 @@ class Form:
             name: 0 if jax.tree.leaves(x) else x
             for path, x in trained.items()
             for name in self.names[path]
+            if name is not None
         }
 
     def later(self, trained: Trained) -> dict[str, Any]:
@@ -82,9 +83,11 @@ class Form:
         for path, x in trained.items():
             names, shares = self.names[path], self.shares.get(path)
             if not jax.tree.leaves(x):  # what an optimiser of some paths has for the others
-                yield from dict.fromkeys(names, x).items()
+                yield from ((name, x) for name in names if name is not None)
                 continue
             for stage, name in enumerate(names):
+                if name is None:
+                    continue
                 place = None if len(names) == 1 else (stage, x.shape[0] // len(names))
                 yield name, _whole(x, place, None if shares is None else shares.places(x.ndim))
 
@@ -100,7 +103,9 @@ class Form:
         def joined(path: str, x: jax.Array) -> jax.Array:
             if not jax.tree.leaves(x):
                 return x
-            parts = [part(path, np.asarray(now(whole[name]))) for name in self.names[path]]
+            names = self.names[path]
+            parts = [part(path, np.asarray(now(whole[n]))) for n in names if n is not None]
+            parts += [np.zeros_like(parts[0])] * (len(names) - len(parts))  # later stages
             return _placed(np.concatenate(parts) if len(parts) > 1 else parts[0], x)
 
         return {path: joined(path, x) for path, x in like.items()}

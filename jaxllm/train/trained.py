@@ -7,7 +7,7 @@ those of a pipeline's stages, follow one another along the first axis (`whole`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxllm.weights.paths import Params, first_match, flatten, named_arrays, own
 
 Trained = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]
-Names = Callable[[str], tuple[str, ...]]  # of a path, on a mesh: `Placed.names`
+Names = Callable[[str], tuple[str | None, ...]]  # of a path, on a mesh: `Placed.names`
 ALL: Rules = ((".*", True),)
 _PARTS = ".parts"  # of `Shares`
 
@@ -73,8 +73,8 @@ def split(
     """
     known = trainable(params)
     _check_formats(params, known, rules)
-    chosen = {path for path in known if _is_chosen(rules, names(path))}
-    paths = [name for path in (*known, *dict(flatten(params))) for name in names(path)]
+    chosen = {path for path in known if _is_chosen(rules, [*filter(None, names(path))])}
+    paths = [n for path in (*known, *dict(flatten(params))) for n in names(path) if n is not None]
     _check_match(rules, paths, known)
     if not chosen:
         raise ConfigError("there is nothing to train: the rules leave every parameter as it is")
@@ -105,7 +105,7 @@ def _in_rows(x: jax.Array, axes: int) -> jax.Array:
     return x if axes == 0 else x.reshape(-1, *x.shape[axes + 1 :])
 
 
-def _is_chosen(rules: Rules, names: tuple[str, ...]) -> bool:
+def _is_chosen(rules: Rules, names: Sequence[str]) -> bool:
     found = {bool(first_match(rules, name)) for name in names}
     if len(found) > 1:
         raise ConfigError(

@@ -41,8 +41,10 @@ class Placed:
         """Whether devices each have some of so many columns."""
         raise NotImplementedError
 
-    def names(self, path: str) -> tuple[str, ...]:
-        """The paths, in a model of one device, of what the parameter at `path` holds."""
+    def names(self, path: str) -> tuple[str | None, ...]:
+        """The paths, in a model of one device, of what the parameter at `path` holds: one, or of a
+        pipeline one for each stage, None for a stage that has nothing there.
+        """
         raise NotImplementedError
 
     def later(self, params: Params) -> Params:
@@ -100,6 +102,12 @@ class Placed:
         """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
         raise NotImplementedError
 
+    def stacks(self) -> tuple[tuple[int | None, ...], ...]:
+        """Of a pipeline the numbers of each stage's layers, in the order of a cache's arrays; None
+        where there is none; empty where each array is one layer's.
+        """
+        raise NotImplementedError
+
     def by_layer(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Of arrays as a cache of it has them, `[B, S, K, H]`, those of each layer."""
         raise NotImplementedError
@@ -132,12 +140,12 @@ def among_of(model: Any, rows: int) -> int:
     return model.among(rows) if isinstance(model, Placed) else 1
 
 
-def own_name(path: str) -> tuple[str, ...]:
+def own_name(path: str) -> tuple[str | None, ...]:
     """The names of a parameter of one device's model."""
     return (path,)
 
 
-def names_of(model: Any) -> Callable[[str], tuple[str, ...]]:
+def names_of(model: Any) -> Callable[[str], tuple[str | None, ...]]:
     """Of the path of a model's parameter, those in a model of one device of what it holds."""
     return model.names if isinstance(model, Placed) else own_name
 

@@ -13,18 +13,23 @@ import pytest
 import jaxllm
 from jaxllm.cache import (
     branch,
+    compact,
     drop_range,
     fork,
+    heavy_hitters,
+    keep,
     load_cache,
     merge_rows,
     rewind,
     save_cache,
     select,
+    sinks_and_window,
 )
 from jaxllm.cache.sequences import positions_of
 from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.models.llama import Llama, LlamaConfig
+from jaxllm.repair import recompute
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close
 from tests.twins import random_model, tokens
@@ -134,7 +139,17 @@ def test_what_was_read_cannot_be_unread(lm: Any) -> None:
         rewind(cache, 1)
     with pytest.raises(CacheMismatchError, match=r"sequences: .* memory"):
         positions_of(cache)
-    assert (seen(drop_range(cache, 1, 3)) == counted(ids)).all()
+    mass_BS = np.ones((1, cache.slots), np.float32)
+    for name, culled in {
+        "keep": lambda: keep(cache, cache.position_BS != 2),
+        "drop_range": lambda: drop_range(cache, 1, 3),
+        "sinks_and_window": lambda: sinks_and_window(cache, sinks=1, window=2),
+        "heavy_hitters": lambda: heavy_hitters(cache, mass_BS, heavy=1, recent=2),
+        "recompute": lambda: recompute(*lm, cache, 1, 3),
+    }.items():
+        with pytest.raises(CacheMismatchError, match=rf"{name}: .* memory"):
+            culled()
+    assert (seen(compact(cache)) == counted(ids)).all()
     with pytest.raises(ConfigError, match="keep a memory"):
         jaxllm.beam_search(*lm, ids, num_beams=2, max_new_tokens=3)
     with pytest.raises((ConfigError, CacheMismatchError), match="memory"):

@@ -46,13 +46,12 @@ SIZES: dict[str, dict[str, Any]] = {  # of which every share is of whole groups 
     "qwen3_moe": {**SQUARE, "moe_intermediate_size": 256},
     "phi3": {"intermediate_size": 256},  # whose heads are of six numbers
 }
-# Without which each layer of a pattern would stand in one place with another.
+# What differs in stages. Patterns of layers are such as published models have, which stages cut.
 IN_STAGES: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"sliding_window_pattern": 1},
-    "qwen2": {"max_window_layers": 4},
-    "smollm3": {"no_rope_layer_interval": 1, "no_rope_layers": [1] * 4},
-    "qwen3_moe": {"mlp_only_layers": []},
+    "smollm3": {"no_rope_layer_interval": 3},
+    "qwen3_moe": {"mlp_only_layers": []},  # layers with and without experts have other parameters
 }
+UNEVEN = ("gemma2", "gemma3_text", "smollm3", "qwen2")  # one layer more than stages
 
 
 def left_out(family: str, mesh: str, precision: str) -> str:
@@ -80,8 +79,6 @@ class Cell:
 def model_of(family: str, precision: str, layers: int, staged: bool) -> tuple[Any, Params]:
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     changes = {**SIZES[family], name: layers, **(IN_STAGES.get(family, {}) if staged else {})}
-    if "no_rope_layers" in changes:
-        changes["no_rope_layers"] = changes["no_rope_layers"][:layers]
     return one(family, PRECISIONS[precision], **changes)
 
 
@@ -145,8 +142,7 @@ def expected(family: str, precision: str, layers: int, staged: bool) -> dict[str
 
 def cell(family: str, mesh: str, precision: str) -> Cell:
     stages = parse(mesh).stage
-    # Every other layer of Gemma 2 sees a window: two belong together.
-    layers = max(2, 2 * stages if family == "gemma2" else stages)
+    layers = max(2, stages + (stages > 1 and family in UNEVEN))
     given = family, precision, layers, stages > 1
     model, params = model_of(*given)
     over, shared = spread(model, params, mesh)

@@ -27,8 +27,9 @@ from jaxllm.longer import LongAttention
 from jaxllm.mesh.counts import counts
 from jaxllm.mesh.placing import per_device
 from jaxllm.ops import native
-from jaxllm.weights.formats import as_leaf
-from jaxllm.weights.paths import flatten
+from jaxllm.weights.formats import as_format, as_leaf
+from jaxllm.weights.leaves.ordered import Ordered
+from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from tests.adapters.made import random_adapter
 from tests.mesh.made import WIDE, largest_difference, one, spread
@@ -237,6 +238,30 @@ def test_adapters_are_split_beside_their_weights(tmp_path: Path) -> None:
             for mesh in (None, "data=2,tensor=4")
         )
         assert [x.tokens for x in found] == [x.tokens for x in whole]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "exact"), [("data=2", False), ("stage=2", False), ("tensor=2", True)]
+)
+def test_columns_that_no_axis_divides_need_not_come_apart(mesh: str, exact: bool) -> None:
+    """GPTQ's columns in an order of their own: a mesh whose devices all have them takes them."""
+    model, params = one("llama", num_hidden_layers=2, **WIDE["llama"])
+
+    def ordered(path: str, x: Any) -> Any:
+        if not path.endswith("_proj.weight"):
+            return x
+        order = np.random.default_rng(len(path)).permutation(x.shape[1]).astype(np.int32)
+        return Ordered(as_format(x, "int4-g32"), jnp.asarray(order))
+
+    params = map_leaves(ordered, params)
+    over, shares = spread(model, params, mesh, exact=exact)
+    ids = tokens(2, 5)
+    found = jaxllm.forward(over, shares, None, ids).logits
+    assert largest_difference(found, jaxllm.forward(model, params, None, ids).logits) < 2e-5
+    whole = over.whole(shares)["layers.1"]["mlp"]["down_proj"]["weight"]
+    assert np.array_equal(whole.order, params["layers.1"]["mlp"]["down_proj"]["weight"].order)
+    with pytest.raises(ConfigError, match=r"o_proj.weight over tensor.*=2: columns .* taken apart"):
+        spread(model, params, "tensor=2")
 
 
 def test_whole_parameters_are_refused_by_path() -> None:

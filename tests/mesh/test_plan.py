@@ -29,6 +29,7 @@ from tests.mesh.test_pipeline import of_layers
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
 ROWS, SLOTS, CHUNK = 4, 32, 8
+LAYERS = {"gemma2": 3}  # of two kinds, one less on the second stage
 EXPERTS = {"mixtral": {"num_local_experts": 8}}
 CASES = [
     ("llama", "tensor=2", None, False),
@@ -139,13 +140,14 @@ def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
             ("mixtral", "expert=2,sequence=2"), ("mixtral", "expert=2,sequence=2:heads"),
             ("mixtral", "expert=2,sequence=4"), ("mixtral", "data=2,expert=2,sequence=2"),
             ("llama", "data=2,stage=2,sequence=2"), ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
-            ("mixtral", "stage=2,sequence=2,expert=2"))),
+            ("mixtral", "stage=2,sequence=2,expert=2"), ("gemma2", "stage=2"),
+            ("gemma2", "stage=2,sequence=2"), ("gemma2", "stage=2,sequence=2:heads"))),
     ],
 )  # fmt: skip
 def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
     family: str, mesh: str
 ) -> None:
-    check(*spread(*of_layers(family, 2, **EXPERTS.get(family, {})), mesh))
+    check(*spread(*of_layers(family, LAYERS.get(family, 2), **EXPERTS.get(family, {})), mesh))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.cache.kv import Segment
 from jaxllm.mesh import specs
 from jaxllm.mesh.axes import mesh_of
-from jaxllm.mesh.pipeline.stages import AXIS
+from jaxllm.mesh.pipeline.places import AXIS, run_places
 from jaxllm.mesh.sequence.ways import AXIS as SEQUENCE
 from jaxllm.mesh.sequence.ways import Way
-from jaxllm.models.layers import Scope, run_blocks
+from jaxllm.models.layers import Scope
 from jaxllm.ops.entries import cast
 from jaxllm.weights.paths import Params
 
@@ -66,7 +66,9 @@ def tick(
         read: list[jax.Array] = []
 
         def course(blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool) -> Any:
-            layers, y = run_blocks(blocks, jnp.where(stage == 0, x, flight), scope, remat)
+            read_x = jnp.where(stage == 0, x, flight)
+            table, places = model.table, range(model.kept()[0])
+            layers, y = run_places(blocks, table, places, read_x, scope, remat)
             read.append(y)
             return layers, jax.lax.psum(jnp.where(stage == stages - 1, y, 0), AXIS)
 

@@ -7,6 +7,7 @@ and the stages' follow one another on the third axis: rows and slots stay where 
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,16 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.distributed import each, several
 from jaxllm.errors import ConfigError
+from jaxllm.mesh.pipeline.places import AXIS, Table
 from jaxllm.models.layers import Layer, Trace
 from jaxllm.ops.entries import Entries
 from jaxllm.weights.leaves.adapted import Adapted
+from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import alike, lengths
-from jaxllm.weights.paths import Params
+from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.reading import Elsewhere
-
-AXIS = "stage"
-
-Table = Sequence[Sequence[int]]  # the numbers of each stage's layers
 
 
 class Staged(Trace):
@@ -64,7 +63,8 @@ def unfolded(trace: Trace, table: Table, attention_mass: Any) -> Staged:
 
     layers = dict[int, Layer]()
     for place, layer in enumerate(trace.layers):
-        layers |= {row[place]: one for row, one in zip(table, parts(layer), strict=True)}
+        each = zip((row[place] for row in table), parts(layer), strict=True)
+        layers |= {number: one for number, one in each if number is not None}
     return Staged(
         trace.embeddings,
         tuple(layers[i] for i in sorted(layers)),
@@ -118,13 +118,13 @@ def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) ->
 
 
 def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
-    """The same with one entry for each place in a stage, of all stages. Nothing is sent: each
-    array's shares stay on the devices of their stage. The layers are taken out of `params`, one
-    array at a time, so that none is there twice for long.
+    """The same with one entry for each place in a stage, of all stages, zeros where a stage has no
+    layer. Nothing is sent: each array's shares stay on the devices of their stage. The layers are
+    taken out of `params`, one array at a time, so that none is there twice for long.
 
     Raises ConfigError for layers in one place of two stages that are kept in different formats.
     """
-    layers = {f"{prefix}.{i}" for row in table for i in row}
+    layers = {f"{prefix}.{i}" for row in table for i in row if i is not None}
     found = {name: value for name, value in params.items() if name not in layers}
 
     def together(path: str, nodes: Sequence[Any]) -> Any:
@@ -134,9 +134,29 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
         return {k: together(f"{path}.{k}", [node.pop(k) for node in nodes]) for k in names}
 
     for place, numbers in enumerate(zip(*table, strict=True)):
-        names = [f"{prefix}.{i}" for i in numbers]
-        found[f"{prefix}.{place}"] = together("/".join(names), [params.pop(name) for name in names])
+        names = [f"{prefix}.{i}" for i in numbers if i is not None]
+        nodes = [params.pop(name) for name in names]
+        for stage in range(len(names), len(table)):  # empty places are those of later stages
+            like = found[f"{prefix}.{place - 1}"]
+            nodes.append(map_leaves(partial(blank_like, mesh, stage), like))
+        found[f"{prefix}.{place}"] = together("/".join(names), nodes)
     return found
+
+
+def blank_like(mesh: Mesh, stage: int, _: str, leaf: Any) -> Any:
+    """Return zeros on a stage's devices, of the form of the stage's own in a stack of all stages'.
+
+    They stand in an empty place, where nothing reads them.
+    """
+    own = devices_of(mesh, AXIS, stage)
+    if not is_here(own):
+        return Elsewhere()
+
+    def zeros(x: jax.Array) -> jax.Array:
+        spec = x.sharding.spec  # type: ignore[attr-defined]
+        return jnp.zeros(x.shape[1:], x.dtype, device=NamedSharding(own, P(*spec[1:])))
+
+    return jax.tree.map(zeros, leaf)
 
 
 def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
@@ -165,7 +185,9 @@ def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
 
 def _form(leaf: Any) -> str:
     """The format of a leaf, of what stands beside a weight its kind."""
-    return str(getattr(leaf, "format", None) or getattr(leaf, "dtype", type(leaf).__name__))
+    if isinstance(leaf, Leaf):  # an array's `format` is its layout, where it lies
+        return leaf.format
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def spec_of_stacked(leaf: Any, of: Callable[[Any], Any]) -> Any:

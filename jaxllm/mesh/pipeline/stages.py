@@ -8,7 +8,7 @@ at: keys and values are taken from the ticks of its jobs alone.
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,13 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
+from jaxllm.mesh.pipeline.places import AXIS, layers_of, run_places
 from jaxllm.mesh.pipeline.schedule import Schedule, forward
-from jaxllm.models.layers import Layer, Scope, run_blocks
+from jaxllm.models.layers import Layer, Scope
 from jaxllm.weights.precision import Precision
 from jaxllm.whole import whole
 
-AXIS = "stage"
 LEAST = 64  # tokens of a microbatch: with fewer, a tick takes what reading the weights takes
-
-Run = Callable[[jax.Array, Scope], tuple[Layer, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +59,28 @@ class Stages:
     def __call__(
         self, blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool
     ) -> tuple[tuple[Layer, ...], jax.Array]:
-        """This stage's layers of all rows, and what the last stage puts out, on all of them."""
+        """This stage's layers of all rows, and what the last stage puts out, on all of them.
+
+        blocks: of all layers of the model, by number.
+        """
         count = self.divided(*scope.position_BT.shape)
         table = forward(self.stages, count, self.chunks)
-        each = len(blocks) // self.chunks
-        runs = [apart(blocks[i : i + each], remat) for i in range(0, len(blocks), each)]
+        layers_by_stage = layers_of(blocks[0].config, self.stages, self.chunks)
+        each = len(layers_by_stage[0]) // self.chunks
+        chunks = [range(i, i + each) for i in range(0, each * self.chunks, each)]
         stage, rows = jax.lax.axis_index(AXIS), x.shape[0] // count
         ring = [(i, (i + 1) % self.stages) for i in range(self.stages)]
 
         def work(number: jax.Array, chunk: jax.Array, message: jax.Array) -> Any:
             new, begins = rows_of(x, number, count), (stage == 0) & (chunk == 0)
             read = jnp.where(begins, new, message)
+
             # Each takes its rows of the cache itself: those of another chunk are not copied.
-            branches = [lambda x, i, run=run: run(x, part_of(scope, i, count)) for run in runs]
-            return jax.lax.switch(chunk, branches, read, number)
+            def run(places: range, x: jax.Array, number: jax.Array) -> tuple[Layer, ...]:
+                part = part_of(scope, number, count)
+                return run_places(blocks, layers_by_stage, places, x, part, remat)[0]
+
+            return jax.lax.switch(chunk, [partial(run, some) for some in chunks], read, number)
 
         blank_x = jnp.zeros((rows, *x.shape[1:]), x.dtype)
         zero = jnp.zeros((), jnp.int32)
@@ -123,38 +129,6 @@ def check_stages(config: ModelConfig, precision: Precision, course: Stages) -> N
     layers_of(config, course.stages, course.chunks)
 
 
-def layers_of(config: ModelConfig, stages: int, chunks: int = 1) -> list[list[int]]:
-    """The numbers of the layers that each stage has, in its order.
-
-    Raises ConfigError where they do not divide, where those in one place of two stages compute
-    otherwise, and for layers that keep a memory.
-    """
-    count, parts = config.num_hidden_layers, stages * chunks
-    within = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
-    if count % parts:
-        raise ConfigError(f"num_hidden_layers {count} does not divide into {within}")
-    if stages > 1 and any(config.memory(i) is not None for i in range(count)):
-        raise ConfigError(
-            "layers of this model keep a memory, which goes from segment to segment and not from"
-            " stage to stage: use a mesh with stage=1"
-        )
-    each = count // parts
-    table = [
-        [(chunk * stages + stage) * each + i for chunk in range(chunks) for i in range(each)]
-        for stage in range(stages)
-    ]
-    kinds = [config.computes(i) for i in range(count)]
-    for row in (*table[1:], range(len(table[0]))):  # a cache's arrays go by the last ones' numbers
-        for first, other in zip(table[0], row, strict=True):
-            if kinds[first] != kinds[other]:
-                raise ConfigError(
-                    f"layers {first} and {other} compute otherwise (their windows, rotations or"
-                    f" kinds of attention differ), but stand in one place of two stages: {within}"
-                    " must each begin where the pattern of layers does"
-                )
-    return table
-
-
 def rows_of(x: jax.Array, number: jax.Array, count: int) -> jax.Array:
     """A microbatch of `[B, ...]` by its number, of `count`."""
     if count == 1:
@@ -193,28 +167,3 @@ def _when(table: Schedule) -> np.ndarray:
             if job is not None:
                 found[stage, job.chunk, job.microbatch] = tick
     return found
-
-
-class _Named(nn.Module):
-    """Blocks under their own names. made: gives them, as modules that belong to no other."""
-
-    made: Callable[[], Sequence[nn.Module]]
-    remat: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, scope: Scope) -> tuple[Layer, ...]:
-        blocks = [block.clone(parent=self) for block in self.made()]
-        return run_blocks(blocks, x, scope, self.remat)[0]
-
-
-def apart(blocks: Sequence[nn.Module], remat: bool) -> Run:
-    """Layers of a bound model as a function, which JAX may transform."""
-    params = {str(block.name): block.variables["params"] for block in blocks}
-    free = [block.clone(parent=None) for block in blocks]
-    named = _Named(lambda: free, remat)
-
-    def run(x: jax.Array, scope: Scope) -> tuple[Layer, ...]:
-        layers: Any = named.apply({"params": params}, x, scope)
-        return tuple(layers)
-
-    return run

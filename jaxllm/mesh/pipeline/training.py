@@ -26,13 +26,14 @@ from jaxllm.errors import ConfigError
 from jaxllm.mesh.axes import mesh_of
 from jaxllm.mesh.local import Local
 from jaxllm.mesh.meshed import Meshed, module_of
+from jaxllm.mesh.pipeline.places import AXIS, run_places
 from jaxllm.mesh.pipeline.schedule import SCHEDULES, Job, Schedule, needed
-from jaxllm.mesh.pipeline.stages import AXIS, rows_of
+from jaxllm.mesh.pipeline.stages import rows_of
 from jaxllm.mesh.rules import HEADS, Over, split_of
 from jaxllm.mesh.sequence import megatron
 from jaxllm.mesh.sequence.ways import Way
 from jaxllm.mesh.specs import rows_over
-from jaxllm.models.layers import Scope, Trace, run_blocks
+from jaxllm.models.layers import Scope, Trace
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.leaves.parted import Tokens, Vocabulary
 from jaxllm.weights.leaves.scattered import Scattered
@@ -312,7 +313,7 @@ class _Parts:
     def __init__(self, how: Passes, way: Way, stream: Tokens | None) -> None:
         self._module, self._loss = module_of(how.model), how.loss
         self._size, self._over = how.model.config.vocab_size, parted(how.model)
-        self._chunks, self._way = how.schedule.chunks, way
+        self._chunks, self._way, self._table = how.schedule.chunks, way, how.model.table
         whole = None if stream is None else stream.of_all
         self._across = way.across()._replace(whole=whole)
 
@@ -325,9 +326,9 @@ class _Parts:
         found = []
 
         def course(blocks: Sequence[nn.Module], _: Any, scope: Scope, remat: bool) -> Any:
-            each = len(blocks) // self._chunks
-            mine = blocks[chunk * each : (chunk + 1) * each]
-            found.append(run_blocks(mine, x, scope, remat)[1])
+            each = len(self._table[0]) // self._chunks
+            places = range(chunk * each, (chunk + 1) * each)
+            found.append(run_places(blocks, self._table, places, x, scope, remat)[1])
             return (), found[0]
 
         self._run(params, rows, course)

@@ -52,6 +52,13 @@ class Way:
         """The columns of one device."""
         return len(self.order) // self.devices if self.split else self.columns
 
+    @property
+    def at_once(self) -> bool:
+        """Whether attention waits for every device: a collective-permute, around a ring, has no
+        groups.
+        """
+        return self.split and not self.exchange
+
     def check(self, attention_mass: Any) -> None:
         """Raise ConfigError for attention mass, where no device has all scores of a head."""
         if self.devices > 1 and attention_mass is not False:
@@ -95,8 +102,7 @@ class Way:
             return Across(OwnHeads() if self.exchange else OwnSlots(tuple(whole)))
         if self.exchange:
             return Across(Exchanged())
-        # What goes to a neighbour goes from all at once: a collective-permute has no groups.
-        return Across(Around(tuple(whole), past), at_once=True)
+        return Across(Around(tuple(whole), past), at_once=self.at_once)
 
     def run(
         self, apply: Callable[..., Any], by_row: dict[str, Any], whole: Sequence[bool], past: Any

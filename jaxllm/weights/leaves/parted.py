@@ -245,6 +245,8 @@ class Shares(Leaf, struct.PyTreeNode):
         """
         shares = [as_leaf(self.share(i)) for i in range(len(jax.tree.leaves(self.parts)[0]))]
         first, *others = shares
+        if not others:
+            return self.share()
         whole = first.with_more(others, self.axis)
         if self.axis:
             return whole

@@ -25,6 +25,7 @@ from jaxllm.cache import (
     select,
     shift,
 )
+from jaxllm.cache.surgery import keep_slots
 from jaxllm.compress.structure.structure import narrower
 from jaxllm.decode.loops.endless import read_through
 from jaxllm.decode.loops.overflow import HeavyHitters, Segments
@@ -239,6 +240,7 @@ def test_rows_take_the_memory_along_and_files_hold_it(tmp_path: Path) -> None:
     close(peek(lm, select(cache, [1, 0])), said[::-1])
     close(peek(lm, fork(branch(cache, 1), 2, capacity=2)), said[[1, 1]])
     close(peek(lm, merge_rows([branch(cache, 1), branch(cache, 0)])), said[::-1])
+    close(peek(lm, compact(cache, capacity=25)), said)
     save_cache(tmp_path / "c", cache, *lm)
     assert load_cache(tmp_path / "c", *lm) == cache
 
@@ -264,7 +266,7 @@ def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
     cache, ids = filled(linear, T), tokens(1, T)
     with pytest.raises(CacheMismatchError, match=r"back to 20, where .* forked or saved before"):
         rewind(cache, to=19)
-    gone = jaxllm.cache.drop_range(cache, 20, 21)
+    gone = keep_slots(cache, cache.position_BS != 20)  # as an older version's file may have it
     with pytest.raises(CacheMismatchError, match=r"row 0 has 1 of the tokens from position 20"):
         rewind(gone, to=22)
     with pytest.raises(ConfigError, match="a cache's tokens move nowhere"):

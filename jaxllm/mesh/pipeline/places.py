@@ -1,0 +1,183 @@
+"""What stages run in their places: a layer of each, which may compute otherwise there, or none.
+
+A place is the number of a layer within its stage. All stages run one program, and a parameter of a
+place is a stack with an entry for each of them. So layers in one place have parameters of one form.
+In all else (windows, rotary settings, kinds of attention) they may differ: a stage chooses its own
+by `lax.switch`. If the layers do not divide, later stages have an empty last place: a copy of its
+input.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.layers import Layer, Scope, run_blocks
+
+AXIS = "stage"
+
+Table = Sequence[Sequence[int | None]]  # the numbers of each stage's layers; None: an empty place
+
+
+def layers_of(config: ModelConfig, stages: int, chunks: int = 1) -> list[list[int | None]]:
+    """Return the numbers of the layers that each stage has, place by place.
+
+    If the layers do not divide, the first stages have one more than the others.
+
+    Raises ConfigError for fewer layers than stages, for chunks that do not divide them, for layers
+    in one place whose parameters have other shapes, and for layers that keep a memory.
+    """
+    count, parts = config.num_hidden_layers, stages * chunks
+    within = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+    if count < parts:
+        raise ConfigError(
+            f"num_hidden_layers {count} is too small for {within}: each has at least one layer."
+            " Use fewer stages"
+        )
+    if chunks > 1 and count % parts:
+        raise ConfigError(
+            f"num_hidden_layers {count} does not divide into {within}: chunks of a stage run in one"
+            " program and have as many layers each. Use one chunk"
+        )
+    if stages > 1 and any(config.memory(i) is not None for i in range(count)):
+        raise ConfigError(
+            "layers of this model keep a memory, which goes from segment to segment and not from"
+            " stage to stage: use a mesh with stage=1"
+        )
+    each, longer = divmod(count, parts)
+    places = each + (longer > 0)
+
+    def run(part: int) -> list[int | None]:
+        begin = part * each + min(part, longer)
+        here = each + (part < longer)
+        return [begin + i if i < here else None for i in range(places)]
+
+    table = [
+        [number for chunk in range(chunks) for number in run(chunk * stages + stage)]
+        for stage in range(stages)
+    ]
+    # An empty place has numbers of the form of the place before it (`stacked`).
+    held = [[row[i - (n is None)] for i, n in enumerate(row)] for row in table]
+    for first, *others in zip(*held, strict=True):
+        for other in others:
+            assert first is not None and other is not None
+            if config.form(first) != config.form(other):
+                raise ConfigError(
+                    f"layers {first} and {other} have parameters of other names or shapes, and"
+                    f" would stand in one place of {within}. Use a number of stages at which each"
+                    " begins where the pattern of layers does, or stage=1"
+                )
+    return table
+
+
+def run_places(
+    blocks: Sequence[nn.Module],
+    table: Table,
+    places: range,
+    x: jax.Array,
+    scope: Scope,
+    remat: bool,
+) -> tuple[tuple[Layer, ...], jax.Array]:
+    """Run a stage's layers in some of its places, inside `jax.shard_map`.
+
+    Args:
+        blocks: of all layers of the model, by number. Parameters are there by place.
+
+    Returns:
+        What each place computes, and what the last one puts out.
+    """
+    seen = _by_number(scope, table)
+    layers = list[Layer]()
+    for place in places:
+        run = _run_of(blocks, [row[place] for row in table], place, seen, remat)
+        layers.append(run(x))
+        x = layers[-1].x
+    return tuple(layers), x
+
+
+def kinds_of(config: ModelConfig, numbers: Sequence[int | None]) -> list[int | None]:
+    """Return for each layer of a place the first of them that computes as it does."""
+    alike = [None if n is None else config.computes(n) for n in numbers]
+    return [numbers[alike.index(kind)] for kind in alike]
+
+
+def layers_run(config: ModelConfig, stages: int, at_once: bool) -> list[int]:
+    """Return the numbers of the layers that the fullest stage runs at a tick.
+
+    at_once: as of `models.layers.Across`: all kinds of layers that a place has are run then.
+    """
+    table = layers_of(config, stages)
+    if not at_once:
+        return [n for n in table[0] if n is not None]
+    each = (kinds_of(config, numbers) for numbers in zip(*table, strict=True))
+    return [n for kinds in each for n in dict.fromkeys(kinds) if n is not None]
+
+
+def _run_of(
+    blocks: Sequence[nn.Module],
+    numbers: Sequence[int | None],
+    place: int,
+    scope: Scope,
+    remat: bool,
+) -> Callable[[jax.Array], Layer]:
+    """Return what a stage runs in a place. numbers: of the layers of all stages there."""
+    name = str(blocks[place].name)
+    params = {name: blocks[place].variables["params"]}
+    config: Any = blocks[place].config
+    kinds = kinds_of(config, numbers)
+
+    def layer_of(number: int | None) -> Callable[[jax.Array], Layer]:
+        if number is None:
+            return copy
+        block = blocks[number].clone(parent=None, name=name)
+        named = _Named(lambda: block, remat)
+        return lambda x: named.apply({"params": params}, x, scope)  # type: ignore[return-value]
+
+    def copy(x: jax.Array) -> Layer:
+        form = jax.eval_shape(runs[0], x)
+        blank: Layer = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), form)
+        return blank._replace(x=x)
+
+    known = list(dict.fromkeys(kinds))  # the first stage has a layer in each place
+    runs = [layer_of(number) for number in known]
+    if len(runs) == 1:
+        return runs[0]
+
+    def run(x: jax.Array) -> Layer:
+        kind = jnp.asarray([known.index(n) for n in kinds], jnp.int32)[jax.lax.axis_index(AXIS)]
+        if not scope.across.at_once:
+            chosen: Layer = jax.lax.switch(kind, runs, x)
+            return chosen
+        # No device may miss what goes round a ring: all kinds are run, and one is taken.
+        found = [one(x) for one in runs]
+        taken: Layer = jax.tree.map(lambda *y: jax.lax.select_n(kind, *y), *found)
+        return taken
+
+    return run
+
+
+def _by_number(scope: Scope, table: Table) -> Scope:
+    """The scope with keys and values where layers look for them: by number, not by place."""
+    place = {n: i for row in table for i, n in enumerate(row) if n is not None}
+    order = [place[number] for number in sorted(place)]
+    segments = [
+        s.replace(k=tuple(s.k[i] for i in order), v=tuple(s.v[i] for i in order))
+        for s in scope.segments
+    ]
+    return scope._replace(segments=tuple(segments))
+
+
+class _Named(nn.Module):
+    """A block under its own name, as a function that JAX may transform. made: gives it."""
+
+    made: Callable[[], nn.Module]
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
+        (layer,), _ = run_blocks([self.made().clone(parent=self)], x, scope, self.remat)
+        return layer
