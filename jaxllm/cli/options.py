@@ -288,23 +288,26 @@ def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any
     return options
 
 
-def read_more(more: list[str] | None) -> dict[str, Any]:
-    """Options that were given as NAME=VALUE, not checked. Raises SamplingError for another form."""
+def read_more(more: list[str] | None, source: str = "--option") -> dict[str, Any]:
+    """Options that were given as NAME=VALUE, not checked. Raises SamplingError for another form.
+
+    source: what gave them, for messages.
+    """
     options = {}
     for item in more or []:
         name, equals, value = item.partition("=")
         if not equals:
-            raise SamplingError(f"--option takes NAME=VALUE, got {item!r:.80}")
-        options[name.replace("-", "_")] = _value(name, value)
+            raise SamplingError(f"{source} takes NAME=VALUE, got {item!r:.80}")
+        options[name.replace("-", "_")] = _value(f"{source} {name}", value)
     return options
 
 
-def _value(name: str, text: str) -> Any:
+def _value(where: str, text: str) -> Any:
     """What an option's JSON says; whatever does not begin as JSON is a text without its quotes."""
     from jaxllm.files import parse_json
 
     try:
-        return parse_json(text, f"--option {name}", SamplingError)
+        return parse_json(text, where, SamplingError)
     except SamplingError:
         if re.match(r'[\[{"]|-?\d+$', text):
             raise
