@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxllm import checkpoint, distributed
+from jaxllm import checkpoint, distributed, programs
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.api import LM
 from jaxllm.errors import ConfigError
@@ -31,6 +31,7 @@ def load(
     mesh: str | Axes | None = None,
     exact: bool = False,
     fsdp: bool = False,
+    keep_programs: bool | str | Path = False,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
@@ -48,11 +49,15 @@ def load(
     None for the default. mesh: the devices that the model is spread over, as "data=2,tensor=4"
     (`jaxllm.mesh`), in place of `place`; each has its own share, and no more. exact: there, the
     bits of one device, for twice as much that is sent. fsdp: there, devices of `data` have parts of
-    each matrix, too, which are gathered in use: for training. show_progress: by default where
-    stderr is a terminal.
+    each matrix, too, which are gathered in use: for training. keep_programs: keep what this process
+    compiles from now on, so that the next one starts sooner, as commands do: True in this user's
+    caches, or a folder (`jaxllm.programs.keep_programs`). show_progress: by default where stderr is
+    a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
+    if keep_programs is not False:
+        programs.keep_programs(None if keep_programs is True else keep_programs)
     opened = path if isinstance(path, checkpoint.Checkpoint) else open_checkpoint(path)
     precision = dtype if isinstance(dtype, Precision) else opened.precision
     if isinstance(dtype, str):

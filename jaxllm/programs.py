@@ -4,14 +4,19 @@ A `Program` is `jax.jit`, until `keep` names a folder. It then looks there for w
 process compiled of the same code, for the same configuration, formats and shapes, with the same
 versions, kernels and settings (of JAX as they are at the first call), and leaves there what it
 compiles. Programs are machine code: the
-folder belongs to one kind of processor and one user (`jaxllm.cli.compiled`).
+folder belongs to one kind of processor and one user (`keep_programs`).
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+import platform
+import stat
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,20 +26,116 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import get_opaque_trace_state
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import writing
 from jaxllm.ops import native
 
+VARIABLE = "JAXLLM_COMPILE_CACHE"
 MOST_BYTES = 512 << 20  # of what is kept; what was used longest ago goes first
 SUFFIX = ".program"
 FORMS = ".forms"
+_COMPILING = frozenset(  # JAX's events, each with how long it took
+    f"/jax/core/compile/{name}_duration"
+    for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
 _PLAIN = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
 
 _OUTSIDE = get_opaque_trace_state(convention="flax")  # of any jit
 _folder: Path | None = None
 _hits = 0  # of JAX's own cache, whose programs cannot be written again
+
+
+def keep_programs(folder: str | Path | None = None) -> Path | None:
+    """Keep what this process compiles in a folder, and look there first; return the folder.
+
+    folder: by default `jaxllm` in the user's caches, or what JAXLLM_COMPILE_CACHE names (0: none).
+    Within it each kind of processor has a folder, which no other user may write to, and in which
+    no other user has left anything. A folder that JAX has been given in another way stays, and None
+    is returned; so it is if the default folder cannot be used.
+
+    Raises ConfigError if `folder` is named and cannot be used.
+    """
+    named = os.environ.get(VARIABLE, "")
+    elsewhere = jax.config.values["jax_compilation_cache_dir"] not in (None, "", str(_folder))
+    if elsewhere or (folder is None and named == "0"):
+        return None
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    where = Path(folder or named or caches / "jaxllm").expanduser() / f"compiled-{_processor()}"
+    if problem := _unusable(where):
+        if folder is not None:
+            raise ConfigError(
+                f"programs cannot be kept in {where}: {problem}. Name a folder that only this user"
+                " may write to"
+            )
+        return None
+    if where != _folder:
+        keep(where)
+        jax.config.update("jax_compilation_cache_dir", str(where))
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        compilation_cache.reset_cache()  # JAX looks for its folder once
+    return where
+
+
+def keeps_programs() -> bool:
+    """Whether the next process finds what this one compiles, here or in JAX's own cache."""
+    return _folder is not None or bool(jax.config.values["jax_compilation_cache_dir"])
+
+
+def _unusable(folder: Path) -> str:
+    """Why programs in a folder may not be run or written; "" if they may. Makes the folder."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
+    except OSError as error:
+        return error.strerror or str(error)
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return "another user may write there"
+    if any(f.st_uid != found.st_uid or not stat.S_ISREG(f.st_mode) for f in files):
+        return "it holds something that is not a file of this user"
+    return "" if os.access(folder, os.W_OK) else "it may not be written to"
+
+
+def _processor() -> str:
+    """A name for what machine code depends on: the processor and what it can do."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        kinds = ("model name", "flags", "Features", "CPU ")
+        lines = info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        flags = "".join(line for line in lines if line.startswith(kinds))
+    else:
+        flags = platform.processor()
+    return hashlib.sha256((platform.machine() + flags).encode()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def time_compiling() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns for how many seconds the block has compiled programs so far.
+
+    Tracing and lowering count too. A second in which several threads compile counts once.
+    """
+    spans: list[tuple[float, float]] = []
+
+    def listen(event: str, seconds: float, **about: Any) -> None:
+        if event in _COMPILING:
+            now = time.perf_counter()
+            spans.append((now - seconds, now))
+
+    def total() -> float:
+        passed, last = 0.0, -math.inf
+        for start, stop in sorted(spans):
+            passed += max(0.0, stop - max(start, last))
+            last = max(last, stop)
+        return passed
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield total
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def keep(folder: Path | None) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm import distributed
-from jaxllm.cli.compiled import keep_compiled
 from jaxllm.cli.console import waiting
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 
@@ -181,9 +180,10 @@ def load_model(
     quiet = show_progress is False or model.startswith("hf:")
     with waiting(None if quiet else f"loading {model}"):
         from jaxllm.loading import load, open_checkpoint
+        from jaxllm.programs import keep_programs
 
         if reuse_compiled:
-            keep_compiled()
+            keep_programs()
         opened = open_checkpoint(model)
         chosen = opened.precision
         if dtype is not None:
