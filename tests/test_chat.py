@@ -174,7 +174,9 @@ def test_a_checkpoint_without_template_names_the_remedy(run: Run, tmp_path: Path
     """`--chat-template` brings one, which finds the checkpoint's special tokens."""
     model, template = tmp_path / "model", tmp_path / "template"
     shutil.copytree(ROOT / "jaxllm" / "demo" / "llama", model)
-    (model / "chat_template.jinja").rename(template)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template.write_text(config.pop("chat_template"))
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
     asked = ("chat", "-m", model, "-n", 8)
     status, _, err = run(*asked, stdin="Tom\n")
     assert status == 1

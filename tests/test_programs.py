@@ -152,3 +152,42 @@ def test_texts_are_the_same_from_kept_programs(folder: Path) -> None:
     assert list(folder.iterdir())
     programs.keep(None)
     assert lm.generate("Once", **options).tokens == kept  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_prepared_program_is_traced_once(folder: Path, kept: bool) -> None:
+    """The call takes what a thread has compiled, or read where an earlier process left it."""
+    programs.keep(folder if kept else None)
+    for _ in range(2):
+        one = fresh()
+        one.prepare(X, 2.0, ())
+        one.prepare(X, 2.0, ())
+        np.testing.assert_array_equal(one(X, 2.0, ()), X * 2)
+        np.testing.assert_array_equal(one(X[:2], 2.0, ()), X[:2] * 2)
+    assert traced.count("2.0 (4,)") == traced.count("2.0 (2,)") == (1 if kept else 2)
+
+
+def test_a_prepared_program_that_cannot_be_fails_in_the_call(folder: Path) -> None:
+    one = fresh()
+    with pytest.raises(TypeError):
+        one.prepare("x", 2.0, ())
+    with pytest.raises(TypeError):
+        one("x", 2.0, ())
+
+
+def test_decoding_is_compiled_before_the_first_token(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once, whether the text is streamed or not."""
+    lm = jaxllm.load("demo:llama", dtype="float32")
+    compiled.clear()
+    pieces = lm.stream("Once upon", max_new_tokens=3, top_logprobs=7)
+    next(pieces)
+    assert sum("advance" in name for name in compiled) == 1
+    assert len(list(pieces)) == 2
+    lm.generate("Once upon", max_new_tokens=3, top_logprobs=7)
+    assert sum("advance" in name for name in compiled) == 1
+    assert sum("until_ended" in name for name in compiled) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "prepare", lambda *_: pytest.fail("nothing runs next"))
+        lm.generate("Once upon", max_new_tokens=1)

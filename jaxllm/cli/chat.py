@@ -53,7 +53,7 @@ COMMANDS = {
     ),
     "/undo": Command("", "drop the last line and its answer", lambda talk, _: talk.undo()),
     "/regenerate": Command(
-        "", "draw another answer to the last line", lambda talk, _: talk.regenerate() or ""
+        "", "draw another answer to the last line", lambda talk, _: talk.regenerate()
     ),
     "/reset": Command("", "drop all but the system message", lambda talk, _: talk.reset()),
     "/set": Command(

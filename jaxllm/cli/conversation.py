@@ -50,6 +50,9 @@ class Conversation:
 
     def __init__(self, lm: "LM", asked: dict[str, Any], system: str | None) -> None:
         self.lm = lm
+        self.asked: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+        self.seed = self.answers = 0
         self.cache: KVCache | None = None
         self.messages: Messages = []
         self._choose({"seed": None, **asked})
@@ -68,13 +71,13 @@ class Conversation:
             kept = "The line is dropped, the conversation is as before."
             raise CapacityError(f"{error} {kept}") from None
 
-    def regenerate(self) -> None:
+    def regenerate(self) -> str:
         """Stream another answer, with the next seed, in place of the last one."""
         self._check_turn()
         *asked, last = self.messages
         self._draw(asked)
-        if self.messages[-1] == last:
-            note("(the same answer: without a temperature the best token is always taken)")
+        same = "(the same answer: without a temperature the best token is always taken)"
+        return same if self.messages[-1] == last else ""
 
     def undo(self) -> str:
         """Drop the last line and its answer."""
