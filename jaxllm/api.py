@@ -83,7 +83,8 @@ class LM:
     generation: Mapping[str, Any]
     path: Path
     chat_template: ChatTemplate | JaxllmError = dataclasses.field(
-        default=TemplateError("this model has no chat template: pass a plain prompt"), repr=False
+        default=TemplateError("this model has no chat template. Generate from plain text"),
+        repr=False,
     )
     recipe: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     adapters: tuple[str, ...] = ()

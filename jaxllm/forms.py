@@ -14,8 +14,9 @@ from jaxllm.convert.engine import FORM, open_hf
 from jaxllm.convert.gguf import opening as gguf
 from jaxllm.convert.gguf import vocabulary
 from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.files import read_text
 from jaxllm.text.chat import ChatTemplate
-from jaxllm.text.formats import tokenizer_files
+from jaxllm.text.formats import read_special_tokens, tokenizer_files
 from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
 from jaxllm.text.written import write_tokenizer
 
@@ -118,6 +119,19 @@ def read_texts(opened: Checkpoint) -> Texts:
     """The tokenizer and the chat template that go with a checkpoint, as its form keeps them."""
     form = next(form for form in FORMS if form.name == opened.form)
     return form.texts(opened.directory)
+
+
+def read_chat_template(file: Path, path: Path) -> ChatTemplate:
+    """The chat template in a file, with the special tokens of the checkpoint at a path.
+
+    Raises CheckpointError for a file that cannot be read, TemplateError for a malformed one.
+    """
+    if gguf.recognises(path):
+        tree = vocabulary.read_tokenizer(gguf.read_parts(path)[0].settings, path)
+        tokens = vocabulary.special_tokens({} if tree is None else tree.roles)
+    else:
+        tokens = tuple(read_special_tokens(path).items())
+    return ChatTemplate(read_text(file), tokens)
 
 
 @contextlib.contextmanager

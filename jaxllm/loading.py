@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxllm import checkpoint, distributed
+from jaxllm import checkpoint, distributed, programs
 from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.api import LM
 from jaxllm.errors import ConfigError, UnreadWarning
@@ -32,6 +32,7 @@ def load(
     exact: bool = False,
     fsdp: bool = False,
     strict: bool = False,
+    keep_programs: bool | str | Path = False,
     show_progress: bool | None = None,
 ) -> LM:
     """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
@@ -50,11 +51,15 @@ def load(
     (`jaxllm.mesh`), in place of `place`; each has its own share, and no more. exact: there, the
     bits of one device, for twice as much that is sent. fsdp: there, devices of `data` have parts of
     each matrix, too, which are gathered in use: for training. strict: refuse fields of config.json,
-    or keys of a GGUF file, that nothing here reads, in place of a warning. show_progress: by
-    default where stderr is a terminal.
+    or keys of a GGUF file, that nothing here reads, in place of a warning. keep_programs: keep what
+    this process compiles from now on, so that the next one starts sooner, as commands do: True in
+    this user's caches, or a folder (`jaxllm.programs.keep_programs`). show_progress: by default
+    where stderr is a terminal.
 
     Raises CheckpointError or ConfigError with everything that is wrong with the files.
     """
+    if keep_programs is not False:
+        programs.keep_programs(None if keep_programs is True else keep_programs)
     if isinstance(path, checkpoint.Checkpoint):
         opened = path
     else:

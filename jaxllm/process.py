@@ -213,7 +213,8 @@ def _say(line: str) -> None:
     """One line on stderr, without its lock and without waiting for who reads it."""
     with contextlib.suppress(OSError):
         stderr = _STREAMS[1]
-        after_echo = "\x1b[?25h\n" if os.isatty(stderr) else ""  # of ^C; a spinner hid the cursor
+        # The echo of ^C; a spinner hid the cursor, a prompt asked for pastes in brackets.
+        after_echo = "\x1b[?25h\x1b[?2004l\n" if os.isatty(stderr) else ""
         if select.select([], [stderr], [], 0.1)[1]:
             os.write(stderr, f"{after_echo or fresh_line()}{line}\n".encode(errors="replace"))
 

@@ -4,15 +4,21 @@ A `Program` is `jax.jit`, until `keep` names a folder. It then looks there for w
 process compiled of the same code, for the same configuration, formats and shapes, with the same
 versions, kernels and settings (of JAX as they are at the first call), and leaves there what it
 compiles. Programs are machine code: the
-folder belongs to one kind of processor and one user (`jaxllm.cli.compiled`).
+folder belongs to one kind of processor and one user (`keep_programs`).
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import pickle
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+import platform
+import stat
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,20 +27,116 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import get_opaque_trace_state
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import writing
 from jaxllm.ops import native
 
+VARIABLE = "JAXLLM_COMPILE_CACHE"
 MOST_BYTES = 512 << 20  # of what is kept; what was used longest ago goes first
 SUFFIX = ".program"
 FORMS = ".forms"
+_COMPILING = frozenset(  # JAX's events, each with how long it took
+    f"/jax/core/compile/{name}_duration"
+    for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
 _PLAIN = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
 
 _OUTSIDE = get_opaque_trace_state(convention="flax")  # of any jit
 _folder: Path | None = None
 _hits = 0  # of JAX's own cache, whose programs cannot be written again
+
+
+def keep_programs(folder: str | Path | None = None) -> Path | None:
+    """Keep what this process compiles in a folder, and look there first; return the folder.
+
+    folder: by default `jaxllm` in the user's caches, or what JAXLLM_COMPILE_CACHE names (0: none).
+    Within it each kind of processor has a folder, which no other user may write to, and in which
+    no other user has left anything. A folder that JAX has been given in another way stays, and None
+    is returned; so it is if the default folder cannot be used.
+
+    Raises ConfigError if `folder` is named and cannot be used.
+    """
+    named = os.environ.get(VARIABLE, "")
+    elsewhere = jax.config.values["jax_compilation_cache_dir"] not in (None, "", str(_folder))
+    if elsewhere or (folder is None and named == "0"):
+        return None
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    where = Path(folder or named or caches / "jaxllm").expanduser() / f"compiled-{_processor()}"
+    if problem := _unusable(where):
+        if folder is not None:
+            raise ConfigError(
+                f"programs cannot be kept in {where}: {problem}. Name a folder that only this user"
+                " may write to"
+            )
+        return None
+    if where != _folder:
+        keep(where)
+        jax.config.update("jax_compilation_cache_dir", str(where))
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        compilation_cache.reset_cache()  # JAX looks for its folder once
+    return where
+
+
+def keeps_programs() -> bool:
+    """Whether the next process finds what this one compiles, here or in JAX's own cache."""
+    return _folder is not None or bool(jax.config.values["jax_compilation_cache_dir"])
+
+
+def _unusable(folder: Path) -> str:
+    """Why programs in a folder may not be run or written; "" if they may. Makes the folder."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
+    except OSError as error:
+        return error.strerror or str(error)
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return "another user may write there"
+    if any(f.st_uid != found.st_uid or not stat.S_ISREG(f.st_mode) for f in files):
+        return "it holds something that is not a file of this user"
+    return "" if os.access(folder, os.W_OK) else "it may not be written to"
+
+
+def _processor() -> str:
+    """A name for what machine code depends on: the processor and what it can do."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        kinds = ("model name", "flags", "Features", "CPU ")
+        lines = info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        flags = "".join(line for line in lines if line.startswith(kinds))
+    else:
+        flags = platform.processor()
+    return hashlib.sha256((platform.machine() + flags).encode()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def time_compiling() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns for how many seconds the block has compiled programs so far.
+
+    Tracing and lowering count too. A second in which several threads compile counts once.
+    """
+    spans: list[tuple[float, float]] = []
+
+    def listen(event: str, duration_secs: float, **about: Any) -> None:
+        if event in _COMPILING:
+            now = time.perf_counter()
+            spans.append((now - duration_secs, now))
+
+    def total() -> float:
+        passed, last = 0.0, -math.inf
+        for start, stop in sorted(spans):
+            passed += max(0.0, stop - max(start, last))
+            last = max(last, stop)
+        return passed
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield total
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def keep(folder: Path | None) -> None:
@@ -79,26 +181,69 @@ class Program:
         self._options: Any = {"static_argnums": tuple(static), "donate_argnums": donated}
         self._jit = jax.jit(function, **self._options)
         self._loaded: dict[Hashable, list[Any]] = {}
+        self._prepared: set[Hashable] = set()
+        self._compiling: threading.Thread | None = None
+
+    def prepare(self, *args: Any) -> None:
+        """Compile for arguments like these in a thread, while the caller compiles something else.
+
+        Traces and lowers at once, for JAX's settings are those of a thread. A call waits for the
+        thread; whatever fails in it fails again in the call.
+        """
+        if get_opaque_trace_state(convention="flax") != _OUTSIDE:
+            return
+        constant, traced = self._split(args)
+        leaves, structure = jax.tree.flatten(traced)
+        form = (constant, _settings(), structure, tuple((x.shape, x.dtype) for x in leaves))
+        if form in self._prepared:
+            return
+        self._prepared.add(form)
+        self._wait()
+        finish = None if _folder is None else self._kept(_folder, constant, args, traced)
+        known = self._loaded.setdefault(form[:2], [])
+        work = self._jit.lower(*args).compile if finish is None else finish
+
+        def compile_now() -> None:
+            with contextlib.suppress(Exception):
+                compiled = work()
+                if finish is not None:
+                    known.append(compiled)
+
+        self._compiling = threading.Thread(target=compile_now)
+        self._compiling.start()
+
+    def _wait(self) -> None:
+        if self._compiling is not None:
+            self._compiling.join()
+            self._compiling = None
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+        """The static arguments, and the others."""
+        constant = tuple(args[i] for i in sorted(self._static))
+        return constant, [x for i, x in enumerate(args) if i not in self._static]
 
     def __call__(self, *args: Any) -> Any:
+        self._wait()
         if _folder is None or get_opaque_trace_state(convention="flax") != _OUTSIDE:
             return self._jit(*args)
-        constant = tuple(args[i] for i in sorted(self._static))
-        traced = [x for i, x in enumerate(args) if i not in self._static]
+        constant, traced = self._split(args)
         known = self._loaded.setdefault((constant, _settings()), [])
         for compiled in known:
             try:
                 return compiled(*traced)
             except TypeError:  # of other shapes; nothing has run
                 continue
-        compiled = self._kept(_folder, constant, args, traced)
-        if compiled is None:
+        if (finish := self._kept(_folder, constant, args, traced)) is None:
             return self._jit(*args)
+        compiled = finish()
         known.append(compiled)
         return compiled(*traced)
 
-    def _kept(self, folder: Path, constant: Any, args: Any, traced: Any) -> Any:
-        """The program for these arguments, from the folder or for it; None where none is kept."""
+    def _kept(
+        self, folder: Path, constant: Any, args: Any, traced: Any
+    ) -> Callable[[], Any] | None:
+        """What gives the program for these arguments, from the folder or compiled for it; None if
+        none is kept."""
         leaves, structure = jax.tree.flatten(traced)
         if not all(map(_describes, (constant, *_static_data(structure)))) or not _one_processor():
             return None
@@ -106,14 +251,22 @@ class Program:
         function, options = self._function, sorted(self._options.items())
         what = (function.__module__, function.__qualname__, options, constant, structure, forms)
         key = _key(*what)
-        if (found := _read(folder / f"{key}{SUFFIX}")) is not None:
-            return found
-        before = _hits
-        # Under a name of its own, or JAX's cache would give what earlier code left there.
-        compiled = jax.jit(_named(function, key), **self._options).lower(*args).compile()
-        if _hits == before:
-            _write(folder / f"{key}{SUFFIX}", compiled)
-        return compiled
+        file = folder / f"{key}{SUFFIX}"
+
+        def lower() -> Any:
+            # Under a name of its own, or JAX's cache would give what earlier code left there.
+            return jax.jit(_named(function, key), **self._options).lower(*args)
+
+        def compiled(lowered: Any) -> Any:
+            before = _hits
+            made = lowered.compile()
+            if _hits == before:
+                _write(file, made)
+            return made
+
+        if not file.exists():
+            return partial(compiled, lower())
+        return lambda: _read(file) or compiled(lower())
 
 
 def _key(*what: Any) -> str:

@@ -45,8 +45,8 @@ STAGES = {  # module: function, and what it does
     "jaxllm.api": [("LM.encode", "encoding the prompt")],
     "jaxllm.checkpoint": [("load_params", "loading weights")],
     "jaxllm.weights.ahead": [("first_non_finite", "looking for NaN")],
-    "jaxllm.cli.options": [("keep_compiled", "finding the programs' folder")],
     "jaxllm.programs": [
+        ("keep_programs", "finding the programs' folder"),
         ("Program._kept", "tracing"),
         ("_read", "loading kept programs"),
         ("_write", "keeping programs"),

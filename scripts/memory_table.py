@@ -103,9 +103,9 @@ def run(checkpoint: str, weights: str, cache: str, prompt: int, new: int) -> dic
     import numpy as np
 
     import jaxllm
-    from jaxllm.cli.compiled import keep_compiled
+    from jaxllm.programs import keep_programs
 
-    keep_compiled()
+    keep_programs()
     jax.numpy.zeros(1).block_until_ready()
     imported = resident()["VmHWM"]
     quantize, precision = how(checkpoint, weights, cache)

@@ -214,7 +214,7 @@ def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
     assert status == 1
     assert out.count("\n") == 3
     refused, forgotten = err.splitlines()
-    assert "exceed the model's context of 512: /reset, or chat with --overflow slide" in refused
+    assert "expected at most 512 in all. /undo, /reset or /set overflow slide" in refused
     assert forgotten == "forgotten"
     status, out, err = run(*chat, "--overflow", "slide", stdin=long * 3)
     assert (status, out.count("\n")) == (0, 3)

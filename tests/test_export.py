@@ -85,7 +85,7 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
     needed = (
         "distributed", "errors", "files", "fixed", "fixed.exported", "moved", "process", "weights",
         "weights.files",
-        "weights.lazy",
+        "weights.lazy", "whole",
     )  # fmt: skip
     assert {n for n in done.stdout.split() if not n.startswith("jaxllm.files.")} == {
         f"jaxllm.{name}" for name in needed

@@ -1,5 +1,6 @@
 """Exports as files: what is damaged or foreign is refused by name, and so are foreign inputs."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -13,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.fixed import Form, exported, input_shapes
 from jaxllm.fixed import export as exporting
-from jaxllm.fixed import exported
 from tests.twins import random_model
 
 N, M = 4, 13
@@ -167,3 +168,26 @@ def test_inputs_that_do_not_fit_are_refused_by_name(plain: Any) -> None:
         "slots must be int32 (2, 1), got int64 (2, 1)",
     ):
         assert said in str(caught.value)
+
+
+def test_place_refuses_what_no_step_can_read(plain: Any, tmp_path: Path) -> None:
+    """Ids, shapes, and a start after tokens that no slot holds; steps of another form."""
+    directory, model, _ = plain
+    step = exported.load(directory)["prefill"]
+    for tokens, start, said in (
+        ([1, 2], 0, r"tokens must be \[2, 1 to 4\], got \[2\]"),
+        ([[1]], 0, r"got \[1, 1\]"),
+        ([[1] * 5] * 2, 0, r"got \[2, 5\]"),
+        ([[], []], 0, r"got \[2, 0\]"),
+        ([[0.5], [1]], 0, "must be an array of integers"),
+        ([[1], [131]], 0, "token id 131 is outside the vocabulary of 131"),
+        ([[1], [-1]], 0, "token id -1 is outside"),
+        ([[1], [2]], M - N + 1, f"start must be a whole number from 0 to {M - N}"),
+        ([[1], [2]], -1, "start must be"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            step.place(tokens, start)
+    for form in (Form(embeddings=True), Form(rotary=True), Form(mask="boolean")):
+        inputs = input_shapes(model, form, batch=2, num_tokens=N, capacity=M - N)
+        with pytest.raises(ConfigError, match="another form than tokens,positions"):
+            dataclasses.replace(step, inputs=inputs).place([[1], [2]])

@@ -4,10 +4,12 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+import jaxllm
+from jaxllm.cli.chat import COMMANDS
 from scripts.family_lines import count
 from tests.conftest import ROOT, Run
 from tests.convert.flax_twin import as_flax
@@ -15,6 +17,9 @@ from tests.twins import cut_demo
 
 FAMILY = "docs/add_a_family.md"
 FLAX = "docs/from_flax.md"
+EXPORT = "docs/export.md"
+CHAT = "docs/chat.md"
+SLOW = "docs/slow_or_out_of_memory.md"
 
 
 class Snippet(NamedTuple):
@@ -78,7 +83,51 @@ def test_who_comes_from_flax_can_run_the_page(
     assert (tmp_path / "my-gpt2-hf" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("page", [FAMILY, FLAX])
+def test_an_export_runs_as_the_page_has_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And comes to the tokens that `LM.generate` comes to."""
+    monkeypatch.chdir(tmp_path)
+    command, code = snippets(EXPORT)
+    assert run(*shlex.split(command.text)[1:])[0] == 0
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code.text, EXPORT, "exec"), names)
+    lm = jaxllm.load("demo:llama", dtype="float32")
+    prompt = lm.encode("Once upon a time there was a girl. She")
+    expected = lm.generate(prompt, max_new_tokens=60 - len(prompt)).tokens
+    assert names["ids"] == [*prompt, *expected]
+    assert "there was a girl" in capsys.readouterr().out
+
+
+def test_the_page_of_chat_has_its_commands() -> None:
+    text = (ROOT / CHAT).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(/[^`]+)` \| (.+) \|$", text, re.M)
+    assert rows == [
+        (f"{name} {command.argument}".strip(), command.help) for name, command in COMMANDS.items()
+    ]
+    (recording,) = (s.text for s in snippets(CHAT) if s.language == "text")
+    typed = re.findall(r"^> (/\w+)", recording, re.M)
+    assert typed and {*typed} <= COMMANDS.keys()
+
+
+def test_what_the_page_of_waits_runs_runs(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command succeeds, or fails with the line that the page quotes."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for snippet in snippets(SLOW):
+        if snippet.language == "python":
+            exec(compile(snippet.text, SLOW, "exec"), names)
+            assert capsys.readouterr().out
+        for command in re.findall(r"^\$ jaxllm (.*)$", snippet.text, re.M):
+            status, _, err = run(*shlex.split(command))
+            errors = re.findall(r"^jaxllm: .*$", snippet.text, re.M)
+            assert status == bool(errors), err
+            assert all(line.removesuffix(" ...") in err for line in errors)
+
+
+@pytest.mark.parametrize("page", [FAMILY, FLAX, EXPORT, CHAT, SLOW])
 def test_files_that_a_page_names_are_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for name in re.findall(r"`((?:jaxllm|convert|tests|docs|scripts)/[\w/]+\.\w+)`", text):

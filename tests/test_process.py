@@ -190,12 +190,14 @@ def test_statistics_begin_on_a_line_of_their_own() -> None:
 
 
 def test_chat_on_a_terminal_edits_lines_and_ctrl_c_stops_an_answer(tmp_path: Path) -> None:
-    """One talk: a line is edited, its answer is stopped, the next line is answered."""
+    """A line is edited, one is cleared, an answer is stopped; a Ctrl-D during the next one leaves,
+    and what was typed after it is no line.
+    """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxllm", "chat", "-n", "400", "--system", "One day"],
+        [sys.executable, "-m", "jaxllm", "chat", "-n", "400", "--system", "One day", "--seed", "5"],
         cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True,
-        env={**os.environ, "TERM": "dumb"},
+        env={**os.environ, "TERM": "dumb", "JAXLLM_CHAT_HISTORY": str(tmp_path / "history")},
     )  # fmt: skip
     os.close(theirs)
     seen = b""
@@ -205,19 +207,27 @@ def test_chat_on_a_terminal_edits_lines_and_ctrl_c_stops_an_answer(tmp_path: Pat
         while not found(seen):
             seen += os.read(ours, 1000)
 
+    def begins_to_answer(text: bytes) -> bool:
+        return text.count(b"\n") >= 1 and len(text.split(b"\n", 1)[1]) > 5
+
     try:
         until(lambda text: b"> " in text)
         seen = b""
-        os.write(ours, b"Toz\x7fm\n")
-        until(lambda text: text.count(b"\n") >= 1 and len(text.split(b"\n", 1)[1]) > 5)
+        os.write(ours, b"/nonsense\x03Toz\x7fm\r")
+        until(begins_to_answer)
         process.send_signal(signal.SIGINT)
         until(lambda text: text.count(b"\n") >= 2 and text.endswith(b"> "))
         assert len(seen) < 1200, "stopped before 400 tokens"
-        os.write(ours, b"/help\n")
-        os.write(ours, b"/quit\n")
+        seen = b""
+        os.write(ours, b"Then\r")
+        until(begins_to_answer)
+        os.write(ours, b"\x04ls\n")
         assert process.stderr is not None
-        assert b"/reset" in process.stderr.read()
+        err = process.stderr.read()
         assert process.wait() == 0
+        assert b"context 512, seed 5\n/help lists the commands" in err
+        assert b"nonsense" not in err
+        assert (tmp_path / "history").read_text().count("\n+") == 2, "Tom, Then"
     finally:
         process.kill()
         process.communicate()

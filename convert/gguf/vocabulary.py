@@ -83,7 +83,10 @@ def read_template(
     """
     template = template_in(settings)
     if template is None:
-        raise TemplateError(f"{path} has no tokenizer.chat_template; pass a plain prompt instead")
+        raise TemplateError(
+            f"{path} has no tokenizer.chat_template. Give a template (jaxllm chat --chat-template"
+            " FILE), or generate from plain text (jaxllm generate)"
+        )
     return ChatTemplate(template, special_tokens(roles))
 
 

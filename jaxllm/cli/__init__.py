@@ -5,7 +5,7 @@ infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitiv
 command for each kind of training).
 Shared: options (single flags), shared (sets of them: sampling, loading), corpus (flags of texts),
 calibration (what a recipe sees), training (flags of every training), console (what is said, and
-errors), compiled (programs kept for the next process), group (several processes).
+errors), terminal and conversation (what chat reads, and what it keeps), group (several processes).
 """
 
 import contextlib

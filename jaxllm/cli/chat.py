@@ -1,33 +1,71 @@
 """`jaxllm chat`: a conversation in a model's chat template."""
 
-import contextlib
-import importlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from jaxllm import process
-from jaxllm.cli.console import decoded, note, waiting, write
-from jaxllm.cli.options import Model, Overflow, read_options
+from jaxllm.cli import terminal
+from jaxllm.cli.console import note
+from jaxllm.cli.options import Model, Overflow, read_more, read_options
 from jaxllm.cli.shared import Loading, Sampling, with_options
 from jaxllm.distributed import told
-from jaxllm.errors import CapacityError, JaxllmError
+from jaxllm.errors import ConfigError, JaxllmError, TokenError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+    from jaxllm.cli.conversation import Conversation
 
 EXAMPLE = "Example: jaxllm chat -m ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
-LEAST_ROOM = 16  # tokens of an answer for which a turn has its place in the context
-STOPPING = "stopping the answer; Ctrl-C again ends the chat"
-HELP = """\
-/help   this
-/reset  forget what was said, but for the system message
-/quit   end (so does Ctrl-D); Ctrl-C stops an answer, with --distributed the chat"""
+KEYS = """\
+Ctrl-C stops an answer (with --distributed: the chat), clears a line, and leaves if pressed twice
+on an empty one; so does Ctrl-D. A paste is one line; Alt-Enter begins another one within it."""
 
-Messages = list[dict[str, str]]
+
+class Command(NamedTuple):
+    """A line that begins with a slash. argument: "FILE" is required, "[TEXT]" is not, "" is none.
+
+    run: returns what to note; None leaves the chat.
+    """
+
+    argument: str
+    help: str
+    run: "Callable[[Conversation, str], str | None]"
+
+
+def _set(talk: "Conversation", text: str) -> str:
+    name, _, value = text.partition(" ")
+    if not name:
+        return talk.list_options()
+    if not value.strip():
+        raise ConfigError(f"/set {name} has no value. Give one as JSON; null is the default")
+    return talk.set_option(name, value.strip())
+
+
+COMMANDS = {
+    "/help": Command("", "list the commands", lambda talk, _: _help()),
+    "/system": Command(
+        "[TEXT]", "set the system message, or remove it", lambda talk, text: talk.set_system(text)
+    ),
+    "/undo": Command("", "drop the last line and its answer", lambda talk, _: talk.undo()),
+    "/regenerate": Command(
+        "", "draw another answer to the last line", lambda talk, _: talk.regenerate()
+    ),
+    "/reset": Command("", "drop all but the system message", lambda talk, _: talk.reset()),
+    "/set": Command(
+        "[NAME VALUE]", "set an option of generation, as temperature 0.9; alone: list them", _set
+    ),
+    "/save": Command(
+        "FILE", "write the messages as JSON, over an earlier save", lambda talk, f: talk.save(f)
+    ),
+    "/load": Command("FILE", "go on from saved messages", lambda talk, file: talk.load(file)),
+    "/quit": Command("", "leave; so do /exit and Ctrl-D", lambda talk, _: None),
+    "/exit": Command("", "leave", lambda talk, _: None),
+}
 
 
 @with_options
@@ -36,118 +74,100 @@ def chat(
     loading: Loading,
     model: Model = "demo:llama",
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja file in place of the checkpoint's chat template.")
+    ] = None,
     overflow: Overflow = None,
 ) -> None:
-    """Talk with a model in its chat template, a line at a time; /help says what else there is.
+    """Talk with a model in its chat template; /help lists the commands.
 
-    Ctrl-C stops an answer, not the chat (of several processes the chat: they would stop at
-    different words). A talk that outgrows the context is refused a further
-    line, and can go on after /reset; with --overflow slide its oldest turns are forgotten.
+    Ctrl-C stops an answer and clears a line; pressed twice on an empty line it leaves, as Ctrl-D
+    does (of several processes it ends the chat: they would stop at different words). A paste is one
+    turn. Lines are kept in ~/.local/state/jaxllm/chat_history, which only you can read;
+    JAXLLM_CHAT_HISTORY names another file, 0 keeps none. A conversation that outgrows the context
+    is refused a further line; with --overflow slide its oldest turns are forgotten.
     """
-    loading.begin(model)
-    options = read_options(sampling.more, kind="stream", overflow=overflow, **sampling.named)
-    lm = loading.load(model)
-    opening = [{"role": "system", "content": system}] if system else []
-    lm.chat_prompt([*opening, {"role": "user", "content": "?"}])  # refuse before the first line
-    messages, failed = opening, False
-    for turn, line in enumerate(_lines()):
-        if line.startswith("/"):
-            messages = _command(line, messages, opening)
-            continue
-        try:
-            asked = [*messages, {"role": "user", "content": line}]
-            asked, prompt = _fitting(lm, asked, len(opening), options)
-            answer, options["cache"] = _answer(
-                lm, prompt, {**options, "seed": sampling.seed + turn}
-            )
-        except JaxllmError as error:  # the talk is as it was before this line
-            note(f"jaxllm: {error}")
-            failed = True
-            continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
-    if failed and told(lambda: "" if sys.stdin.isatty() else "a pipe"):
-        raise typer.Exit(1)
-
-
-def _command(line: str, messages: Messages, opening: Messages) -> Messages:
-    """What a line that begins with a slash does to the talk."""
-    if line.strip() == "/reset":
-        note("forgotten")
-        return opening
-    note(HELP if line.strip() == "/help" else f"there is no {line.split()[0]}\n{HELP}")
-    return messages
-
-
-def _fitting(
-    lm: "LM", messages: Messages, fixed: int, options: dict[str, Any]
-) -> tuple[Messages, list[int]]:
-    """The messages, less the oldest turns where the talk may overflow, and their token ids.
-
-    fixed: how many at the beginning stay. Raises CapacityError where there is no room for an
-    answer.
-    """
-    room = min(options.get("max_new_tokens", LEAST_ROOM), lm.config.context_length // 2)
-    overflows = options.get("overflow", "refuse") != "refuse"
-    forgotten = 0
-    while len(prompt := lm.chat_prompt(messages)) + room > lm.config.context_length:
-        if not overflows or len(messages) <= fixed + 1:
-            raise CapacityError(
-                f"the talk and an answer of {room} tokens exceed the model's context of"
-                f" {lm.config.context_length}: "
-                + ("shorten the line" if overflows else "/reset, or chat with --overflow slide")
-            )
-        messages = messages[:fixed] + messages[fixed + 2 :]  # a line and its answer
-        forgotten += 1
-    if forgotten:
-        note(f"(forgot the {forgotten} oldest turns)")
-    return messages, prompt
-
-
-def _answer(lm: "LM", prompt: list[int], options: dict[str, Any]) -> tuple[str, Any]:
-    """Stream an answer until it or Ctrl-C ends it; its text, and the cache for the next turn."""
-    answer, cache = "", options.get("cache")
-    with process.deferred(STOPPING) as stopped, waiting("reading") as ready:
-        for piece in lm.stream(prompt, **options):
-            ready()
-            write(piece.text)
-            answer, cache = answer + piece.text, piece.cache
-            if stopped():
+    with terminal.hold_keys():
+        loading.begin(model)
+        named = {**sampling.named, "seed": sampling.seed, "overflow": overflow}
+        asked = named | read_more(sampling.more)
+        read_options(None, kind="stream", **asked)  # refused before the model is loaded
+        talk = _begin(loading.load(model), asked, system, chat_template)
+        if terminal.on_terminal():
+            note(f"{_describe(talk)}\n/help lists the commands, Ctrl-D leaves")
+        failed, status = False, terminal.LEFT
+        for line in _lines():
+            if isinstance(line, int):
+                status = line
                 break
-    write("\n")
-    return answer, cache
+            try:
+                if not line.startswith("/"):
+                    talk.answer(line)
+                elif (said := _run(talk, line)) is None:
+                    break
+                elif said:
+                    note(said)
+            except JaxllmError as error:  # the conversation is as it was
+                note(f"jaxllm: {error}")
+                failed = True
+    if failed and told(lambda: "" if sys.stdin.isatty() else "a pipe"):
+        status = 1
+    if status:
+        raise typer.Exit(status)
 
 
-def _lines() -> Iterator[str]:
-    """What a person types, or what a pipe brings, until its end or /quit; of a group of processes
-    what the first is given.
+def _begin(
+    lm: "LM", asked: dict[str, Any], system: str | None, chat_template: Path | None
+) -> "Conversation":
+    """The conversation before its first line. Raises what its first line would."""
+    from jaxllm.cli.conversation import Conversation
+    from jaxllm.forms import read_chat_template
+
+    if lm.tokenizer is None:
+        raise TokenError(f"{lm.path} has no tokenizer, and a chat is text. Put its files there")
+    if chat_template is not None:
+        template = read_chat_template(chat_template, lm.path)
+        lm = dataclasses.replace(lm, chat_template=template)
+    return Conversation(lm, asked, system)
+
+
+def _describe(talk: "Conversation") -> str:
+    """A line about the model and the seed."""
+    about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
+    return f"{about}, seed {talk.seed}"
+
+
+def _help() -> str:
+    names = {name: f"{name} {command.argument}".strip() for name, command in COMMANDS.items()}
+    width = max(map(len, names.values()))
+    rows = [f"{names[name]:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join([*rows, KEYS])
+
+
+def _run(talk: "Conversation", line: str) -> str | None:
+    """Run a line that begins with a slash: what it notes, None if it leaves the chat."""
+    name, _, text = line.strip().partition(" ")
+    if (command := COMMANDS.get(name)) is None:
+        raise ConfigError(
+            f"there is no command {name!r:.40}. /help lists them; a space before the"
+            " slash sends the line to the model"
+        )
+    if text and not command.argument:
+        raise ConfigError(f"{name} takes nothing, got {text!r:.40}")
+    if not text and command.argument == "FILE":
+        raise ConfigError(f"{name} names no file. Give one: {name} talk.json")
+    return command.run(talk, text.strip())
+
+
+def _lines() -> Iterator[str | int]:
+    """What a person types or a pipe brings, and at last the status to leave with; of a group of
+    processes what the first one reads.
     """
-    ask = _asker()
+    read = terminal.line_reader()
     while True:
-        line: str | None = json.loads(told(lambda: json.dumps(ask())))
-        if line is None or line.strip() == "/quit":
+        line: str | int = json.loads(told(lambda: json.dumps(read())))
+        if isinstance(line, int):
+            yield line
             return
         if line.strip():
             yield line.rstrip("\r\n")
-
-
-def _asker() -> Callable[[], str | None]:
-    """How the next line is had; None is the end. On a terminal lines can be edited and recalled."""
-
-    def piped() -> str | None:
-        return decoded(sys.stdin.buffer.readline()) or None
-
-    def typed() -> str | None:
-        try:
-            return input("> ") + "\n"
-        except EOFError:
-            write("\n")
-            return None
-        except UnicodeDecodeError:
-            note("that line is not UTF-8 text")
-            return "\n"
-
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return piped
-    with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # input() uses it once it is there
-    return typed

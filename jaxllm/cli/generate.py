@@ -73,11 +73,13 @@ def generate(
         options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
     if not _streams(options):
         return _several(lm, text, options, as_json)
+    from jaxllm.programs import time_compiling
+
     pieces: list[Piece] = []
-    with waiting("compiling and reading the prompt") as ready:
+    with waiting("compiling and reading the prompt") as ready, time_compiling() as compiling:
         for piece in lm.stream(text, **options):
             if not pieces:
-                first = time.perf_counter()
+                first, compiled = time.perf_counter() - loaded, compiling()
                 ready()
             pieces.append(piece)
             if not as_json:
@@ -86,13 +88,24 @@ def generate(
     if prompt_cache:
         _keep_cache(lm, pieces[-1].cache, prompt_cache)
     if as_json:
-        _print_json(lm, text, pieces, loaded - start, first - loaded)
+        _print_json(lm, text, pieces, loaded - start, first, compiled)
     elif sys.stdout.isatty():
         write("\n")
     note(
         f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
-        f" tokens/s; loaded in {loaded - start:.1f} s, first token after {first - loaded:.1f} s"
+        f" tokens/s; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
+        + _about_compiling(compiled)
     )
+
+
+def _about_compiling(seconds: float) -> str:
+    """What of the wait for the first token was compiling, and whether the next run waits too."""
+    from jaxllm.programs import keeps_programs
+
+    if seconds < 0.1:
+        return ""
+    later = "; the programs are kept: the next run starts sooner" if keeps_programs() else ""
+    return f" ({seconds:.1f} s of it compiling{later})"
 
 
 def _read_cache(lm: "LM", text: str, file: Path) -> "KVCache | None":
@@ -149,7 +162,12 @@ def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> N
 
 
 def _print_json(
-    lm: "LM", prompt: str, pieces: "list[Piece]", load_s: float, first_token_s: float
+    lm: "LM",
+    prompt: str,
+    pieces: "list[Piece]",
+    load_s: float,
+    first_token_s: float,
+    compile_s: float,
 ) -> None:
     report = {
         "prompt": prompt,
@@ -159,6 +177,7 @@ def _print_json(
         "finish_reason": pieces[-1].finish_reason,
         "load_s": round(load_s, 3),
         "first_token_s": round(first_token_s, 3),
+        "compile_s": round(compile_s, 3),
         "tokens_per_second": round(pieces[-1].tokens_per_second, 2),
     }
     write(json.dumps(report, ensure_ascii=False) + "\n")

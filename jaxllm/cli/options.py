@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm import distributed
-from jaxllm.cli.compiled import keep_compiled
 from jaxllm.cli.console import waiting
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 
@@ -186,9 +185,10 @@ def load_model(
     quiet = show_progress is False or model.startswith("hf:")
     with waiting(None if quiet else f"loading {model}"):
         from jaxllm.loading import load, open_checkpoint
+        from jaxllm.programs import keep_programs
 
         if reuse_compiled:
-            keep_compiled()
+            keep_programs()
         opened = open_checkpoint(model, strict=strict)
         chosen = opened.precision
         if dtype is not None:
@@ -293,23 +293,26 @@ def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any
     return options
 
 
-def read_more(more: list[str] | None) -> dict[str, Any]:
-    """Options that were given as NAME=VALUE, not checked. Raises SamplingError for another form."""
+def read_more(more: list[str] | None, source: str = "--option") -> dict[str, Any]:
+    """Options that were given as NAME=VALUE, not checked. Raises SamplingError for another form.
+
+    source: what gave them, for messages.
+    """
     options = {}
     for item in more or []:
         name, equals, value = item.partition("=")
         if not equals:
-            raise SamplingError(f"--option takes NAME=VALUE, got {item!r:.80}")
-        options[name.replace("-", "_")] = _value(name, value)
+            raise SamplingError(f"{source} takes NAME=VALUE, got {item!r:.80}")
+        options[name.replace("-", "_")] = _value(f"{source} {name}", value)
     return options
 
 
-def _value(name: str, text: str) -> Any:
+def _value(where: str, text: str) -> Any:
     """What an option's JSON says; whatever does not begin as JSON is a text without its quotes."""
     from jaxllm.files import parse_json
 
     try:
-        return parse_json(text, f"--option {name}", SamplingError)
+        return parse_json(text, where, SamplingError)
     except SamplingError:
         if re.match(r'[\[{"]|-?\d+$', text):
             raise

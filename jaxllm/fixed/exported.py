@@ -30,9 +30,11 @@ from jaxllm.files import (
     read_json,
 )
 from jaxllm.weights.files import open_tensors
+from jaxllm.whole import check_ids, whole, whole_array
 
 FORMAT, VERSION = "jaxllm-export", 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
+_PLACED = ("input_ids", "position_ids", "slots", "length")  # what `place` fills
 NATIVE = "jaxllm.ops.native"  # the module that registers what exports call by name, where they do
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -92,7 +94,7 @@ class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
 class ExportedStep:
     """One step: named arrays in, named arrays out, shapes fixed.
 
-    feeds: which output is which input of the next step.
+    feeds: which output is which input of the next step. vocab_size: of the logits.
     """
 
     name: str
@@ -101,6 +103,7 @@ class ExportedStep:
     feeds: Mapping[str, str]
     weights: Mapping[str, jax.Array] = dataclasses.field(repr=False)
     run: Callable[..., dict[str, jax.Array]] = dataclasses.field(repr=False)
+    vocab_size: int
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Run it. Raises ConfigError with every input that is missing, unknown or misshapen."""
@@ -130,6 +133,40 @@ class ExportedStep:
         empty = {"position_ids": -1, "past_position_ids": -1}
         empty["slots"] = self.inputs["past_key_values.0.key"].shape[1]
         return {n: np.full(s.shape, empty.get(n, 0), s.dtype) for n, s in self.inputs.items()}
+
+    def place(self, tokens: Any, start: int = 0) -> dict[str, np.ndarray]:
+        """The inputs of `blank` that new tokens change: ids, positions, and a slot for each.
+
+        Args:
+          tokens: ids `[B, T]`, at most as many a row as the step takes; the rest is padding.
+          start: how many tokens the rows have before these. A token's slot is its position.
+
+        Raises ConfigError for ids of another shape or outside the vocabulary, if the tokens before
+        `start` cannot be in the slots, and for a step of another form (embeddings, a mask, angles).
+        """
+        if "cos" in self.inputs or not {*_PLACED[:3], "past_position_ids"} <= self.inputs.keys():
+            raise ConfigError(
+                f"step {self.name} was exported in another form than tokens,positions: fill"
+                f" {', '.join(n for n in self.inputs if '.' not in n)} by hand"
+            )
+        B, T = self.inputs["slots"].shape
+        slots = self.inputs["past_key_values.0.key"].shape[1]
+        token_BT = whole_array("tokens", tokens, ConfigError)
+        width = token_BT.shape[-1] if token_BT.ndim == 2 else 0
+        if token_BT.shape[:1] != (B,) or not 1 <= width <= T:
+            raise ConfigError(
+                f"step {self.name}: tokens must be [{B}, 1 to {T}], got {list(token_BT.shape)}"
+            )
+        start = whole("start", start, 0, slots, error=ConfigError)
+        check_ids(token_BT, self.vocab_size, f"step {self.name}: ", error=ConfigError)
+        found = {n: x for n, x in self.blank().items() if n in _PLACED}
+        position_T = np.arange(start, start + width, dtype=np.int32)
+        found["input_ids"][:, :width] = token_BT
+        found["position_ids"][:, :width] = position_T
+        found["slots"][:, :width] = np.minimum(position_T, slots)
+        if "length" in found:
+            found["length"][:] = start + width
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -236,8 +273,11 @@ def _step(
         if output not in outputs or name not in inputs
     ]:
         raise CheckpointError(f"{where}: feeds has {unknown[0]:.100}, and no such arrays")
-    if "past_key_values.0.key" not in inputs:
-        raise CheckpointError(f"{where}: no input past_key_values.0.key")
+    for name_of, arrays in ("past_key_values.0.key", inputs), ("logits", outputs):
+        if name_of not in arrays:
+            raise CheckpointError(f"{where}: no {name_of}")
+    if len(outputs["logits"].shape) != 3:
+        raise CheckpointError(f"{where}: logits must have 3 axes, got {outputs['logits'].shape}")
     abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in weights.items()}
     program = _program(path, manifest, abstract, inputs, outputs)
     _check_readable(path, program.mlir_module_serialized, manifest.custom_calls)
@@ -247,7 +287,9 @@ def _step(
     except Exception as error:  # whatever the reader of foreign bytes says
         said = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path}: not a step that can run: {said}") from None
-    return ExportedStep(name, inputs, outputs, entry.feeds, weights, run)
+    return ExportedStep(
+        name, inputs, outputs, entry.feeds, weights, run, outputs["logits"].shape[2]
+    )
 
 
 # Reads a program from stdin as JAX will read it; its status says whether it could, its stdout why.

@@ -64,7 +64,8 @@ class ChatTemplate:
             found = f"only {', '.join(sorted(templates))}" if templates else "none"
             raise TemplateError(
                 f"no chat template {name!r} in {directory}: looked in chat_template.jinja and in "
-                f"tokenizer_config.json, found {found}; pass a plain prompt instead"
+                f"tokenizer_config.json, found {found}. Give a template"
+                " (jaxllm chat --chat-template FILE), or generate from plain text (jaxllm generate)"
             )
         return cls(templates[name], tokens)
 

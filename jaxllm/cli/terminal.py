@@ -1,0 +1,162 @@
+"""What a person types into `jaxllm chat`: lines edited with prompt_toolkit, or read from a pipe.
+
+prompt_toolkit is imported only for a terminal. Its prompt runs in a thread, because in the main
+thread it would take over the signals that `jaxllm.process` waits for.
+"""
+
+import contextlib
+import importlib.util
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli.console import decoded, note
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
+
+VARIABLE = "JAXLLM_CHAT_HISTORY"
+MOST_BYTES = 1 << 20  # of a history; an older half is dropped
+LEFT, INTERRUPTED = 0, 130  # exit statuses: Ctrl-D, and Ctrl-C twice
+AGAIN = "Ctrl-C again or Ctrl-D leaves"
+
+Reader = Callable[[], "str | int"]  # the next line, or the status to leave with
+
+
+def on_terminal() -> bool:
+    """Whether a person types and reads."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def line_reader(**streams: Any) -> Reader:
+    """Return the function that reads the next line: from the terminal, or from a pipe.
+
+    streams: input and output of prompt_toolkit's, for tests; by default the terminal.
+    """
+    return _typed(**streams) if streams or on_terminal() else _piped
+
+
+@contextlib.contextmanager
+def hold_keys() -> Iterator[None]:
+    """Keep what is typed for the next prompt, and do not show it: a Ctrl-D then leaves.
+
+    Without this the terminal would turn a Ctrl-D that is typed during an answer into nothing.
+    """
+    if not on_terminal() or importlib.util.find_spec("termios") is None:
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(0)
+    quiet = [*before]
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(0, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSANOW, before)
+
+
+def history_file() -> Path | None:
+    """The file that keeps what this user typed: private, made if need be; None: it is turned off.
+
+    JAXLLM_CHAT_HISTORY names the file, 0 means none; by default it is `jaxllm/chat_history` in
+    XDG_STATE_HOME. A file that cannot be used is named on stderr.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if named == "0":
+        return None
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    file = Path(named) if named else state / "jaxllm" / "chat_history"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
+        with open(os.open(file, flags, 0o600), "r+b") as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                raise OSError(0, "it is not a regular file of this user")
+            os.fchmod(opened.fileno(), 0o600)
+            if found.st_size > MOST_BYTES:
+                opened.seek(-MOST_BYTES // 2, os.SEEK_END)
+                recent = opened.read().partition(b"\n#")[2]
+                opened.seek(0)
+                opened.write(b"\n#" + recent)
+                opened.truncate()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        note(f"lines are not kept in {file}: {getattr(error, 'strerror', None) or error}")
+        return None
+    return file
+
+
+def _piped() -> str | int:
+    return decoded(sys.stdin.buffer.readline()) or LEFT
+
+
+def _typed(**streams: Any) -> Reader:
+    """A reader of lines that can be edited and recalled; a paste of several lines is one."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    session: PromptSession[str] = PromptSession(
+        "> ", history=_history(), key_bindings=_keys(), enable_suspend=True, **streams
+    )
+
+    def read() -> str | int:
+        warned = False
+        while True:
+            try:
+                text = session.prompt(in_thread=True)
+                text.encode()
+            except EOFError:
+                return LEFT
+            except KeyboardInterrupt:
+                if warned:
+                    return INTERRUPTED
+                warned = True
+                note(AGAIN)
+            except UnicodeEncodeError:
+                note("that line is not UTF-8 text")
+            else:
+                if not is_dumb_terminal():  # what is pasted during an answer is one line too
+                    session.output.enable_bracketed_paste()
+                    session.output.flush()
+                return text.rstrip("\n") + "\n"
+
+    return read
+
+
+def _keys() -> "KeyBindings":
+    """Ctrl-C clears a line, or interrupts an empty one; Alt-Enter begins another line."""
+    from prompt_toolkit.filters import is_searching
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("c-c", filter=~is_searching)
+    def clear(event: Any) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt())
+
+    @keys.add("escape", "enter")
+    def begin_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _history() -> "History":
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):  # a full disk
+                super().store_string(string)
+
+    file = history_file()
+    return InMemoryHistory() if file is None else Kept(str(file))

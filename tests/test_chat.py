@@ -1,0 +1,261 @@
+"""`jaxllm chat`: what its commands do to a conversation, and how lines are typed."""
+
+import json
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+import jaxllm
+from jaxllm import cache, complete
+from jaxllm.cli import terminal
+from tests.conftest import ROOT, Run
+
+DEMO = "demo:llama"
+CHAT = ("chat", "-m", DEMO, "-n", 8, "--seed", 3)
+
+
+def answers(run: Run, *lines: str, options: tuple[object, ...] = ()) -> list[str]:
+    status, out, err = run(*CHAT, *options, stdin="\n".join(lines))
+    assert status == 0, err
+    return out.splitlines()
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of each prompt were run: those that its cache did not have."""
+    found = []
+
+    def reuse(*args: Any) -> Any:
+        kept, rest = cache.prefix.reuse(*args)
+        found.append(len(rest))
+        return kept, rest
+
+    monkeypatch.setattr(complete, "reuse", reuse)
+    return found
+
+
+def test_undo_forgets_a_line_and_its_answer(run: Run, rests: list[int]) -> None:
+    """Nor is what stays run again."""
+    kept = answers(run, "Tom had a red ball.", "He")
+    found = answers(run, "Tom had a red ball.", "One day", "/undo", "He")
+    assert [found[0], found[2]] == kept
+    assert rests[-1] < 5
+
+
+def test_regenerate_draws_with_the_next_seed(run: Run, rests: list[int]) -> None:
+    """What `LM.generate` draws with seed + 1, after a single token of the prompt has run."""
+    found = answers(run, "Tom", "/regenerate", options=("--temperature", 0.9))
+    lm = jaxllm.load(DEMO)
+    prompt = lm.chat_prompt([{"role": "user", "content": "Tom"}])
+    for number, text in enumerate(found):
+        options: Any = {"max_new_tokens": 8, "temperature": 0.9, "seed": 3 + number}
+        assert lm.generate(prompt, **options).text == text
+    assert found[0] != found[1]
+    assert rests == [1]
+
+
+def test_regenerate_notes_an_equal_answer(run: Run) -> None:
+    """Without a temperature."""
+    _, out, err = run(*CHAT, stdin="Tom\n/regenerate\n")
+    assert len(set(out.splitlines())) == 1
+    assert "the same answer" in err
+
+
+def test_set_changes_options_of_generation(run: Run) -> None:
+    """They are checked by the table, null is the default, alone it lists them."""
+    drawn = answers(run, "Tom", options=("--temperature", 0.9))
+    assert answers(run, "/set temperature 0.9", "Tom") == drawn
+    assert answers(run, "/set temperature 0.9", "/set temperature null", "Tom") != drawn
+    assert answers(run, "/set seed 5", "Tom", options=("--temperature", 0.9)) != drawn
+    lines = ["/set top_p 0.5", "/set max_new_tokens 2", "/set seed random", "/set", "Tom"]
+    _, _, err = run(*CHAT, stdin="\n".join(lines))
+    assert {"top_p = 0.5", "do_sample = true", "max_new_tokens = 2"} <= {*err.splitlines()}
+    assert "seed = 3\n" not in err
+    for wrong, said in {
+        "temperatur 1": "no option temperatur: did you mean temperature?",
+        "temperature": "/set temperature has no value",
+        "temperature -1": "temperature must be",
+        "num_beams 2": "stream",
+        "adapter other": "other",
+        "seed [1, 2]": "takes one seed",
+        "stop_strings [1": "/set stop_strings is not valid JSON",
+    }.items():
+        status, out, err = run(*CHAT, stdin=f"/set {wrong}\nTom\n")
+        assert (status, err.count("\n")) == (1, 1), err
+        assert said in err
+        assert out == run(*CHAT, stdin="Tom\n")[1]
+
+
+def test_system_sets_or_removes_the_message(run: Run) -> None:
+    told = answers(run, "Tom", options=("--system", "A sad story."))
+    plain = answers(run, "Tom")
+    assert answers(run, "/system A sad story.", "Tom") == told != plain
+    assert answers(run, "/system A sad story.", "/system", "Tom") == plain
+    assert answers(run, "One", "/system A sad story.", "/reset", "Tom")[1:] == told
+
+
+def test_saved_messages_load_in_another_chat(run: Run, tmp_path: Path) -> None:
+    """OpenAI's form; a later save replaces an earlier one."""
+    file = tmp_path / "talk.json"
+    answers(run, "One", f"/save {file}")
+    options = ("--system", "A story.")
+    found = answers(run, "Tom had a red ball.", f"/save {file}", "He", options=options)
+    saved = json.loads(file.read_text())
+    assert [m["role"] for m in saved["messages"]] == ["system", "user", "assistant"]
+    assert saved["messages"][2]["content"] == found[0]
+    assert answers(run, f"/load {file}", "He") == found[1:]
+    assert answers(run, f"/load {file}", "/regenerate") == found[:1]
+
+
+def test_files_that_are_no_conversation_are_refused(run: Run, tmp_path: Path) -> None:
+    """Neither read nor written over; the conversation goes on as it was."""
+    head: dict[str, Any] = {"format": "jaxllm-chat", "version": 1}
+    user = {"role": "user", "content": "Tom"}
+    for content, said in {
+        "text": "is not valid JSON",
+        "[]": "should hold a JSON object",
+        json.dumps({**head, "version": 2, "messages": []}): "version",
+        json.dumps({**head, "messages": [user]}): "messages must alternate: got user",
+        json.dumps({**head, "messages": [user | {"role": "tool"}]}): "role",
+        json.dumps({**head, "messages": [user | {"content": 5}]}): "content must be a text",
+    }.items():
+        file = tmp_path / "file"
+        file.write_text(content)
+        for command in ("/save", "/load"):
+            status, out, err = run(*CHAT, stdin=f"One\n{command} {file}\n")
+            assert (status, out.count("\n"), err.count("\n")) == (1, 1, 1)
+            assert said in err
+            assert file.read_text() == content
+    missing = tmp_path / "missing"
+    assert f"cannot read {missing}: " in run(*CHAT, stdin=f"/load {missing}\n")[2]
+
+
+def test_commands_refuse_wrong_arguments(run: Run) -> None:
+    for line, said in {
+        "/nope": "there is no command '/nope'. /help lists them",
+        "/undo 3": "/undo takes nothing",
+        "/save": "/save names no file",
+        "/undo": "there is no line and answer yet",
+        "/regenerate": "there is no line and answer yet",
+    }.items():
+        status, out, err = run(*CHAT, stdin=f"{line}\n")
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert said in err
+
+
+def test_a_long_line_is_dropped_with_its_length(run: Run) -> None:
+    """And the remedy fits: a line too long by itself is to be shortened."""
+    lm = jaxllm.load(DEMO)
+    assert lm.tokenizer is not None
+    line = "Once upon a time there was a girl. " * 90
+    _, out, err = run(*CHAT, stdin=f"Tom\n{line}\n/undo\nTom\n")
+    assert len(set(out.splitlines())) == 1, "as if the line had not been there"
+    tokens = len(lm.tokenizer.encode(line))
+    assert f"got {tokens:,} tokens" in err
+    assert "512 in all. Shorten it. The line is dropped" in err
+
+
+def test_a_conversation_goes_on_after_a_cache_slid(run: Run) -> None:
+    """The answer outgrows the context: its cache has lost the beginning of the text."""
+    options = ("--overflow", "slide", "-n", 500)
+    status, out, err = run("chat", *options, stdin="Once upon a time\nTom\n")
+    assert status == 0, err
+    assert out.count("\n") >= 2
+
+
+def test_a_checkpoint_without_template_names_the_remedy(run: Run, tmp_path: Path) -> None:
+    """`--chat-template` brings one, which finds the checkpoint's special tokens."""
+    model, template = tmp_path / "model", tmp_path / "template"
+    shutil.copytree(ROOT / "jaxllm" / "demo" / "llama", model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template.write_text(config.pop("chat_template"))
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    asked = ("chat", "-m", model, "-n", 8)
+    status, _, err = run(*asked, stdin="Tom\n")
+    assert status == 1
+    assert "jaxllm chat --chat-template FILE" in err
+    assert (
+        run(*asked, "--chat-template", template, stdin="Tom\n")[1] == run(*CHAT, stdin="Tom\n")[1]
+    )
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer, and a chat is text" in run(*asked, stdin="Tom\n")[2]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Read lines from keys as a terminal sends them."""
+    monkeypatch.setenv(terminal.VARIABLE, str(tmp_path / "state" / "history"))
+    with create_pipe_input() as keys:
+
+        def read(text: str, count: int = 1) -> list[str | int]:
+            keys.send_text(text)
+            reader = terminal.line_reader(input=keys, output=DummyOutput())
+            return [reader() for _ in range(count)]
+
+        yield read
+
+
+def test_a_paste_of_lines_is_one_turn(typed: Any) -> None:
+    assert typed("\x1b[200~one\r\ntwo\rthree\n\x1b[201~\rfour\r", 2) == [
+        "one\ntwo\nthree\n",
+        "four\n",
+    ]
+    assert typed("one\x1b\rtwo\r") == ["one\ntwo\n"]
+
+
+def test_control_c_clears_a_line_and_leaves_twice(
+    typed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("half\x03one\r") == ["one\n"]
+    assert typed("\x03one\r") == ["one\n"]
+    assert capsys.readouterr().err == "Ctrl-C again or Ctrl-D leaves\n"
+    assert typed("\x03\x03") == [terminal.INTERRUPTED]
+    assert typed("\x04") == [terminal.LEFT]
+    assert typed("half\x04\x03\x04") == [terminal.LEFT]
+
+
+def test_lines_are_recalled_from_a_private_file(typed: Any, tmp_path: Path) -> None:
+    typed("first\r\x1b[200~two\nlines\x1b[201~\r", 2)
+    assert typed("\x1b[A\r") == ["two\nlines\n"]
+    file = tmp_path / "state" / "history"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def test_a_history_that_others_own_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(terminal.VARIABLE, "0")
+    assert terminal.history_file() is None
+    assert capsys.readouterr().err == ""
+    for wrong in (tmp_path, tmp_path / "file" / "history"):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv(terminal.VARIABLE, str(wrong))
+        assert terminal.history_file() is None
+        assert f"lines are not kept in {wrong}: " in capsys.readouterr().err
+
+
+def test_a_long_history_loses_its_older_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "history"
+    monkeypatch.setenv(terminal.VARIABLE, str(file))
+    entries = [f"\n# then\n+line {n}\n" for n in range(100_000)]
+    file.write_text("".join(entries))
+    assert terminal.history_file() == file
+    kept = file.read_text()
+    assert len(kept) <= terminal.MOST_BYTES // 2
+    assert kept == "".join(entries[-kept.count("+") :])
+
+
+def test_a_pipe_does_without_the_line_editor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "prompt_toolkit"]:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    assert len(answers(run, "Tom")) == 1
