@@ -5,8 +5,8 @@ infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitiv
 command for each kind of training).
 Shared: options (single flags), shared (sets of them: sampling, loading), corpus (flags of texts),
 calibration (what a recipe sees), training (flags of every training), renamed (their old names),
-lora (modules and patterns of an adapter), console (what is said, and errors), compiled (programs kept
-for the next process), group (several processes).
+lora (modules and patterns of an adapter), console (what is said, and errors), compiled (programs
+kept for the next process), group (several processes).
 """
 
 import sys
