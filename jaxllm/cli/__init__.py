@@ -4,8 +4,9 @@ generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
 infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a
 command for each kind of training).
 Shared: options (single flags), shared (sets of them: sampling, loading), corpus (flags of texts),
-calibration (what a recipe sees), training (flags of every training), console (what is said, and
-errors), terminal and conversation (what chat reads, and what it keeps), group (several processes).
+calibration (what a recipe sees), training (flags of every training), renamed (their old names),
+lora (modules and patterns of an adapter), console (what is said, and errors), terminal and
+conversation (what chat reads, and what it keeps), group (several processes).
 """
 
 import contextlib
