@@ -79,6 +79,9 @@ def table(given: argparse.Namespace, found: dict[tuple[str, str, str], dict[str,
         "of 0.01 (all weights in float32, an adapter beside integers), of its largest number or 1.",
         "Where nothing else is said, greedy, drawn and served texts are the same tokens.",
         "",
+        "In stages, Gemma 2 and 3, SmolLM3 and Qwen2 have one layer more than there are stages, in",
+        "patterns that stages cut: windows, rotary settings of their own, layers without rotation.",
+        "",
     ]
     for precision in given.precisions:
         lines += [f"## {precision}", "", "| family |" + "".join(f" {m} |" for m in given.meshes)]
