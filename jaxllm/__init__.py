@@ -159,4 +159,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "import_module"})

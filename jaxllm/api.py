@@ -32,10 +32,12 @@ from jaxllm.errors import (
     JaxllmError,
     TemplateError,
     TokenError,
+    nearest,
 )
+from jaxllm.files import as_path
 from jaxllm.forms import texts_files
 from jaxllm.options import GenerateOptions, Kind, check_options, described, row_options
-from jaxllm.prompts import Prompt, each_of, encode
+from jaxllm.prompts import Prompt, each_of, encode, token_list
 from jaxllm.serving import answers
 from jaxllm.settings import Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
@@ -45,10 +47,13 @@ from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Placed, flatten, map_leaves
 from jaxllm.weights.precision import exactly
 
+_EMBED = ("layer", "pooling", "normalize", "batch", "show_progress")  # options of `embeddings`
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One token of a stream: the text it completes ("" in the middle of a character), and more.
+    """One token of a stream: the text it completes ("" in the middle of a character), which is also
+    its `str`, and more.
 
     cache: of the text before this token. The next step writes over it; the last one is yours.
     finish_reason: None until the last piece. tokens_per_second: since the second token, the first
@@ -63,6 +68,10 @@ class Piece:
     cache: KVCache = dataclasses.field(repr=False)
     top_logprobs: TopLogprobs | None = None
     seed: int = 0
+
+    def __str__(self) -> str:
+        """Return the text, so that `print(piece, end="")` writes the story."""
+        return self.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +178,12 @@ class LM:
         groups = [each[i : i + n] for i in range(0, len(each), n)]
         return groups[0] if single else groups
 
+    @described
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """As `generate` for one prompt, a `Piece` at a time; equal options give equal tokens.
 
-        Bad input is refused now, the prompt runs when the first piece is asked for.
+        Bad input is refused now, the prompt runs when the first piece is asked for:
+        `for piece in lm.stream("Once"): print(piece, end="")`.
         """
         given, single = each_of(prompt)
         if not single:
@@ -247,10 +258,13 @@ class LM:
         """One vector a text, float32 `[N, D]`: the hidden states of a layer, pooled.
 
         texts: text or token ids each, as `generate` takes them. adapter: as there. options, and
-        what is raised: those of `jaxllm.embed.embeddings` (layer, pooling, normalize, batch).
+        what is raised: those of `jaxllm.embed.embeddings` (layer, pooling, normalize, batch,
+        show_progress); ConfigError for another.
         """
-        if isinstance(texts, str):
-            raise TokenError("embed takes a list of texts, got one text")
+        for name in options.keys() - set(_EMBED):
+            raise ConfigError(f"embed has no option {name}{nearest(name, _EMBED)}")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise TokenError(f"embed takes a list of texts, got {texts!r:.60}. Give [text]")
         params = self.using(adapter).params
         return embeddings(self.model, params, [self.encode(t) for t in texts], **options)
 
@@ -294,6 +308,7 @@ class LM:
         Raises CheckpointError where `directory` already holds a checkpoint, and for a model with
         adapters beside it, which a checkpoint has no place for.
         """
+        directory = as_path(directory)
         if any(isinstance(leaf, Adapted) for _, leaf in flatten(self.params)):
             raise CheckpointError(
                 f"{directory}: a checkpoint has no place for adapters: merge one into the weights"
@@ -309,7 +324,7 @@ class LM:
         )
         with texts_files(self.path) as files:
             checkpoint.save(
-                Path(directory),
+                directory,
                 checkpoint.in_memory(opened, params, precision),
                 files=files,
                 show_progress=show_progress,
@@ -330,6 +345,15 @@ class LM:
         """The token ids that `generate` runs for a prompt; raises TokenError for other things."""
         bos = self.generation.get("bos_token_id")
         return encode(prompt, self.config.vocab_size, self.tokenizer, bos)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray | jax.Array) -> str:
+        """Return the text of token ids, without special tokens.
+
+        Raises TokenError for other things, and where the checkpoint has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise TokenError(f"{self.path} has no tokenizer, which decode needs")
+        return self.tokenizer.decode(token_list(tokens))
 
     def _settings(
         self, prompts: list[list[int]], options: Mapping[str, Any], kind: Kind = "generate"

@@ -21,6 +21,7 @@ from jaxllm.decode.loops.speculative import speculative_generate
 from jaxllm.decode.loops.text import Finish
 from jaxllm.decode.sampling.sampler import row_keys
 from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError
+from jaxllm.options import Ends
 from jaxllm.options.table import BEAMS, CONTRAST, DRAFTS, GUIDANCE, PLAIN
 from jaxllm.settings import Settings
 from jaxllm.shapes import pad_rows
@@ -161,9 +162,19 @@ class Ending:
         if self._criteria:
             self._tokens.append(token)
             self._text = None if self._text is None else self._text + piece
-            self.stopped = any(ends(self._text, [*self._tokens]) for ends in self._criteria)
+            self.stopped = any(map(self._meets, self._criteria))
         self.stopped |= self._reader.stopped
         return piece
+
+    def _meets(self, ends: Ends) -> bool:
+        """Whether a stopping criterion ends the text. Raises SamplingError for one that fails."""
+        try:
+            return bool(ends(self._text, [*self._tokens]))
+        except (TypeError, AttributeError, ValueError) as error:
+            raise SamplingError(
+                "stopping_criteria must be functions of (text, token ids) so far that return True"
+                f" or False; one raised {type(error).__name__}: {error!s:.200}"
+            ) from error
 
     def flush(self) -> str:
         """The rest of the text, when no more tokens come."""

@@ -4,7 +4,7 @@ The log-probabilities of a text's tokens, from the same pass, are here too.
 `decode.batch` pools what it decodes into a cache; here nothing is kept, so any layer will do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
+from jaxllm.inputs import check_model
 from jaxllm.ops.likelihood import log_likelihood
 from jaxllm.ops.pooling import COUNTED, normalized, pool
 from jaxllm.progress import steps_bar
@@ -67,6 +68,9 @@ def embeddings(
     id outside the vocabulary, CapacityError for one longer than the model's context,
     NonFiniteError for hidden states that are NaN or infinite.
     """
+    check_model(model, params)
+    if not isinstance(texts, Iterable):
+        raise TokenError(f"texts must be a list of texts, of token ids each; got {texts!r:.60}")
     layer = _checked_options(model, layer, pooling, batch)
     ids = [checked_text(model, number, text) for number, text in enumerate(texts)]
     found = np.zeros((len(ids), model.config.hidden_size), np.float32)
@@ -145,7 +149,7 @@ def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> 
     count = model.config.num_hidden_layers + 1
     if not is_whole(layer) or not -count <= layer < count:
         raise ConfigError(f"layer must be from {-count} to {count - 1}, got {layer!r:.40}")
-    if pooling not in COUNTED:
+    if not isinstance(pooling, str) or pooling not in COUNTED:
         raise ConfigError(f"pooling must be one of {', '.join(COUNTED)}, got {pooling!r:.40}")
     whole("batch", batch, 1, error=ConfigError)
     return int(layer) % count

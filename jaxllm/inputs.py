@@ -5,6 +5,7 @@ numpy's: an operation of JAX would be compiled for every new length.
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -14,10 +15,24 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache, check_usable
 from jaxllm.config import ModelConfig
-from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.weights.paths import check_params
 from jaxllm.whole import check_ids, whole_array
 
 Array = Any  # a jax or numpy array, or a tracer of one
+
+
+def check_model(model: Any, params: Any) -> None:
+    """Raise ConfigError unless these are a model and its parameters, in this order."""
+    if not isinstance(model, nn.Module):
+        remedy = "jaxllm.build makes one of a configuration, and an LM has one: lm.model"
+        if hasattr(model, "model") and hasattr(model, "params"):
+            remedy = "Of an LM give lm.model and lm.params"
+        elif isinstance(params, nn.Module):
+            remedy = "The model comes first, then its parameters"
+        got = "a dict" if isinstance(model, Mapping) else f"{model!r:.60}"
+        raise ConfigError(f"model must be a Flax module, got {got}. {remedy}")
+    check_params(params)
 
 
 def checked(
@@ -174,7 +189,7 @@ def checked_prompts(
     lengths_B: None where there is no padding. Raises TokenError for tokens that are no `[B, T]` of
     ids of the vocabulary, and for lengths that do not fit them.
     """
-    tokens_BT = whole_array("tokens", tokens_BT, TokenError)
+    tokens_BT = whole_array("tokens", as_array("tokens", tokens_BT), TokenError)
     position_BT = positions(None, shape_of(tokens_BT), lengths_B)
     real_BT = position_BT >= 0
     check_ids(tokens_BT, config.vocab_size, real_X=real_BT)
@@ -184,7 +199,8 @@ def checked_prompts(
 def shape_of(tokens_BT: Any) -> tuple[int, ...]:
     shape: tuple[int, ...] = tokens_BT.shape
     if len(shape) != 2 or 0 in shape:
-        raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}")
+        remedy = ". Of one row give [ids]" * (len(shape) == 1)
+        raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}{remedy}")
     return shape
 
 
@@ -195,7 +211,12 @@ def as_array(name: str, x: Any) -> Any:
     try:
         return np.asarray(x)
     except ValueError:
-        raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}") from None
+        remedy = ". Pad the rows on the right and give lengths_B, their lengths" * (
+            name == "tokens"
+        )
+        raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}{remedy}") from None
+    except (TypeError, RuntimeError) as error:  # a tensor of another library, on a GPU
+        raise TokenError(f"{name} must be an array: {error!s:.200}") from None
 
 
 def as_vectors(x: Any, axes: str, size: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """From a checkpoint's files to a language model: which, in what precision, and where to."""
 
 import dataclasses
+import textwrap
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,18 +14,20 @@ from jaxllm.errors import ConfigError, UnreadWarning
 from jaxllm.forms import open_path, read_texts
 from jaxllm.located import resolve
 from jaxllm.mesh import Axes, placed
+from jaxllm.models import FAMILIES
 from jaxllm.settings import UNSUPPORTED
 from jaxllm.weights.copies import check_same
 from jaxllm.weights.paths import Place, flatten, map_leaves
 from jaxllm.weights.precision import Precision, freeze
 from jaxllm.weights.quantize import Rules
 from jaxllm.weights.reading import Elsewhere
+from jaxllm.whole import Dtype
 
 
 def load(
     path: str | Path | checkpoint.Checkpoint,
     *,
-    dtype: str | Precision | None = None,
+    dtype: Dtype | Precision | None = None,
     quantize: Rules | None = None,
     adapters: Adapters = (),
     place: Place | None = None,
@@ -35,28 +38,36 @@ def load(
     keep_programs: bool | str | Path = False,
     show_progress: bool | None = None,
 ) -> LM:
-    """Load a checkpoint: a Hugging Face directory (Llama family, GPT-2), a GGUF file, or jaxllm's
-    own form.
+    """Load a language model from a Hugging Face directory, a GGUF file, or jaxllm's own form.
 
-    path: a directory, or a GGUF file (of one in parts, any of them); "demo:llama" or "demo:gpt2"
-    for the checkpoints that jaxllm brings; or "hf:owner/name" (or "hf:owner/name/file.gguf"), the
-    only spelling for which anything is downloaded; or what `open_checkpoint` has opened. dtype:
-    "float32", "bfloat16", "float16" for weights, activations and cache alike, or a `Precision`; by
-    default as the checkpoint keeps its weights. quantize: a format ("int8", "int4", "bf16-packed",
-    ...) or ordered rules, as `jaxllm.quantize` takes them, applied tensor by tensor while loading.
-    adapters: PEFT's directories (LoRA, DoRA) or GGUF's files beside the weights, by the names that
-    `generate` is to know them by, or a list of them, which go by their own; the first is taken
-    where none is named. place: told an array's path and the array, says its device or its sharding,
-    None for the default. mesh: the devices that the model is spread over, as "data=2,tensor=4"
-    (`jaxllm.mesh`), in place of `place`; each has its own share, and no more. exact: there, the
-    bits of one device, for twice as much that is sent. fsdp: there, devices of `data` have parts of
-    each matrix, too, which are gathered in use: for training. strict: refuse fields of config.json,
-    or keys of a GGUF file, that nothing here reads, in place of a warning. keep_programs: keep what
-    this process compiles from now on, so that the next one starts sooner, as commands do: True in
-    this user's caches, or a folder (`jaxllm.programs.keep_programs`). show_progress: by default
-    where stderr is a terminal.
+    FAMILIES
 
-    Raises CheckpointError or ConfigError with everything that is wrong with the files.
+    Args:
+        path: a directory, or a GGUF file (any part of a split one); "demo:llama", "demo:gpt2" and
+            so on for the checkpoints that jaxllm brings; "hf:owner/name" or
+            "hf:owner/name/file.gguf", which is downloaded; or the result of `open_checkpoint`.
+        dtype: of weights, activations and cache: a name ("bfloat16", "bf16"), a dtype of NumPy,
+            JAX or PyTorch, or a `Precision`. The default is the checkpoint's.
+        quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
+            `jaxllm.quantize` takes them, applied to each tensor while loading.
+        adapters: PEFT directories (LoRA, DoRA) or GGUF files: one, a list, or `{name: directory}`
+            with the names that `generate` takes. The first is used by default.
+        place: a function of an array's path and the array that returns its device or sharding, or
+            None for the default.
+        mesh: the devices that share the model, as "data=2,tensor=4" (`jaxllm.mesh`), instead of
+            `place`.
+        exact: with `mesh`, compute the same bits as one device, at twice the communication.
+        fsdp: with `mesh`, also shard each matrix over `data`, for training.
+        strict: refuse fields of config.json, or keys of a GGUF file, that nothing here reads,
+            instead of a warning.
+        keep_programs: keep what this process compiles from now on, so that the next one starts
+            sooner, as commands do: True in this user's caches, or a folder
+            (`jaxllm.programs.keep_programs`).
+        show_progress: by default, whether stderr is a terminal.
+
+    Raises:
+        CheckpointError: with all that is wrong with the files.
+        ConfigError: for arguments or a configuration that cannot be used.
     """
     if keep_programs is not False:
         programs.keep_programs(None if keep_programs is True else keep_programs)
@@ -65,7 +76,7 @@ def load(
     else:
         opened = open_checkpoint(path, strict=strict)
     precision = dtype if isinstance(dtype, Precision) else opened.precision
-    if isinstance(dtype, str):
+    if dtype is not None and not isinstance(dtype, Precision):
         precision = precision.in_dtype(dtype)
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze(quantize))
@@ -101,6 +112,16 @@ def load(
         adapters=names,
         adapter=next(iter(names), None),
     )
+
+
+load.__doc__ = str(load.__doc__).replace(
+    "FAMILIES",
+    textwrap.fill(
+        f"Families (config.json's `model_type`): {', '.join(sorted(FAMILIES))}.",
+        width=92,
+        subsequent_indent="    ",
+    ),
+)
 
 
 def _identity(opened: checkpoint.Checkpoint, *asked: Any) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Where a checkpoint is: a path, one that jaxllm brings, or a repository of the hub."""
 
 import re
+from os import PathLike
 from pathlib import Path
 
 from jaxllm.errors import CheckpointError
@@ -18,6 +19,11 @@ def resolve(path: str | Path) -> Path:
 
     Raises CheckpointError where there is none.
     """
+    if not isinstance(path, str | PathLike):
+        raise CheckpointError(
+            "a checkpoint is a directory, a GGUF file, demo:llama or hf:owner/name, as a text or a"
+            f" Path: got {path!r:.60}"
+        )
     text = str(path)
     if text.startswith("demo:"):
         demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}

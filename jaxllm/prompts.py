@@ -1,6 +1,6 @@
 """Prompts: text or token ids, one or several, as lists of ids that the model knows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +20,13 @@ def each_of(prompt: Any) -> tuple[list[Any], bool]:
     """
     if isinstance(prompt, str):
         return [prompt], True
-    if isinstance(prompt, np.ndarray | jax.Array):
-        prompt = np.asarray(prompt)
-        prompt = list(prompt) if prompt.ndim else None
-    if not isinstance(prompt, list | tuple | range):
-        raise TokenError(f"a prompt is text or token ids, or a list of prompts; got {prompt!r:.60}")
+    found = _without_array(prompt)
+    if not isinstance(found, list | tuple | range):
+        raise TokenError(
+            f"a prompt is text or token ids, or a list of prompts; got {prompt!r:.60}"
+            f"{_remedy(prompt)}"
+        )
+    prompt = found
     single = len(prompt) > 0 and is_whole(prompt[0])
     return ([prompt], True) if single else (list(prompt), False)
 
@@ -43,16 +45,38 @@ def encode(
         ids = _of_text(prompt, tokenizer)
         bos = tokenizer.bos_id if bos is None and tokenizer else bos
     else:
-        if isinstance(prompt, np.ndarray | jax.Array):
-            prompt = np.asarray(prompt).tolist()
-        if not isinstance(prompt, list | tuple | range) or not all(map(is_whole, prompt)):
-            raise TokenError(f"a prompt is text or token ids, got {prompt!r:.60}")
-        ids = [int(token) for token in prompt]
+        ids = token_list(prompt, "a prompt is text or token ids")
     if not ids and bos is None:
         raise TokenError("the prompt is empty and the checkpoint names no bos token")
     ids = ids or [int(bos or 0)]
     check_ids(np.array(ids, object), vocab_size, "the prompt: ")  # ids of any size
     return ids
+
+
+def token_list(tokens: Any, meaning: str = "tokens must be a list of token ids") -> list[int]:
+    """Return token ids, a list or an array `[T]`, as a list. Raises TokenError for other things."""
+    found = _without_array(tokens)
+    if not isinstance(found, list | tuple | range) or not all(map(is_whole, found)):
+        raise TokenError(f"{meaning}, got {tokens!r:.60}{_remedy(tokens)}")
+    return [int(token) for token in found]
+
+
+def _without_array(prompt: Any) -> Any:
+    """An array of NumPy, JAX or another library as lists; None for one number. Others as is."""
+    if not hasattr(prompt, "__array__"):
+        return prompt
+    try:
+        array = np.asarray(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU
+        raise TokenError(f"a prompt is text or token ids: {error!s:.200}") from None
+    return array.tolist() if array.ndim else None
+
+
+def _remedy(prompt: Any) -> str:
+    """What to do with what is no prompt, if it is the messages of a chat."""
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
+    chat = isinstance(first, Mapping)
+    return ". Messages of a chat: give lm.chat_prompt(messages)" * chat
 
 
 def _of_text(text: str, tokenizer: Tokenizer | None) -> list[int]:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.growth import commit
-from jaxllm.cache.kv import KVCache, check_no_memory, check_usable
+from jaxllm.cache.kv import MOST_SLOTS, KVCache, check_no_memory, check_usable
 from jaxllm.cache.surgery import keep, patch, shift, slots_at
 from jaxllm.errors import TokenError
+from jaxllm.inputs import check_model
 from jaxllm.steps import forward
 from jaxllm.weights.paths import Params
 from jaxllm.whole import whole, whole_array
@@ -30,9 +31,11 @@ def recompute(
     Raises TokenError for an empty range, CacheMismatchError for a cache with a memory, and what
     `forward` raises.
     """
+    check_model(model, params)
     check_usable(cache)
     check_no_memory(cache, "recompute")
-    start, stop = (whole(n, x, 0, error=TokenError) for n, x in (("start", start), ("stop", stop)))
+    start = whole("start", start, 0, MOST_SLOTS, TokenError)
+    stop = whole("stop", stop, 0, MOST_SLOTS, TokenError)
     chunk = whole("chunk", chunk, 1, error=TokenError)
     if not start < stop:
         raise TokenError(f"recompute needs 0 <= start < stop, got {start} and {stop}")
@@ -63,12 +66,13 @@ def insert(
     Raises what `shift`, `forward` and `commit` raise: learned positions cannot be moved, so such
     models take an insertion only at the end or, through `forward` and `commit`, into a gap.
     """
+    check_model(model, params)
     check_usable(cache)
     if not isinstance(tokens_BT, jax.Array):
         tokens_BT = whole_array("tokens", tokens_BT, TokenError)
     if tokens_BT.ndim != 2 or tokens_BT.shape[0] != cache.batch:
         raise TokenError(f"tokens must be [{cache.batch}, T], got shape {tokens_BT.shape}")
-    position = whole("position", position, 0, error=TokenError)
+    position = whole("position", position, 0, MOST_SLOTS, TokenError)
     T = tokens_BT.shape[1]
     positions_BT = np.broadcast_to(position + np.arange(T, dtype=np.int32), tokens_BT.shape)
     moved = shift(cache, T, start=position)

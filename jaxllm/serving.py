@@ -68,6 +68,8 @@ def answers(
     names: dict[Hashable, Any] = {}
 
     def opened() -> Iterator[Request | Refusal | None]:
+        if not isinstance(requests, Iterable):
+            raise SamplingError(f"requests must be a list or an iterator, got {requests!r:.60}")
         default, numbers = _Numbers(), itertools.count()
         for request in requests:
             if request is None:  # nothing at the moment: that is no request and has no number

@@ -18,7 +18,16 @@ from jaxllm.cache.growth import check_fits, settle, unchecked_commit
 from jaxllm.cache.kv import Delta, KVCache, Segment, check_usable, where_placed
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.inputs import Array, as_array, checked, is_concrete, numpy_for, positions, shape_of
+from jaxllm.inputs import (
+    Array,
+    as_array,
+    check_model,
+    checked,
+    is_concrete,
+    numpy_for,
+    positions,
+    shape_of,
+)
 from jaxllm.models.layers import Trace
 from jaxllm.programs import Program
 from jaxllm.shapes import power_of_two
@@ -72,6 +81,7 @@ def forward(
     Raises TokenError for ids outside the vocabulary, positions outside the model, or arrays of
     another shape; CacheMismatchError for a cache of another model or batch.
     """
+    check_model(model, params)
     _check_mass(attention_mass)
     if attention_weights and attention_mass is not False:
         raise ConfigError("attention_mass is the sum of attention_weights: ask for one of them")
@@ -118,6 +128,7 @@ def decode_step(
 
     Raises what `forward` raises, and CapacityError when the cache is full.
     """
+    check_model(model, params)
     check_usable(cache)
     token_B = as_array("tokens", token_B)
     if token_B.ndim != 1:
@@ -178,6 +189,7 @@ def prefill(
 
     Raises what `forward` raises, and CapacityError when the prompt does not fit.
     """
+    check_model(model, params)
     _check_mass(attention_mass)
     check_usable(cache)
     chunk = whole("chunk", chunk, 1, error=TokenError)

@@ -23,6 +23,7 @@ from jaxllm.loading import load, open_checkpoint
 from jaxllm.weights.formats import format_of
 from jaxllm.weights.paths import flatten, map_leaves, of_one_device
 from jaxllm.weights.quantize import Rules, dequantize
+from jaxllm.whole import dtype_name
 
 TRANSFORMERS = "transformers"
 # What both sides read: plain prose, none of any model's own.
@@ -66,6 +67,9 @@ def verify(
     The report `holds`, or names the `first` stage that does not; `evaluate.report.to_text` prints
     it. Raises ConfigError without transformers, and what `load` and `equivalence.verify` raise.
     """
+    dtype = None if dtype is None else dtype_name("dtype", dtype)
+    if reference_dtype is not None:
+        reference_dtype = dtype_name("reference_dtype", reference_dtype)
     options: Any = {
         "new_tokens": new_tokens,
         "tolerance": tolerance,

@@ -1,11 +1,22 @@
-"""Numbers as arguments: whole ones (Python's, numpy's and JAX's, never a bool), and token ids."""
+"""Numbers as arguments: whole ones (Python's, numpy's and JAX's, never a bool), token ids, and
+formats of numbers.
+"""
 
 import operator
 from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import JaxllmError, SamplingError, TokenError
+from jaxllm.errors import ConfigError, JaxllmError, SamplingError, TokenError
+
+Dtype = Any  # a name ("bfloat16", "bf16"), or a dtype or scalar type of NumPy, JAX or PyTorch
+
+# What people call the formats of numbers.
+SPELLINGS = {
+    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
+}
 
 
 def is_whole(x: Any) -> bool:
@@ -35,6 +46,11 @@ def whole(
     return number
 
 
+def check_seed(seed: Any) -> int:
+    """Return a seed of training. JAX's keys take 32 bits; ConfigError for what does not fit."""
+    return whole("seed", seed, 0, (1 << 32) - 1, ConfigError)
+
+
 def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
     """Lists, or an array, of whole numbers as a numpy array.
 
@@ -45,11 +61,67 @@ def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
     except (ValueError, TypeError, OverflowError):
         array = np.zeros((), object)
     if array.dtype.kind not in "iu" and array.size:
-        what = (
-            "numbers of more than 64 bits, or ragged rows" if array.dtype == object else array.dtype
-        )
+        what = str(array.dtype)
+        if array.dtype == object:
+            many = isinstance(x, list | tuple | np.ndarray)
+            what = "numbers of more than 64 bits, or ragged rows" if many else type(x).__name__
         raise error(f"{name} must be an array of integers, got {what}: {x!r:.60}")
     return array
+
+
+def format_name(x: Dtype) -> Any:
+    """Return the full name of a number format; other values are returned as they are.
+
+    x: a name or a short one ("bf16"), or a dtype or scalar type of NumPy, JAX, ml_dtypes, PyTorch.
+    """
+    if type(x).__module__ == "torch" and type(x).__name__ == "dtype":
+        x = str(x).removeprefix("torch.")
+    elif isinstance(x, np.dtype | type):
+        try:
+            x = np.dtype(x).name
+        except TypeError:
+            return x
+    return SPELLINGS.get(x, x) if isinstance(x, str) else x
+
+
+def dtype_name(name: str, x: Dtype, *more: str) -> str:
+    """Return the full name of a floating-point format, or of one of `more`.
+
+    Args:
+        name: what the argument is called, for the message.
+        x: as `format_name` takes it.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    found, known = format_name(x), (*dict.fromkeys(SPELLINGS.values()), *more)
+    if not isinstance(found, str) or found not in known:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(known)} (or fp32, bf16, fp16, or a dtype of NumPy,"
+            f" JAX or PyTorch), got {x!r:.60}"
+        )
+    return found
+
+
+def token_array(what: str, ids: Any) -> np.ndarray:
+    """Return the token ids of one text as int32 `[T]`.
+
+    Args:
+        what: the text's name, for the message.
+
+    Raises:
+        TokenError: for other things than integers, for several rows, and for ids beyond int32.
+    """
+    found = whole_array(what, ids, TokenError)
+    if found.ndim != 1:
+        raise TokenError(
+            f"{what} must be a list of token ids, got shape {found.shape}: {ids!r:.60}. Give each"
+            " text by itself"
+        )
+    if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
+        wrong = found.min() if found.min() < 0 else found.max()
+        raise TokenError(f"{what} has the id {wrong}; ids run from 0 to 2**31 - 1")
+    return found.astype(np.int32)
 
 
 def check_ids(

@@ -10,7 +10,7 @@ An `Adapter` is a value beside the parameters. What it does in a product, its le
 (`weights.leaves.adapted`); the base's leaves stay the objects that they are.
 """
 
-from jaxllm.adapters.attach import Adapter, around, attach, attached, fresh, taken
+from jaxllm.adapters.attach import Adapter, around, attach, attached, fresh, taken, with_config
 from jaxllm.adapters.config import LoraConfig
 from jaxllm.adapters.files import read_adapter, write_adapter
 from jaxllm.adapters.gguf import read_gguf_adapter, write_gguf_adapter
@@ -34,6 +34,7 @@ __all__ = [
     "read_gguf_adapter",
     "taken",
     "with_adapters",
+    "with_config",
     "write_adapter",
     "write_gguf_adapter",
 ]

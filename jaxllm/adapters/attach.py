@@ -17,6 +17,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.whole import dtype_name
 
 
 class Matrices(NamedTuple):
@@ -56,11 +57,10 @@ def fresh(
 ) -> Adapter:
     """A new adapter, under which the model is as without it (see `LoraConfig`).
 
-    dtype: "float32" or "bfloat16", of the matrices. params: what DoRA's lengths are those of.
+    dtype: of the matrices, as `jaxllm.load` takes it. params: what DoRA's lengths are those of.
     Raises ConfigError where they are not there.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"an adapter's dtype is one of {', '.join(DTYPES)}, got {dtype!r:.40}")
+    dtype = dtype_name("an adapter's dtype", dtype)
     weights = dict(flatten(params))
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).reshape(-1))
     made = {}
@@ -111,6 +111,47 @@ def around(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any], Any]:
         return weight
 
     return of
+
+
+def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adapter:
+    """Return the adapter under another configuration that gives it the same meaning.
+
+    Raises:
+        ConfigError: if the configurations differ in modules, ranks, scales or DoRA.
+    """
+    if not isinstance(adapter, Adapter):
+        raise ConfigError(f"an adapter must be an Adapter (read_adapter), got {adapter!r:.60}")
+    if not isinstance(lora, LoraConfig):
+        raise ConfigError(f"an adapter's configuration must be a LoraConfig, got {lora!r:.60}")
+    made, wanted = ((plan(config, c), c.use_dora) for c in (adapter.config, lora))
+    differ = [
+        f"{name}: the adapter has {_facts(made, name)}, the configuration {_facts(wanted, name)}"
+        for name in sorted(made[0].keys() | wanted[0].keys())
+        if _facts(made, name) != _facts(wanted, name)
+    ]
+    if differ:
+        raise ConfigError(
+            f"the adapter is of another configuration ({len(differ)} modules differ). {differ[0]}."
+            " Give the adapter's own configuration (adapter.config)"
+        )
+    for name, low in wanted[0].items():
+        matrices = adapter.matrices.get(name)
+        shape = matrices and (matrices.b.shape[0], matrices.a.shape[1])
+        if shape != low.target.shape:
+            raise ConfigError(
+                f"the adapter is of another model: {name} has shape {low.target.shape}, the adapter"
+                f" fits {shape}"
+            )
+    return dataclasses.replace(adapter, config=lora)
+
+
+def _facts(planned: tuple[Mapping[str, Low], bool], name: str) -> str:
+    """What a configuration makes beside a module."""
+    lows, dora = planned
+    if name not in lows:
+        return "nothing"
+    kind = "DoRA" if dora else "LoRA"
+    return f"{kind} of rank {lows[name].rank}, scale {lows[name].scale:g}"
 
 
 def taken(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:

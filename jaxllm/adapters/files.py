@@ -23,6 +23,7 @@ from jaxllm.convert.engine import TABLES
 from jaxllm.convert.tables import Architecture
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import (
+    as_path,
     check_vacant,
     inside,
     is_there,
@@ -59,7 +60,7 @@ def read_adapter(
     Raises CheckpointError with all that is wrong: fields that are not supported, an adapter of
     another model, of other shapes, or with numbers that are not finite.
     """
-    directory = Path(directory)
+    directory = as_path(directory)
     if gguf.recognises(directory):
         return gguf.read_gguf_adapter(directory, config)
     if not is_there(directory / CONFIG):
@@ -87,7 +88,7 @@ def write_adapter(
     base: the model's name or directory, which PEFT loads by itself. Raises CheckpointError where
     there is an adapter already, or nothing can be written; ConfigError as `fused.together` does.
     """
-    directory = Path(directory)
+    directory = as_path(directory)
     check_vacant(directory, CONFIG, "an adapter")
     lora, tensors = adapter.config, {}
     beside = together(config, plan(config, lora), adapter.matrices, lora)

@@ -1,7 +1,9 @@
 """Adapters from PEFT's directories and GGUF's files, by name, beside a model's weights."""
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from jaxllm.weights.paths import Params
 
 # Directories of adapters: one, several, or by names of one's own.
 Adapters = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+_EXPECTED = "directories or GGUF files: one, a list of them, or {name: directory}"
 
 
 def with_directories(
@@ -36,9 +39,17 @@ def with_directories(
 
 def _named(adapters: Adapters) -> dict[str, Path]:
     """The directories by name: their own where they are given none."""
-    if isinstance(adapters, Mapping):
-        return {name: Path(directory) for name, directory in adapters.items()}
-    given = [adapters] if isinstance(adapters, str | Path) else adapters
+    given: Any = [adapters] if isinstance(adapters, str | PathLike) else adapters
+    if not isinstance(given, Mapping | list | tuple):
+        raise ConfigError(f"adapters must be {_EXPECTED}, got {adapters!r:.60}")
+    for directory in given.values() if isinstance(given, Mapping) else given:
+        if not isinstance(directory, str | PathLike):
+            raise ConfigError(f"adapters must be {_EXPECTED}, got {directory!r:.60} among them")
+    if isinstance(given, Mapping):
+        for name in given:
+            if not isinstance(name, str):
+                raise ConfigError(f"an adapter's name must be a text, got {name!r:.60}")
+        return {name: Path(directory) for name, directory in given.items()}
     found: dict[str, Path] = {}
     for directory in map(Path, given):
         name = directory.resolve().name.removesuffix(".gguf")

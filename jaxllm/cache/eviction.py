@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import KVCache, check_no_memory, check_usable
+from jaxllm.cache.kv import MOST_SLOTS, KVCache, check_mass, check_no_memory, check_usable
 from jaxllm.cache.surgery import keep, keep_slots
-from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.whole import whole
 
 
 def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
@@ -16,8 +17,8 @@ def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
     """
     check_usable(cache)
     check_no_memory(cache, "sinks_and_window")
-    if sinks < 0 or window < 1:
-        raise CapacityError(f"sinks must be at least 0 and window 1, got {sinks} and {window}")
+    sinks = whole("sinks", sinks, 0, MOST_SLOTS, CapacityError)
+    window = whole("window", window, 1, MOST_SLOTS, CapacityError)
     position_BS = cache.position_BS
     recent = position_BS >= cache.next_position_B[:, None] - window
     return keep(cache, (position_BS < sinks) | recent)
@@ -50,12 +51,9 @@ def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int
     """
     check_usable(cache)
     check_no_memory(cache, "heavy_hitters")
-    if mass_BS.shape != (cache.batch, cache.slots):
-        raise CacheMismatchError(
-            f"the mass is {mass_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
-        )
-    if heavy < 0 or recent < 0:
-        raise CapacityError(f"heavy and recent must be at least 0, got {heavy} and {recent}")
+    mass_BS = check_mass(cache, mass_BS)
+    heavy = whole("heavy", heavy, 0, MOST_SLOTS, CapacityError)
+    recent = whole("recent", recent, 0, MOST_SLOTS, CapacityError)
     position_BS = cache.position_BS
     recent_BS = position_BS >= cache.next_position_B[:, None] - recent
     old_BS = (position_BS >= 0) & ~recent_BS

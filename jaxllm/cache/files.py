@@ -20,19 +20,19 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, KVCache, Segment, check_usable, init_cache
+from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, check_usable, init_cache
 from jaxllm.config import ModelConfig
 from jaxllm.distributed import fetched, several
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
-from jaxllm.files import as_schema, check_memory, parse_json
+from jaxllm.files import as_path, as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
 from jaxllm.weights import files
 from jaxllm.weights.files import open_tensors, read_header, write_tensors
 from jaxllm.weights.later import now
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.leaves.adapted import alone
-from jaxllm.weights.paths import Params, Placed, put
-from jaxllm.whole import check_ids
+from jaxllm.weights.paths import Params, Placed, check_params, put
+from jaxllm.whole import check_ids, token_array, whole
 
 FORMAT = "jaxllm-cache"
 VERSION = 2
@@ -69,6 +69,7 @@ def fingerprint(params: Params) -> str:
     def hashed(path: Any, array: Any) -> bytes:
         return bytes.fromhex(files.digest({jax.tree_util.keystr(path): np.asarray(array)}))
 
+    check_params(params)
     whole, begun = hashlib.sha256(), deque[Future[bytes]]()
     with ThreadPoolExecutor(_AT_ONCE) as threads:  # hashing lets other threads run
         for path, array in _in_order(params):
@@ -99,6 +100,7 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
     Raises CacheMismatchError for a cache of another model, CheckpointError where the file cannot be
     written.
     """
+    path = as_path(path)
     check_usable(cache)
     _check_config(cache.config, model.config, "the cache")
     used = max(int(cache.cursor), 1)
@@ -120,7 +122,7 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
     }
     header["digest"] = digest(header, tensors)
     write_tensors(
-        Path(path),
+        path,
         {name: LazyTensor.of(array) for name, array in tensors.items()},
         metadata={"format": FORMAT, "header": json.dumps(header)},
     )
@@ -142,11 +144,16 @@ def load_cache(
     Raises CacheMismatchError, naming what differs, for a cache of another model, precision or text;
     CapacityError where it does not fit; CheckpointError for a file that is no cache or is damaged.
     """
-    header, fields = _header(Path(path))
+    path = as_path(path)
+    if capacity is not None:
+        capacity = whole("a cache's capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    if prefix is not None:
+        prefix = token_array("prefix", prefix).tolist()
+    header, fields = _header(path)
     for name, ours in _identity(model, params).items():
         if fields[name] != ours:
             raise CacheMismatchError(f"{path}: {_difference(name, fields[name], ours)}")
-    tensors = {name: tensor.read() for name, tensor in open_tensors(Path(path)).items()}
+    tensors = {name: tensor.read() for name, tensor in open_tensors(path).items()}
     if digest(fields, tensors) != header.digest:
         raise CheckpointError(f"{path}: damaged, its contents are not what was written")
     capacity = header.capacity if capacity is None else capacity

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import Delta, KVCache, Segment, cast_like, check_usable
+from jaxllm.cache.kv import Delta, KVCache, Segment, cast_like, check_delta, check_usable
 from jaxllm.cache.write import at_cursor, window_at_cursor
 from jaxllm.errors import CacheMismatchError, CapacityError
 
@@ -25,6 +25,7 @@ def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
     cache of another shape, or when `cache` was donated before. Inside `jit`, where nothing can be
     raised, tokens that do not fit are dropped and no slot that was written before changes.
     """
+    check_delta(delta)
     check_fits(cache, delta.position_BS)
     _check_match(cache, delta)
     frozen, grown = cache.frozen, cache.replace(frozen=())

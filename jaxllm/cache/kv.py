@@ -16,13 +16,13 @@ from jaxllm.cache.equal import same
 from jaxllm.cache.show import Shown, marked_text
 from jaxllm.config import ModelConfig
 from jaxllm.distributed import fetched, several
-from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.files import check_memory
 from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
 from jaxllm.programs import Program
 from jaxllm.weights.paths import Place, Placed, named_arrays, put
 from jaxllm.weights.precision import CACHE_DTYPES
-from jaxllm.whole import whole
+from jaxllm.whole import dtype_name, whole
 
 EMPTY = -1
 MOST_SLOTS = (1 << 31) - 1  # rows and slots are counted in int32
@@ -134,6 +134,7 @@ class KVCache(struct.PyTreeNode):
     def tokens(self, row: int = 0) -> list[int]:
         """The ids of a row's text, in the order of their positions."""
         check_usable(self)
+        row = whole("row", row, 0, self.batch - 1, CacheMismatchError)
         position_S = fetched(self.position_BS)[row]
         order = np.argsort(position_S, kind="stable")
         return fetched(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
@@ -144,6 +145,8 @@ class KVCache(struct.PyTreeNode):
         tokenizer: anything with `decode(ids) -> str`. A tuple of texts, which prints as lines.
         """
         check_usable(self)
+        if not hasattr(tokenizer, "decode"):
+            raise TokenError(f"show takes a tokenizer (lm.tokenizer), got {tokenizer!r:.60}")
         arrays = (self.position_BS, self.token_BS, self.patched_BS)
         return Shown(
             marked_text(position_S, token_S, patched_S, tokenizer)
@@ -203,8 +206,8 @@ def init_cache(
 ) -> KVCache:
     """An empty cache with room for `capacity` tokens in each of `batch` rows.
 
-    model: whose cache this is to be, or its configuration alone. dtype: "float32", "bfloat16",
-    "float16", or "int8" with a float32 scale for each token and head; by default as the model's
+    model: whose cache this is to be, or its configuration alone. dtype: as `load` takes it, or
+    "int8", with a float32 scale for each token and head; by default as the model's
     `Precision` says, float32 for a configuration. place: told an array's path (`tail.k.0`, ...) and
     the array, says its device or its sharding, None for the default. Takes
     `2 * layers * batch * capacity * kv heads * head_dim` numbers.
@@ -304,15 +307,15 @@ def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | No
 def _form_of(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
     """The configuration, and the format of keys and values."""
     if isinstance(model, nn.Module):
-        config, dtype = model.config, dtype or model.precision.cache
+        config, dtype = model.config, model.precision.cache if dtype is None else dtype
     elif isinstance(model, ModelConfig):
         config = model
     else:
-        raise ConfigError(f"a cache is made for a model or its configuration, not {model!r:.60}")
-    dtype = dtype or "float32"
-    if not isinstance(dtype, str) or dtype not in CACHE_DTYPES:
-        raise ConfigError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype!r}")
-    return config, dtype
+        raise ConfigError(
+            "a cache is made for a model or its configuration (lm.model, lm.config), got"
+            f" {model!r:.60}"
+        )
+    return config, dtype_name("cache dtype", "float32" if dtype is None else dtype, "int8")
 
 
 def culled(position: Any) -> Any:
@@ -354,6 +357,29 @@ def _is_donated(cache: KVCache) -> bool:
     """Whether arrays of a cache are gone. Those of NumPy (`jax.device_get`, pickle) never are."""
     leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+
+def check_delta(delta: Any) -> None:
+    """Raise CacheMismatchError for what is no Delta."""
+    if not isinstance(delta, Delta):
+        remedy = ". Give its delta" if hasattr(delta, "delta") else " (forward(...).delta)"
+        raise CacheMismatchError(f"delta must be a Delta, got {type(delta).__name__}{remedy}")
+
+
+def check_mass(cache: KVCache, mass_BS: Any) -> jax.Array:
+    """Attention mass as an array. Raises CacheMismatchError unless it is floats `[B, S]`."""
+    if not isinstance(mass_BS, jax.Array):
+        try:
+            mass_BS = np.asarray(mass_BS)
+        except ValueError:
+            raise CacheMismatchError(f"the mass has ragged rows: {mass_BS!r:.60}") from None
+    if mass_BS.shape != (cache.batch, cache.slots):
+        raise CacheMismatchError(
+            f"the mass is {mass_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
+        )
+    if not jnp.issubdtype(mass_BS.dtype, jnp.floating):
+        raise CacheMismatchError(f"the mass must be floats, got {mass_BS.dtype}")
+    return jnp.asarray(mass_BS, jnp.float32)
 
 
 def check_no_memory(cache: KVCache, what: str) -> None:

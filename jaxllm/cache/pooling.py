@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import MOST_SLOTS, KVCache, check_usable
+from jaxllm.cache.kv import MOST_SLOTS, KVCache, check_mass, check_usable
 from jaxllm.cache.surgery import Ropes, compact, movable_ropes, slot_order, turn_heads
-from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.ops import Entries, cast, dense
 from jaxllm.whole import whole
 
@@ -46,11 +46,7 @@ def pool(
     ropes = _poolable(cache)
     order_BS = slot_order(cache)
     if mass_BS is not None:
-        if mass_BS.shape != (cache.batch, cache.slots):
-            raise CacheMismatchError(
-                f"the mass is {mass_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
-            )
-        mass_BS = jnp.take_along_axis(mass_BS, order_BS, axis=1)
+        mass_BS = jnp.take_along_axis(check_mass(cache, mass_BS), order_BS, axis=1)
     cache = compact(cache)  # slots are ranks now
     return _pooled(cache, ropes, ratio, jnp.int32(sinks), jnp.int32(recent), mass_BS)
 

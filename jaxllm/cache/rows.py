@@ -4,7 +4,7 @@ What rows share is stored once and passed on by reference.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -76,14 +76,20 @@ def select(cache: KVCache, rows: Any) -> KVCache:
     """The cache with these rows in this order, int `[R]`; a row may come more than once.
 
     What all rows share stays shared; the rest is copied. Raises CacheMismatchError for a row that
-    the cache does not have.
+    the cache does not have, and for a mask: `np.flatnonzero(mask)` are its rows.
     """
     check_usable(cache)
-    rows = rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
+    rows = rows if isinstance(rows, jax.Array) else _row_numbers(rows)
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise CacheMismatchError(
+            f"rows must be whole numbers, got {rows.dtype}. Of a mask give np.flatnonzero(mask)"
+        )
     if rows.ndim != 1 or not rows.size:
         raise CacheMismatchError(f"rows must be a list of at least one, got shape {rows.shape}")
-    if not isinstance(rows, jax.core.Tracer) and (rows.min() < 0 or rows.max() >= cache.batch):
-        raise CacheMismatchError(f"rows {rows.tolist()} of a cache of {cache.batch} rows")
+    if not isinstance(rows, jax.core.Tracer):
+        if rows.min() < 0 or rows.max() >= cache.batch:
+            raise CacheMismatchError(f"rows {rows.tolist()} of a cache of {cache.batch} rows")
+        rows = rows.astype(np.int32)
 
     def own(x: jax.Array) -> jax.Array:
         return jnp.take(x, rows, axis=0)
@@ -99,9 +105,19 @@ def select(cache: KVCache, rows: Any) -> KVCache:
     )
 
 
+def _row_numbers(rows: Any) -> np.ndarray:
+    """The rows as an array of integers, or of whatever else was given."""
+    try:
+        found = np.asarray(rows)
+    except (TypeError, ValueError, OverflowError):
+        found = np.zeros((), object)
+    return found.astype(np.int32) if not found.size else found
+
+
 def branch(cache: KVCache, row: int) -> KVCache:
     """One row as a cache of its own. Raises CacheMismatchError for a row that is not there."""
-    return select(cache, [row])
+    check_usable(cache)
+    return select(cache, [whole("row", row, 0, cache.batch - 1, CacheMismatchError)])
 
 
 def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVCache:
@@ -114,9 +130,13 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
     Raises CacheMismatchError for no caches, or caches of different models or formats;
     CapacityError where the tokens do not fit, and inside `jit` when no capacity is given.
     """
+    if not isinstance(caches, Iterable):
+        raise CacheMismatchError(f"merge_rows takes a list of caches, got {caches!r:.60}")
     caches = list(caches)
     for cache in caches:
         check_usable(cache)
+    if capacity is not None:
+        capacity = whole("a cache's capacity", capacity, 1, MOST_SLOTS, CapacityError)
     kinds = {(c.config, c.dtype) for c in caches}
     if len(kinds) != 1:
         known = ", ".join(sorted(f"{config.model_type} in {dtype}" for config, dtype in kinds))

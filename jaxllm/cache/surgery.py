@@ -21,6 +21,7 @@ from jaxllm.cache.kv import (
     KVCache,
     Segment,
     cast_like,
+    check_delta,
     check_no_memory,
     check_usable,
     culled,
@@ -53,7 +54,8 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
     if (n is None) == (to is None):
         raise CapacityError("rewind takes either n, how far, or to, where")
     now_B = cache.next_position_B
-    next_B = now_B - _integers("n", n) if to is None else _integers("to", to)
+    rows = cache.batch
+    next_B = now_B - _integers("n", n, rows) if to is None else _integers("to", to, rows)
     next_B = jnp.broadcast_to(next_B, now_B.shape)
     if _concrete(next_B, now_B) and (int(next_B.min()) < 0 or bool((next_B > now_B).any())):
         raise CapacityError(f"cannot rewind from positions {now_B.tolist()} to {next_B.tolist()}")
@@ -88,7 +90,7 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
 
 def keep_slots(cache: KVCache, mask_BS: Any) -> KVCache:
     """Return `keep` of keys and values alone: a memory stays as it is."""
-    mask_BS = jnp.asarray(mask_BS, bool)
+    mask_BS = _as_mask(mask_BS)
     if mask_BS.shape not in ((1, cache.slots), (cache.batch, cache.slots)):
         raise CacheMismatchError(
             f"the mask is {mask_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
@@ -106,7 +108,8 @@ def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
     """The cache without the tokens at positions `start` to before `stop`; as `keep`."""
     check_usable(cache)
     check_no_memory(cache, "drop_range")
-    inside = [_inside(s.position_BS, start, stop) for s in cache.segments]
+    rows = cache.batch
+    inside = [_inside(s.position_BS, start, stop, rows) for s in cache.segments]
     return _with_positions(
         cache,
         [
@@ -143,6 +146,7 @@ def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
 
 def slot_order(cache: KVCache) -> jax.Array:
     """The slots of each row, tokens first and in the order of their positions, int32 `[B, S]`."""
+    check_usable(cache)
     position_BS = cache.position_BS
     order_BS = jnp.argsort(jnp.where(position_BS < 0, INT32.max, position_BS), axis=1, stable=True)
     return order_BS.astype(jnp.int32)
@@ -161,12 +165,12 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
     """
     check_usable(cache)
     end_B = cache.next_position_B
-    stop_B = end_B if stop is None else _integers("stop", stop)
-    by_B = _integers("by", by)
+    stop_B = end_B if stop is None else _integers("stop", stop, cache.batch)
+    by_B = _integers("by", by, cache.batch)
     alike = all(np.ndim(x) == 0 for x in (by, start, 0 if stop is None else stop))
     moved = []
     for segment in cache.segments:
-        inside = _inside(segment.position_BS, start, None if stop is None else stop_B)
+        inside = _inside(segment.position_BS, start, None if stop is None else stop_B, cache.batch)
         moved.append(segment.position_BS + jnp.where(inside, _column(by_B), 0))
     next_B = end_B + jnp.where((stop_B >= end_B) & (jnp.asarray(start) < end_B), by_B, 0)
     return _moved(cache, moved, next_B, alike)
@@ -186,8 +190,11 @@ def close_gaps(cache: KVCache) -> KVCache:
 
 def slots_at(cache: KVCache, positions_BT: Any) -> jax.Array:
     """The slots that hold these positions, int32 `[B, T]`; -1 where no token has one."""
+    check_usable(cache)
     position_BS = cache.position_BS
     positions_BT = _integers("positions", positions_BT)
+    if positions_BT.ndim != 2 or positions_BT.shape[0] not in (1, cache.batch):
+        raise TokenError(f"positions must be [{cache.batch}, T], got shape {positions_BT.shape}")
     found_BTS = (position_BS[:, None] == positions_BT[:, :, None]) & (positions_BT >= 0)[:, :, None]
     return jnp.where(found_BTS.any(axis=2), found_BTS.argmax(axis=2).astype(jnp.int32), -1)
 
@@ -204,6 +211,7 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
     """
     check_usable(cache)
     check_no_memory(cache, "patch")
+    check_delta(delta)
     at_BT = _integers("slots", at_BT)
     if at_BT.shape != delta.position_BS.shape or at_BT.shape[0] != cache.batch:
         raise CacheMismatchError(
@@ -391,10 +399,12 @@ def _split(cache: KVCache, x_BS: jax.Array) -> list[jax.Array]:
     return jnp.split(x_BS, np.cumsum(sizes)[:-1], axis=1)
 
 
-def _inside(position_BS: jax.Array, start: Any, stop: Any) -> jax.Array:
+def _inside(position_BS: jax.Array, start: Any, stop: Any, rows: int) -> jax.Array:
     """Which slots hold a token in the range; no stop, no end."""
-    inside = (position_BS >= 0) & (position_BS >= _column(_integers("start", start)))
-    return inside if stop is None else inside & (position_BS < _column(_integers("stop", stop)))
+    inside = (position_BS >= 0) & (position_BS >= _column(_integers("start", start, rows)))
+    if stop is None:
+        return inside
+    return inside & (position_BS < _column(_integers("stop", stop, rows)))
 
 
 def _column(x: jax.Array) -> jax.Array:
@@ -402,14 +412,33 @@ def _column(x: jax.Array) -> jax.Array:
     return x.reshape(-1, 1)
 
 
-def _integers(name: str, x: Any) -> jax.Array:
-    """x as int32. Raises TokenError, by name, for what is no such number."""
+def _as_mask(mask: Any) -> jax.Array:
+    """A mask as an array. Raises CacheMismatchError for what is not of True and False."""
+    if not isinstance(mask, jax.Array):
+        try:
+            mask = np.asarray(mask)
+        except ValueError:
+            raise CacheMismatchError(f"the mask has ragged rows: {mask!r:.60}") from None
+    if mask.dtype != bool:
+        raise CacheMismatchError(
+            f"the mask must be of True (keep) and False, got {mask.dtype}. Compare, as in mass > 0"
+        )
+    return jnp.asarray(mask)
+
+
+def _integers(name: str, x: Any, rows: int | None = None) -> jax.Array:
+    """x as int32. Raises TokenError, by name, for what is no such number.
+
+    rows: of the cache, where x is a number or one a row.
+    """
     if not isinstance(x, jax.Array):
         x = whole_array(name, x, TokenError)
         if x.size and (x.min() < -INT32.max or x.max() > INT32.max):
             raise TokenError(f"{name} must fit into 32 bits, got {x.min()} to {x.max()}")
     elif not jnp.issubdtype(x.dtype, jnp.integer):
         raise TokenError(f"{name} must be whole numbers, got {x.dtype}")
+    if rows is not None and x.shape not in ((), (1,), (rows,)):
+        raise TokenError(f"{name} must be a number or [{rows}], one a row; got shape {x.shape}")
     return jnp.asarray(x, jnp.int32)
 
 

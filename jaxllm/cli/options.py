@@ -17,22 +17,12 @@ if TYPE_CHECKING:
     from jaxllm.options import Kind
     from jaxllm.weights.precision import Precision
 
-# What people call the formats of numbers.
-DTYPES = {
-    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
-    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
-    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
-}
-
 
 def dtype_named(name: str | None) -> str | None:
     """A format of numbers by its full name. Raises ConfigError for an unknown name."""
-    if name is None or name in DTYPES:
-        return name and DTYPES[name]
-    raise ConfigError(
-        f"a dtype must be one of {', '.join(dict.fromkeys(DTYPES.values()))} (or"
-        f" fp32, bf16, fp16), got {name!r:.40}"
-    )
+    from jaxllm.whole import dtype_name
+
+    return None if name is None else dtype_name("a dtype", name)
 
 
 def cache_dtype_named(name: str | None) -> str | None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.models.layers import Trace
 from jaxllm.weights.paths import Params
+from jaxllm.whole import check_ids, token_array
 
 
 def receptive_field(
@@ -26,7 +27,9 @@ def receptive_field(
     batch: how many embeddings are moved at a time; each takes as much memory as a run.
     """
     config: Any = model.config
-    token_BT = jnp.asarray(token_T, jnp.int32)[None]
+    token_T = token_array("tokens", token_T)
+    check_ids(token_T, config.vocab_size)
+    token_BT = jnp.asarray(token_T)[None]
     T, D = token_BT.shape[1], config.hidden_size
     position_BT = jnp.arange(T, dtype=jnp.int32)[None]
     normal_TD = jax.random.normal(key, (2, T, D), jnp.float32)

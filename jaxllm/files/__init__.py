@@ -9,6 +9,7 @@ from jaxllm.files.lines import json_lines
 from jaxllm.files.memory import check_memory, give_back, machine_memory
 from jaxllm.files.patterns import compile_pattern
 from jaxllm.files.reading import (
+    as_path,
     inside,
     is_there,
     open_regular,
@@ -31,6 +32,7 @@ from jaxllm.files.writing import (
 )
 
 __all__ = [
+    "as_path",
     "as_schema",
     "check_memory",
     "check_vacant",

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import stat
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def open_regular(path: Path) -> io.BufferedReader:
         return os.fdopen(descriptor, "rb")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+
+
+def as_path(path: Any) -> Path:
+    """A path that a user gave. Raises CheckpointError for what is neither a text nor a Path."""
+    if not isinstance(path, str | PathLike):
+        raise CheckpointError(f"a path must be a text or a Path, got {path!r:.60}")
+    return Path(path)
 
 
 def is_there(path: str | Path) -> bool:

@@ -15,9 +15,10 @@ from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.fixed.given import Given, read_given
 from jaxllm.fixed.slots import Past, empty, fitted, past_after, place
 from jaxllm.fixed.step import Form, Mask, check_form, run_step
+from jaxllm.inputs import check_model
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import Params
-from jaxllm.whole import whole
+from jaxllm.whole import is_number, whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,11 +67,14 @@ class FixedShapeRunner:
     step: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
+        check_model(self.model, self.params)
         check_lengths(self.model, self.num_tokens, self.max_tokens)
         if self.padding not in ("left", "right"):
             raise ConfigError(f"padding must be 'left' or 'right', got {self.padding!r:.40}")
-        if not -np.inf < self.mask_value < 0:
-            raise ConfigError(f"mask_value must be finite and negative, got {self.mask_value}")
+        if not (is_number(self.mask_value) and -np.inf < self.mask_value < 0):
+            raise ConfigError(
+                f"mask_value must be finite and negative, got {self.mask_value!r:.40}"
+            )
         check_form(self.model, self.form(embeddings=False))
 
     @property

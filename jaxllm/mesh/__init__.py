@@ -39,7 +39,7 @@ from jaxllm.mesh.axes import Axes as Axes
 from jaxllm.mesh.axes import parse
 from jaxllm.mesh.meshed import Meshed as Meshed
 from jaxllm.mesh.meshed import meshed as meshed
-from jaxllm.weights.paths import Place
+from jaxllm.weights.paths import Place, check_place
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.reading import Whole
 
@@ -65,9 +65,10 @@ def placed(
         for name, asked in (("exact", exact), ("fsdp", fsdp)):
             if asked:
                 raise ConfigError(f"{name} is of a mesh: give mesh=, or leave it out")
+        check_place(place)
         return models.build(config, precision), None if place is None else Whole(place)
     if place is not None:
         raise ConfigError("mesh= says where every array is, and so does place=: give one of them")
-    axes = parse(mesh) if isinstance(mesh, str) else mesh
+    axes = mesh if isinstance(mesh, Axes) else parse(mesh)
     model = meshed(config, precision, axes, exact=exact, fsdp=fsdp)
     return model, model.reader()

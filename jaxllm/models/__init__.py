@@ -74,6 +74,13 @@ def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
 
     precision: float32 everywhere unless given.
     """
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"config must be a ModelConfig (lm.config), got {config!r:.60}")
+    if not isinstance(precision, Precision | None):
+        raise ConfigError(
+            f"precision must be a Precision, got {precision!r:.60}. Of one format:"
+            " Precision.uniform(dtype)"
+        )
     module: Any = family(config.model_type).module
     built: nn.Module = module(config=config, precision=precision or Precision())
     return built
@@ -121,6 +128,8 @@ def param_shapes(model: nn.Module) -> Params:
 
     One layer of each form is traced, however many a configuration claims.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a Flax module (lm.model), got {model!r:.60}")
     c: ModelConfig = model.config
     forms = [c.form(i) for i in range(c.num_hidden_layers)]
     found = {form: _shapes_of(model.clone(config=c.with_layers([form]))) for form in set(forms)}

@@ -1,5 +1,6 @@
 """The table: every option, its type, what it must be, what it does, and what it goes with."""
 
+import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
@@ -366,7 +367,9 @@ OPTIONS: dict[str, Option] = {
 
 
 def described(function: Function) -> Function:
-    """The function with the table in place of OPTIONS in its docstring."""
+    """The function with the table in place of OPTIONS in its docstring, and with its names in the
+    signature that `help` and editors show.
+    """
     rows = (
         f"{name}{'' if row.default in (None, ()) else f' ({row.default})'}: {row.help}."
         f" {row.meaning[0].upper()}{row.meaning[1:]}."
@@ -377,4 +380,7 @@ def described(function: Function) -> Function:
     )
     lines = map(wrapper.fill, rows)
     function.__doc__ = (function.__doc__ or "").replace("        OPTIONS", "\n".join(lines))
+    named = [p for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
+    named += [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None) for x in OPTIONS]
+    function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return function

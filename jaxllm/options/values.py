@@ -3,6 +3,7 @@
 What is wrong is a TypeError or ValueError; the option's `meaning` says more than these could.
 """
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -115,16 +116,27 @@ def policy(x: Any) -> Overflow | None:
 
 
 def processors(x: Any) -> tuple[Any, ...]:
-    """A list of processors and functions."""
+    """A list of processors and functions of two arguments."""
     found = tuple(instance(list | tuple)(x))
-    if not all(isinstance(p, Processor) or callable(p) for p in found):
+    if not all(isinstance(p, Processor) or takes_two(p) for p in found):
         raise TypeError
     return found
 
 
 def criteria(x: Any) -> tuple[Ends, ...]:
-    """A function or a list of them, as a tuple."""
+    """A function of two arguments or a list of them, as a tuple."""
     found = tuple(x) if isinstance(x, list | tuple) else (x,)
-    if not all(map(callable, found)):
+    if not all(map(takes_two, found)):
         raise TypeError
     return found
+
+
+def takes_two(x: Any) -> bool:
+    """Whether x can be called with two arguments, as far as Python shows its signature."""
+    try:
+        inspect.signature(x).bind(None, None)
+    except ValueError:  # it shows none
+        return callable(x)
+    except TypeError:
+        return False
+    return True

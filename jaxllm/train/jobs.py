@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 
-from jaxllm.adapters import Adapter, LoraConfig, around, attached, fresh, taken, write_adapter
+from jaxllm.adapters import (
+    Adapter,
+    LoraConfig,
+    around,
+    attached,
+    fresh,
+    taken,
+    with_config,
+    write_adapter,
+)
 from jaxllm.api import LM
 from jaxllm.compress.journal import Journal
 from jaxllm.distributed import agree
@@ -24,6 +33,7 @@ from jaxllm.train.trained import ALL, Rules, trainable
 from jaxllm.weights.leaves.adapted import Adapted
 from jaxllm.weights.paths import Params, Placed, map_leaves, of_one_device
 from jaxllm.weights.precision import cast
+from jaxllm.whole import check_seed, dtype_name
 
 V = TypeVar("V")
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -68,6 +78,7 @@ def full(
 
     lm: in float32, since what is trained begins from these numbers.
     """
+    dtype = dtype_name("dtype", dtype)
     precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
     ran = dataclasses.replace(lm, model=lm.model.clone(precision=precision))
 
@@ -90,9 +101,14 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     directory.
 
     seed: of what is drawn. start: an adapter of this configuration to begin with, in place of a
-    new one. Raises ConfigError for targets that are not there.
+    new one. Raises ConfigError for targets that are not there, and for a start of other modules,
+    ranks or scales.
     """
-    adapter = start or fresh(lm.config, lm.params, config, jax.random.key(seed))
+    key = jax.random.key(check_seed(seed))
+    if start is None:
+        adapter = fresh(lm.config, lm.params, config, key)
+    else:
+        adapter = with_config(lm.config, start, config)
     if isinstance(lm.model, Placed):
         attachment = lm.model.beside(lm.params, around(lm.config, adapter))
     else:

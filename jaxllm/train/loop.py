@@ -38,10 +38,12 @@ from jaxllm.train.spread import Form
 from jaxllm.train.step import Metrics, Setup, TrainState, measure, start, train_step
 from jaxllm.train.trained import ALL, Rules, Trained, join, split
 from jaxllm.weights.paths import Params, Placed, later, names_of
+from jaxllm.whole import check_seed, whole
 
 KEEP_SECONDS = 30.0  # between two states that are kept,
 KEEP_SHARE = 20  # and so many times what keeping the last one took
 _SPEED = 20  # steps over which the speed is taken
+MOST_STEPS = (1 << 31) - 1  # steps are counted in int32
 _PREPARING = 0x5EED  # apart from the keys of steps
 
 Say = Callable[[str], None]
@@ -60,7 +62,7 @@ class Plan:
     patience: so many of these without a better one end the run, whose result is then the best; None
     for never. save_steps: steps between two checkpoints, None for none.
 
-    Raises ConfigError for numbers below 1.
+    Raises ConfigError for what is no whole number from 1 up (of the seed: from 0).
     """
 
     steps: int
@@ -71,15 +73,12 @@ class Plan:
     save_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "gradient_accumulation_steps",
-            "eval_steps",
-            "patience",
-            "save_steps",
-        ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        required = ("steps", "gradient_accumulation_steps")
+        for name in (*required, "eval_steps", "patience", "save_steps"):
+            value = getattr(self, name)
+            if value is not None or name in required:
+                object.__setattr__(self, name, whole(name, value, 1, MOST_STEPS, ConfigError))
+        object.__setattr__(self, "seed", check_seed(self.seed))
 
 
 class Record(NamedTuple):

@@ -1,6 +1,8 @@
 """Optimisers as a value: which of optax's methods, its rate over the steps, what decays."""
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
+from jaxllm.files import compile_pattern
 from jaxllm.train.trained import Trained
 from jaxllm.weights.paths import first_match
+from jaxllm.whole import is_number, is_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,31 +47,41 @@ class Optimizer:
     rates: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        shares = {"warmup": self.warmup, "floor": self.floor}
         complaints = [
-            f"{name} must be from 0 to 1, got {value}"
-            for name, value in shares.items()
-            if not 0 <= value <= 1
+            f"{name} must be {meaning}, got {value!r:.40}"
+            for name, (meaning, fits) in _RANGES.items()
+            if not (is_number(value := getattr(self, name)) and fits(value))
+            and not (name == "max_grad_norm" and value is None)
         ]
-        if self.steps < 1:
-            complaints.append(f"steps must be at least 1, got {self.steps}")
-        if not 0 <= self.lr < float("inf"):
-            complaints.append(f"lr must be at least 0, got {self.lr}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            complaints.append(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
-        if not 0 <= self.weight_decay < float("inf"):
-            complaints.append(f"weight_decay must be at least 0, got {self.weight_decay}")
-        complaints += [
-            f"the rate of {regex!r:.40} must be at least 0, got {rate}"
-            for regex, rate in self.rates
-            if not 0 <= rate < float("inf")
-        ]
-        if self.schedule not in SCHEDULES:
+        if is_whole(self.steps) and self.steps >= 1:
+            object.__setattr__(self, "steps", operator.index(self.steps))
+        else:
+            complaints.append(f"steps must be a whole number from 1 up, got {self.steps!r:.40}")
+        complaints += self._wrong_rates()
+        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             complaints.append(
                 f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r:.40}"
             )
         if complaints:
             raise ConfigError("; ".join(complaints))
+
+    def _wrong_rates(self) -> list[str]:
+        """What is wrong with the rows of `rates`, which become tuples. Raises ConfigError for a
+        broken regex.
+        """
+        if not isinstance(self.rates, tuple | list) or not all(
+            isinstance(row, tuple | list) and len(row) == 2 for row in self.rates
+        ):
+            return [f"rates must be rows (regex, rate), got {self.rates!r:.60}"]
+        object.__setattr__(self, "rates", tuple(map(tuple, self.rates)))
+        for regex, _ in self.rates:
+            compile_pattern(regex, "rates")
+        meaning, fits = _RANGES["lr"]
+        return [
+            f"the rate of {regex!r:.40} must be {meaning}, got {rate!r:.40}"
+            for regex, rate in self.rates
+            if not (is_number(rate) and fits(rate))
+        ]
 
     def rate_at(self, step: jax.Array) -> jax.Array:
         """The rate of step `step`, of which the first is 0."""
@@ -113,6 +127,19 @@ class Optimizer:
     def _reference(self) -> float:
         """The peak that AdamW runs with: `lr`, or 1 if others are relative to it and it is 0."""
         return self.lr or (1.0 if self.rates else 0.0)
+
+
+# What the numbers of an optimiser must be; none of these is true of NaN.
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "lr": ("at least 0", lambda x: 0 <= x < math.inf),
+    "warmup": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    "floor": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    "max_grad_norm": ("above 0", lambda x: 0 < x < math.inf),
+    "weight_decay": ("at least 0", lambda x: 0 <= x < math.inf),
+    "b1": ("from 0 to below 1", lambda x: 0 <= x < 1),
+    "b2": ("from 0 to below 1", lambda x: 0 <= x < 1),
+    "eps": ("above 0", lambda x: 0 < x < math.inf),
+}
 
 
 def decays(trained: Trained) -> dict[str, bool]:

@@ -25,6 +25,7 @@ from jaxllm.weights.formats import as_leaf, can_stack, format_of
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import exactly
+from jaxllm.whole import check_seed
 
 DEVIATION = 0.02  # of the router's weights
 
@@ -44,7 +45,7 @@ def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
         )
     make = next(iter(known.values()))
     config = make(lm.config, num_experts=experts, num_experts_per_tok=per_token)
-    params, key = dict(lm.params), jax.random.key(seed)
+    params, key = dict(lm.params), jax.random.key(check_seed(seed))
     for number in range(config.num_hidden_layers):
         name = f"{models.family(config.model_type).layers}.{number}"
         stacks = map_leaves(partial(_copies, experts, f"{name}.mlp."), params[name]["mlp"])

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from jaxllm.files import compile_pattern
 
 Params = dict[str, Any]
@@ -224,8 +225,26 @@ def named_arrays(
     return named, structure
 
 
+def check_params(params: Any) -> None:
+    """Raise ConfigError for what is no dict of parameters."""
+    if not isinstance(params, Mapping):
+        got = type(params).__name__ if hasattr(params, "apply") else f"{params!r:.60}"
+        raise ConfigError(f"params must be a dict of arrays, got {got}. Of an LM give lm.params")
+    if params.keys() == {"params"}:
+        raise ConfigError(
+            'params must be the parameters alone, got {"params": ...}. Give what is under "params"'
+        )
+
+
+def check_place(place: Any) -> None:
+    """Raise ConfigError for what is no `Place`, nor None."""
+    if place is not None and not callable(place):
+        raise ConfigError(f"place must be a function of (path, array), got {place!r:.60}")
+
+
 def put(tree: V, place: Place | None, prefix: str = "") -> V:
     """The tree with each of its arrays where `place` says. prefix: what comes before each path."""
+    check_place(place)
     if place is None:
         return tree
     named, structure = named_arrays(tree, prefix)

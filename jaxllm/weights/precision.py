@@ -5,7 +5,6 @@ Norms, rotary angles, softmax, accumulation and logits are float32 whatever is c
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +13,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema, compile_pattern, complaints_of
 from jaxllm.weights.formats import Weight, as_format, format_of, parse
 from jaxllm.weights.leaves.arrays import DTYPES
-from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
+from jaxllm.weights.paths import Params, check_params, first_match, flatten, map_leaves
 from jaxllm.weights.quantize import Rules, format_at, rules_of
+from jaxllm.whole import dtype_name, format_name
 
 CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 
@@ -33,12 +33,13 @@ class Override:
     output: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", format_name(self.weights))
+        for name in ("activations", "output"):
+            if getattr(self, name) is not None:
+                _name_format(self, name)
         _check_fields(self)
         if self.weights is not None:
             parse(self.weights)
-        for name in ("activations", "output"):
-            if (value := getattr(self, name)) is not None:
-                _check(name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,8 @@ class Precision:
     each layer; a row that is silent on a field is passed over for it. A module computes in its own
     activations format and hands its result back in the format of the stream it was given.
 
-    Raises ConfigError for an unknown format or a broken regex.
+    Formats are names, short ones too ("bf16"), or dtypes of NumPy, JAX or PyTorch, and are kept as
+    full names. Raises ConfigError for an unknown format or a broken regex.
     """
 
     weights: str = "float32"
@@ -68,10 +70,11 @@ class Precision:
     overrides: tuple[tuple[str, Override], ...] = ()
 
     def __post_init__(self) -> None:
+        _name_format(self, "weights")
+        _name_format(self, "activations")
+        _name_format(self, "cache", "int8")
+        object.__setattr__(self, "quantize", format_name(self.quantize))
         _check_fields(self)
-        _check("weights", self.weights)
-        _check("activations", self.activations)
-        _check("cache", self.cache, CACHE_DTYPES)
         if self.quantize is not None:
             rules_of(self.quantize)
         for regex, _ in self.overrides:
@@ -79,7 +82,8 @@ class Precision:
 
     @classmethod
     def uniform(cls, dtype: str) -> "Precision":
-        """The same format everywhere."""
+        """The same format everywhere; `dtype` as `load` takes it."""
+        dtype = dtype_name("dtype", dtype)
         return cls(weights=dtype, activations=dtype, cache=dtype)
 
     @classmethod
@@ -92,7 +96,10 @@ class Precision:
         return precision
 
     def in_dtype(self, dtype: str) -> "Precision":
-        """With weights, activations and cache in one format; what is quantized stays so."""
+        """With weights, activations and cache in one format, as `load` takes it; what is quantized
+        stays so.
+        """
+        dtype = dtype_name("dtype", dtype)
         return dataclasses.replace(self, weights=dtype, activations=dtype, cache=dtype)
 
     def unquantized(self) -> "Precision":
@@ -141,7 +148,7 @@ class Precision:
 
 def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
     """Quantization rules as a value that hashes. Raises what `rules_of` raises."""
-    rows = rules_of(rules)
+    rows, rules = rules_of(rules), format_name(rules)
     return rules if isinstance(rules, str) else tuple(rows)
 
 
@@ -177,6 +184,12 @@ def _any_layer(path: str) -> str:
 
 def cast(params: Params, precision: Precision) -> Params:
     """The parameters with every leaf in the format that `precision` keeps it in."""
+    check_params(params)
+    if not isinstance(precision, Precision):
+        raise ConfigError(
+            f"precision must be a Precision, got {precision!r:.60}. Of one format:"
+            " Precision.uniform(dtype)"
+        )
     return map_leaves(precision.cast, params)
 
 
@@ -185,6 +198,7 @@ def _check_fields(instance: Any) -> None:
         raise ConfigError(f"precision: {'; '.join(complaints)}")
 
 
-def _check(name: str, dtype: str, known: Mapping[str, Any] = DTYPES) -> None:
-    if dtype not in known:
-        raise ConfigError(f"precision: {name} must be one of {', '.join(known)}, got {dtype!r}")
+def _name_format(instance: Any, name: str, *more: str) -> None:
+    """Write the field's number format by its full name."""
+    found = dtype_name(f"precision: {name}", getattr(instance, name), *more)
+    object.__setattr__(instance, name, found)

@@ -8,7 +8,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema, compile_pattern
 from jaxllm.weights.formats import STACKED, Weight, as_format, can_stack, dense, parse
 from jaxllm.weights.leaves import sparse
-from jaxllm.weights.paths import Params, first_match, map_leaves
+from jaxllm.weights.paths import Params, check_params, first_match, map_leaves
+from jaxllm.whole import format_name
 
 Rules = str | Sequence[tuple[str, str | None]]
 
@@ -28,6 +29,7 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
 
     Raises ConfigError for a row of another form, a broken regex or an unknown format.
     """
+    rules = format_name(rules)
     if isinstance(rules, str):
         parse(rules)
         rows = [POSITIONS, ROUTER]
@@ -40,8 +42,8 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
     for regex, name in rows:
         compile_pattern(regex, "quantization rule")
         if name is not None:
-            parse(name)
-    return list(rows)
+            parse(format_name(name))
+    return [(regex, format_name(name)) for regex, name in rows]
 
 
 def format_at(rules: Rules, path: str, ndim: int) -> str | None:
@@ -69,6 +71,8 @@ def quantize(params: Params, rules: Rules) -> Params:
     Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
     """
 
+    check_params(params)
+
     def change(path: str, leaf: Weight) -> Weight:
         name = format_at(rules, path, leaf.ndim)
         return leaf if name is None else as_format(leaf, name)
@@ -78,4 +82,5 @@ def quantize(params: Params, rules: Rules) -> Params:
 
 def dequantize(params: Params) -> Params:
     """The parameters with every leaf an array: float32 for integers, bfloat16 for packed ones."""
+    check_params(params)
     return map_leaves(lambda _, leaf: jnp.asarray(dense(leaf)), params)

@@ -128,7 +128,7 @@ def test_a_cache_of_another_model_is_refused_by_the_field_that_differs(lm: Any) 
         jaxllm.init_cache(model.config, 1, 8, dtype="int4")
     with pytest.raises(ConfigError, match="cache must be one of"):
         Precision(cache="int4")
-    with pytest.raises(ConfigError, match="weights must be one of float32, bfloat16, float16,"):
+    with pytest.raises(ConfigError, match="weights must be one of float32, bfloat16, float16 "):
         Precision(weights="int8")
 
 

@@ -224,8 +224,14 @@ def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
 
 
 def test_bad_plans_are_refused() -> None:
-    with pytest.raises(ConfigError, match="steps must be at least 1, got 0"):
-        Plan(steps=0)
+    for wrong in (0, 1.5, True, "3", None, 1 << 40):
+        for name in ("steps", "accumulate"):
+            with pytest.raises(ConfigError, match=f"{name} must be a whole number from 1 "):
+                Plan(**{"steps": 1, name: wrong})
+    for seed in (-1, 1.0, "a", None, 1 << 32):
+        with pytest.raises(ConfigError, match="seed must be a whole number from 0 "):
+            Plan(steps=1, seed=seed)  # type: ignore[arg-type]
+    assert Plan(steps=np.int64(3)) == Plan(steps=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="patience needs held-out data"):
         run(plan=Plan(steps=2, patience=1))
     with pytest.raises(ConfigError, match="no label of the data counts"):

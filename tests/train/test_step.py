@@ -1,6 +1,7 @@
 """The compiled step against torch: losses, gradients, accumulation, AdamW."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -223,7 +224,19 @@ def test_rules_that_name_nothing_are_refused(tiny: Any) -> None:
     [
         ({"lr": -1.0}, "lr must be at least 0"),
         ({"warmup": 2.0}, "warmup must be from 0 to 1"),
-        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": 0}, "steps must be a whole number from 1 up"),
+        ({"steps": 2.5}, "steps must be a whole number from 1 up, got 2.5"),
+        ({"steps": True}, "steps must be a whole number from 1 up, got True"),
+        ({"rate": "x"}, "rate must be above 0, got 'x'"),
+        ({"rate": True}, "rate must be above 0, got True"),
+        ({"warmup": None}, "warmup must be from 0 to 1, got None"),
+        ({"clip": math.inf}, "clip must be above 0, got inf"),
+        ({"b1": 2.0, "b2": math.nan}, "b1 must be from 0 to below 1.*b2 must be from 0 to below 1"),
+        ({"eps": -1.0}, "eps must be above 0"),
+        ({"rates": 5}, "rates must be rows"),
+        ({"rates": ((".*", "x"),)}, "the rate of '.*' must be above 0"),
+        ({"rates": (("(", 0.1),)}, "no valid regex"),
+        ({"schedule": ["sine"]}, "schedule must be one of"),
         ({"schedule": "sine"}, "schedule must be one of cosine, linear, constant"),
         (
             {"max_grad_norm": 0.0, "weight_decay": -1.0},

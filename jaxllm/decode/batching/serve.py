@@ -30,7 +30,7 @@ from jaxllm.decode.loops.text import NO_TOKEN, Finish, padded_eos
 from jaxllm.decode.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.distributed import fetched
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
-from jaxllm.inputs import check_border, warn_of_stretch
+from jaxllm.inputs import check_border, check_model, warn_of_stretch
 from jaxllm.shapes import pad_rows
 from jaxllm.weights.leaves.adapted import NONE
 from jaxllm.weights.paths import Params
@@ -108,10 +108,13 @@ def serve(
     others go on. Raises CapacityError for sizes that are no whole numbers from 1 up, or exceed the
     machine's memory.
     """
+    check_model(model, params)
     chunk = whole("chunk", chunk, 1, MOST_SLOTS, CapacityError)
     burst = whole("burst", burst, 1, MOST_BURST, CapacityError)
     rows = whole("rows", rows, 1, MOST_SLOTS, CapacityError)
     capacity = whole("capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    if not isinstance(requests, Iterable):
+        raise SamplingError(f"requests must be a list or an iterator, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
     now = _Loop(cache, _no_text(rows, capacity), {}, {})
     source, more = iter(requests), True
@@ -128,6 +131,8 @@ def serve(
             if isinstance(request, Refusal):
                 yield Event(request.id, None, None, None, request.error, step)
                 continue
+            if not isinstance(request, Request):
+                raise SamplingError(f"a request must be a jaxllm.Request, got {request!r:.60}")
             if _is_cancelled(request):
                 yield Event(request.id, None, None, Finish.CANCELLED, None, step)
                 continue

@@ -18,16 +18,23 @@ import numpy as np
 from flax import struct
 
 from jaxllm.cache.growth import unchecked_commit
-from jaxllm.cache.kv import KVCache, cache_nbytes, init_cache, where_placed
+from jaxllm.cache.kv import KVCache, cache_nbytes, check_usable, init_cache, where_placed
 from jaxllm.cache.rows import select
 from jaxllm.cache.surgery import slot_order
 from jaxllm.decode.loops.room import check_going_on
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, check_positions, padded_eos
-from jaxllm.decode.sampling.sampler import GREEDY, Context, Processor, Sampler, process
+from jaxllm.decode.sampling.sampler import (
+    GREEDY,
+    Context,
+    Processor,
+    Sampler,
+    check_sampler,
+    process,
+)
 from jaxllm.distributed import fetched
 from jaxllm.errors import SamplingError
 from jaxllm.files import check_memory
-from jaxllm.inputs import checked_prompts
+from jaxllm.inputs import check_model, checked_prompts
 from jaxllm.shapes import bucket
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
@@ -118,6 +125,10 @@ def beam_search(
     Raises what `prefill` raises, SamplingError for an option out of its range, CapacityError when
     prompt and new tokens do not fit into the model.
     """
+    check_model(model, params)
+    check_sampler(sampler)
+    if cache is not None:
+        check_usable(cache)
     _check(num_beams, max_new_tokens, num_return_sequences, length_penalty, early_stopping)
     tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape

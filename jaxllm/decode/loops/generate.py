@@ -17,10 +17,10 @@ from jaxllm.decode.loops.overflow import Full, Overflow, made_room
 from jaxllm.decode.loops.room import check_going_on, check_room, recent_part, texts
 from jaxllm.decode.loops.state import Fixed, Limits, State, advance, running, sample, until_ended
 from jaxllm.decode.loops.text import NO_TOKEN, Finish, new_tokens, padded_eos
-from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of
+from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, check_sampler, keys_of
 from jaxllm.distributed import fetched
 from jaxllm.errors import SamplingError
-from jaxllm.inputs import checked_prompts
+from jaxllm.inputs import check_model, checked_prompts
 from jaxllm.programs import Program
 from jaxllm.shapes import bucket
 from jaxllm.steps import Mass, prefill
@@ -125,7 +125,10 @@ def stream(
 
 def _until_of(options: Options) -> tuple[Until | None, Any]:
     """What is asked after every token, and the other options."""
-    return options.get("until"), {k: v for k, v in options.items() if k != "until"}
+    until = options.get("until")
+    if until is not None and not callable(until):
+        raise SamplingError(f"until must be a function of the newest tokens, got {until!r:.60}")
+    return until, {k: v for k, v in options.items() if k != "until"}
 
 
 def _begin(
@@ -149,6 +152,12 @@ def _begin(
 
     then: what runs next, which is compiled at the same time as the prefill.
     """
+    check_model(model, params)
+    check_sampler(sampler)
+    if overflow is not None and not isinstance(overflow, Overflow):
+        raise SamplingError(
+            f"overflow must be a policy of jaxllm.decode.loops.overflow, got {overflow!r:.60}"
+        )
     tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape
     budget_B = new_tokens(max_new_tokens, B)

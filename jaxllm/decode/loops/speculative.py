@@ -35,9 +35,16 @@ from jaxllm.decode.loops.text import (
     new_tokens,
     padded_eos,
 )
-from jaxllm.decode.sampling.sampler import GREEDY, Context, Sampler, keys_of, process
+from jaxllm.decode.sampling.sampler import (
+    GREEDY,
+    Context,
+    Sampler,
+    check_sampler,
+    keys_of,
+    process,
+)
 from jaxllm.errors import ConfigError, SamplingError
-from jaxllm.inputs import check_border, checked_prompts
+from jaxllm.inputs import check_border, check_model, checked_prompts
 from jaxllm.shapes import bucket
 from jaxllm.steps import prefill, run
 from jaxllm.weights.paths import Params
@@ -113,6 +120,15 @@ def speculative_generate(
     when the text does not fit into either model's positions, ConfigError for models whose rotary
     angles would change with the text's length, and what `prefill` raises.
     """
+    check_model(model, params)
+    check_sampler(sampler)
+    if not isinstance(draft, PromptLookup):
+        if not isinstance(draft, tuple | list) or len(draft) != 2:
+            raise SamplingError(
+                f"draft must be (model, params) or a PromptLookup, got {type(draft).__name__}. Of"
+                " an LM give (lm.model, lm.params)"
+            )
+        check_model(*draft)
     tokens_BT, prompt_B = checked_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape
     budget_B = new_tokens(max_new_tokens, B)

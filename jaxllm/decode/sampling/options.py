@@ -35,6 +35,13 @@ def make_sampler(
 
     Raises SamplingError for a name that is not in the table or a value out of its range.
     """
+    if not isinstance(logits_processor, list | tuple) or not all(
+        isinstance(p, Processor) or callable(p) for p in logits_processor
+    ):
+        raise SamplingError(
+            "logits_processor must be a list of Processors and functions of (scores, Context), got"
+            f" {logits_processor!r:.60}"
+        )
     if unknown := [
         f"no sampling option {x}{nearest(x, PROCESSORS)}" for x in options.keys() - PROCESSORS
     ]:

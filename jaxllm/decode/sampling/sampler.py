@@ -88,6 +88,12 @@ class Sampler(struct.PyTreeNode):
         )
 
 
+def check_sampler(sampler: Any) -> None:
+    """Raise SamplingError for what is no Sampler."""
+    if not isinstance(sampler, Sampler):
+        raise SamplingError(f"sampler must be a Sampler (make_sampler), got {sampler!r:.60}")
+
+
 GREEDY = Sampler(greedy=True)
 
 
@@ -98,7 +104,15 @@ class Function(Processor):
     function: Callable[[jax.Array, Context], Any] = struct.field(pytree_node=False)
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        found_BV = jnp.asarray(self.function(scores_BV, context))
+        try:
+            found_BV = jnp.asarray(self.function(scores_BV, context))
+        except (TypeError, AttributeError) as error:  # as of the arguments in another order
+            raise SamplingError(
+                "a logits_processor must be a function of (scores [B, V], Context) in JAX that"
+                f" returns scores; this one raised {type(error).__name__}: {error!s:.200}."
+                " transformers' functions take (input_ids, scores): swap them, the ids so far are"
+                " in Context.token_BL"
+            ) from error
         if found_BV.shape != scores_BV.shape or not jnp.issubdtype(found_BV.dtype, jnp.floating):
             raise SamplingError(
                 f"a logits_processor must give float scores {scores_BV.shape} back, got"
@@ -116,6 +130,16 @@ def sample(key: jax.Array, logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
     Raises NonFiniteError for a row with NaN, with +inf, or of nothing but -inf. Inside `jit`, where
     nothing can be raised, such a row gives some token: look at its logits there.
     """
+    check_sampler(sampler)
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise SamplingError(f"key must be a jax.random.key, or one for each row; got {key!r:.60}")
+    if not (hasattr(logits_BV, "dtype") and jnp.issubdtype(logits_BV.dtype, jnp.floating)):
+        raise SamplingError(f"logits must be an array of floats [B, V], got {logits_BV!r:.60}")
+    if logits_BV.ndim != 2 or key.shape not in ((), logits_BV.shape[:1]):
+        raise SamplingError(
+            f"logits must be [B, V] and there is one key or one for each row; got logits"
+            f" {logits_BV.shape}, keys {key.shape}"
+        )
     token_B, sound_B = _sample(key, logits_BV, sampler)
     if not isinstance(sound_B, jax.core.Tracer) and not (sound_B := np.asarray(sound_B)).all():
         row = int(np.argmin(sound_B))
@@ -161,6 +185,7 @@ def row_keys(seed: int, rows: int) -> jax.Array:
     Raises SamplingError for a seed outside 0 ... 2**64 - 1.
     """
     seed = whole("seed", seed, 0, (1 << 64) - 1)
+    rows = whole("rows", rows, 0, (1 << 31) - 1)
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     keys: jax.Array = _ROW_KEYS(words, rows)
     return keys

@@ -19,7 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.evaluate.equivalence.sides import Case, Decoded, by_position, held
 from jaxllm.evaluate.equivalence.stages import stage_names
 from jaxllm.models import FAMILIES, family
-from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.whole import dtype_name
 
 TAPS = "jaxllm_taps"
 
@@ -41,8 +41,7 @@ class Transformers:
 
         Raises ConfigError for another format, or where torch or transformers are not installed.
         """
-        if dtype not in DTYPES:
-            raise ConfigError(f"the reference's dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
+        dtype = dtype_name("the reference's dtype", dtype)
         torch, transformers = _import()
         with _quiet(transformers.utils.logging):
             model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -15,10 +15,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxllm.cache.kv import KVCache, Segment
+from jaxllm.cache.kv import KVCache, Segment, check_usable
 from jaxllm.config import ModelConfig
 from jaxllm.errors import TokenError
-from jaxllm.inputs import check_values
+from jaxllm.inputs import check_model, check_values, shape_of
 from jaxllm.models import family
 from jaxllm.models.family import Family
 from jaxllm.models.layers import Trace
@@ -63,7 +63,12 @@ def stages(
 
     Raises TokenError for ids, positions or shapes that do not fit the model.
     """
+    check_model(model, params)
+    tokens_BT = whole_array("tokens", tokens_BT, TokenError)
+    if cache is not None:
+        check_usable(cache)
     if positions_BT is None:
+        shape_of(tokens_BT)
         start_B = np.zeros(len(tokens_BT), np.int32)
         start_B = start_B if cache is None else np.asarray(cache.next_position_B)
         positions_BT = start_B[:, None] + np.arange(np.shape(tokens_BT)[-1], dtype=np.int32)[None]

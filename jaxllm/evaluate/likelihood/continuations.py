@@ -15,6 +15,7 @@ from jaxllm.evaluate.likelihood.score import check_loader, score
 from jaxllm.evaluate.likelihood.windows import Span, rolling
 from jaxllm.progress import steps_bar
 from jaxllm.weights.paths import Params
+from jaxllm.whole import token_array
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -52,7 +53,8 @@ def continuation_likelihoods(
                 f"pair {number}: a continuation of {len(continuation)} tokens does not fit a"
                 f" length of {max_length}"
             )
-        ids = np.asarray([*context, *continuation][-(max_length + 1) :], np.int32)
+        parts = [token_array(f"pair {number}", part) for part in (context, continuation)]
+        ids = np.concatenate(parts)[-(max_length + 1) :]
         documents.append(ids)
         spans.append(Span(number, 0, len(ids), len(ids) - len(continuation)))
     return _each(model, params, documents, spans, max_length, batch, show_progress)
@@ -72,7 +74,7 @@ def document_logprobs(
     documents: token ids, the first one the prefix token that is only conditioned on. Every other
     token counts once (`windows.rolling`). Raises as `continuation_likelihoods`.
     """
-    arrays = [np.asarray(ids, np.int32) for ids in documents]
+    arrays = [token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
     spans = [s for n, ids in enumerate(arrays) for s in rolling(len(ids), max_length + 1, 0, n)]
     total_D = np.zeros(len(arrays))
     each = _each(model, params, arrays, spans, max_length, batch, show_progress)

@@ -7,7 +7,7 @@ follows it, a small JSON-able dict; given one of these, it yields exactly the ba
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,6 +19,7 @@ from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
 from jaxllm.files import as_schema, json_lines
 from jaxllm.shapes import pad_rows, power_of_two
+from jaxllm.whole import token_array
 
 State = Mapping[str, Any]
 
@@ -162,7 +163,9 @@ def loader(
         raise ConfigError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1 window, got {limit}")
-    arrays = [_ids(document, number) for number, document in enumerate(documents)]
+    if not isinstance(documents, Iterable):
+        raise TokenError(f"documents must be a list of documents, got {documents!r:.60}")
+    arrays = [token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
     stride = window if stride is None else stride
     spans = [
         span
@@ -200,14 +203,3 @@ def read_documents(path: Path) -> list[str] | list[list[int]]:
     if not documents or len({type(document) for document in documents}) > 1:
         raise TokenError(f'{path} should hold documents, all with "text" or all with "tokens"')
     return documents
-
-
-def _ids(document: Sequence[int], number: int) -> np.ndarray:
-    ids = np.asarray(document)
-    if ids.size == 0:
-        return np.zeros(0, np.int32)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise TokenError(f"document {number} should be a list of token ids, got {document!r:.60}")
-    if ids.min() < 0 or ids.max() >= 1 << 31:
-        raise TokenError(f"document {number} has an id outside int32's range")
-    return ids.astype(np.int32)

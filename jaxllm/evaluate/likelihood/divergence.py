@@ -26,6 +26,7 @@ from jaxllm.evaluate.likelihood.score import (
     first_column,
     logits,
 )
+from jaxllm.inputs import check_model
 from jaxllm.ops.likelihood import map_rows, picked
 from jaxllm.weights.paths import Params, among_of
 
@@ -99,6 +100,8 @@ def divergence(
     journal: as for `perplexity`. Memory: the float32 logits `[B, T, V]` of both. Raises ConfigError
     where the vocabularies differ in size, else what `perplexity` raises.
     """
+    check_model(model, params)
+    check_model(other_model, other_params)
     check_pair(model, other_model)
     for one in (model, other_model):
         check_loader(one, loader)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.evaluate.likelihood.passes import Columns, over
 from jaxllm.evaluate.likelihood.score import check_loader, score
+from jaxllm.inputs import check_model
 from jaxllm.weights.paths import Params
 
 
@@ -87,6 +88,7 @@ def token_logprobs(
     show_progress: bool | None = None,
 ) -> np.ndarray:
     """The log-probability of every token that counts, float32 `[N]`, in the loader's order."""
+    check_model(model, params)
     check_loader(model, loader)
 
     def each(batch: Batch) -> Columns:

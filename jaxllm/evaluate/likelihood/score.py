@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import CapacityError, NonFiniteError
+from jaxllm.errors import CapacityError, ConfigError, NonFiniteError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.ops.likelihood import log_likelihood
 from jaxllm.steps import run
@@ -69,6 +69,11 @@ def first_column(x_BT: jax.Array) -> jax.Array:
 
 def check_loader(model: nn.Module, loader: Loader) -> None:
     """Raise TokenError for ids outside the vocabulary, CapacityError for rows too long to run."""
+    if not isinstance(loader, Loader):
+        raise ConfigError(
+            "loader must be a Loader, made by jaxllm.evaluate.likelihood.data.loader(documents,"
+            f" window=...), got {loader!r:.60}"
+        )
     config = model.config
     if loader.width - 1 > config.context_length:
         raise CapacityError(

@@ -25,6 +25,7 @@ from jaxllm.evaluate.likelihood.divergence import (
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
 from jaxllm.files import writing
+from jaxllm.inputs import check_model
 from jaxllm.progress import steps_bar
 from jaxllm.weights.formats import dense, parse
 from jaxllm.weights.paths import Params, Placed, among_of, first_match, flatten, map_leaves
@@ -90,6 +91,7 @@ def sensitivity(
     ConfigError for an unknown format or `by`, else what `perplexity` raises.
     """
     parse(format)
+    check_model(model, params)
     check_loader(model, loader)
     many = model if isinstance(model, Placed) else None
     params = params if many is None else many.whole(params)

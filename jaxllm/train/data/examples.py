@@ -3,12 +3,15 @@
 import dataclasses
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jaxllm.errors import TokenError
+from jaxllm.errors import ConfigError, TokenError
 from jaxllm.train.data.rows import Example
+from jaxllm.whole import token_array, whole
+
+_MOST_ID = (1 << 31) - 1
 
 # What becomes of an example that is longer than a row:
 #   split: it goes on in further rows, each of which sees nothing of the one before.
@@ -53,7 +56,7 @@ class Growing:
 
     def extend(self, token_T: Any, counts_T: Any = None) -> None:
         """More tokens of the example at hand; counts_T: which are learned, by default all."""
-        ids = np.ascontiguousarray(token_T, np.int32)
+        ids = token_array(f"example {len(self._begin) - 1}", token_T)
         if counts_T is not None and self._counts is None:
             self._counts = bytearray(b"\1") * len(self._tokens)
         self._tokens.frombytes(ids.tobytes())
@@ -68,7 +71,11 @@ class Growing:
     def done(
         self, long: Long, bos: int | None, source: Mapping[str, Any] | None = None
     ) -> Examples:
-        """All of them. Raises TokenError where there is none."""
+        """All of them. Raises TokenError where there is none, ConfigError for another `long`."""
+        if long not in (known := get_args(Long)):
+            raise ConfigError(f"long must be one of {', '.join(known)}, got {long!r:.40}")
+        if bos is not None:
+            bos = whole("bos", bos, 0, _MOST_ID, TokenError)
         if len(self._begin) == 1:
             raise TokenError("there is no data to train on: no examples")
         counts_N = None if self._counts is None else np.frombuffer(self._counts, bool)
@@ -89,10 +96,22 @@ def from_examples(
     Raises TokenError for token ids and marks of unequal lengths, and where there is no example.
     """
     growing = Growing()
-    for number, (token_T, counts_T) in enumerate(examples):
-        if len(token_T) != len(counts_T):
+    for number, example in enumerate(_each(examples)):
+        if not isinstance(example, tuple | list) or len(example) != 2:
             raise TokenError(
-                f"example {number} has {len(token_T)} tokens and {len(counts_T)} marks of what is"
+                f"example {number} must be an Example(token ids, marks of what is learned), got"
+                f" {example!r:.60}"
+            )
+        token_T = token_array(f"example {number}", example[0])
+        counts_T = np.asarray(example[1])
+        if counts_T.dtype.kind != "b" and counts_T.size:
+            raise TokenError(
+                f"example {number}: marks of what is learned must be True or False, got"
+                f" {counts_T.dtype}"
+            )
+        if counts_T.shape != token_T.shape:
+            raise TokenError(
+                f"example {number} has {len(token_T)} tokens and {counts_T.size} marks of what is"
                 " learned: give one for each"
             )
         growing.extend(token_T, counts_T)
@@ -103,12 +122,21 @@ def from_examples(
 def from_ids(
     documents: Iterable[Any], *, bos: int | None = None, source: Mapping[str, Any] | None = None
 ) -> Examples:
-    """Documents of token ids, all of which are learned. Raises TokenError where there is none."""
+    """Documents of token ids, all of which are learned; the rows of a matrix are documents.
+
+    Raises TokenError where there is none, and for what is no list of ids from 0 to 2**31 - 1.
+    """
     growing = Growing()
-    for ids in documents:
+    for ids in _each(documents):
         growing.extend(ids)
         growing.end()
     return growing.done("split", bos, source)
+
+
+def _each(documents: Any) -> Iterable[Any]:
+    if not isinstance(documents, Iterable):
+        raise TokenError(f"give a list of texts, of token ids each; got {documents!r:.60}")
+    return documents
 
 
 def _ints(numbers: "array[int]") -> np.ndarray:

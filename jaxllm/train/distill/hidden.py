@@ -21,6 +21,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED, Ints
 from jaxllm.weights.paths import Params
+from jaxllm.whole import check_seed
 
 PLACE = "distill"
 By = Literal["mse", "cosine"]
@@ -78,7 +79,7 @@ def with_projections(
     if student.hidden_size == teacher.hidden_size:
         return params
     shape = (teacher.hidden_size, student.hidden_size)
-    rng, made = np.random.default_rng(seed), {}
+    rng, made = np.random.default_rng(check_seed(seed)), {}
     for layer in dict.fromkeys(layer for layer, _ in hidden.pairs):
         drawn = rng.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
         made[str(layer)] = {"weight": jax.device_put(drawn)}

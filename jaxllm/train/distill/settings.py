@@ -27,7 +27,7 @@ from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -57,7 +57,7 @@ class Distillation:
     new_tokens: Whole = 128
     sample_temperature: Positive = 1.0
     hidden: Literal["mse", "cosine"] | None = None
-    hidden_weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    hidden_weight: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 1.0
     pairs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.weights.paths import Params, first_match, map_leaves
 from jaxllm.weights.precision import Precision
+from jaxllm.whole import check_seed
 
 Choice = Literal["even", "influence"]
 
@@ -129,7 +130,7 @@ def fresh(config: ModelConfig, seed: int, deviation: float = 0.02) -> Params:
     deviation: the standard deviation; of matrices that write into the stream less, by the square
     root of their number (Radford et al. 2019, GPT-2, section 2.3).
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(check_seed(seed))
     out = deviation / math.sqrt(2 * config.num_hidden_layers)
     rules = ((_BIAS, (0.0, 0.0)), (_NORM, (1.0, 0.0)), (_OUT, (0.0, out)), (".*", (0.0, deviation)))
 

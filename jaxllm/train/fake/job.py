@@ -12,6 +12,7 @@ from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params, Placed, later, of_one_device
 from jaxllm.weights.precision import cast, exactly, freeze
 from jaxllm.weights.quantize import Rules
+from jaxllm.whole import dtype_name
 
 
 def qat(
@@ -36,6 +37,7 @@ def qat(
     """
     if learned_inputs and observed is None:
         raise ConfigError("steps of inputs are learned from observed ones: there are none")
+    dtype = dtype_name("dtype", dtype)
     floats = dataclasses.replace(lm.model.precision, quantize=None, int8_inputs=dynamic)
     floats = floats.in_dtype(dtype)
     # What the model is told of its weights changes nothing in training, but is part of whose run

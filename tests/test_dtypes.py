@@ -1,0 +1,84 @@
+"""Formats of numbers as arguments: whatever libraries call them, and what is none."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm.errors import ConfigError
+from jaxllm.whole import dtype_name
+from tests.twins import random_model
+
+SAME = {
+    "float32": [np.float32, np.dtype("float32"), np.dtype(">f4"), jnp.float32, torch.float32,
+                "fp32", "f32", "float"],
+    "bfloat16": [ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), jnp.bfloat16, torch.bfloat16,
+                 "bf16"],
+    "float16": [np.float16, jnp.zeros(1, jnp.float16).dtype, torch.float16, "half", "fp16", "f16"],
+}  # fmt: skip
+OTHERS = [True, False, 3, float, list, np.float64, torch.float64, jnp.int8, np.float32(1), "float8",
+          np.zeros(2, np.float32), b"bf16", [], object()]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_dtype_name_takes_any_library(name: str) -> None:
+    assert {dtype_name("dtype", x) for x in SAME[name]} == {name}
+
+
+@pytest.mark.parametrize("x", OTHERS, ids=repr)
+def test_dtype_name_refuses_others(x: Any) -> None:
+    with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16 "):
+        dtype_name("dtype", x)
+
+
+def test_load_takes_the_dtype() -> None:
+    """Weights, activations and cache are in the dtype that was asked for, whatever names it."""
+    lm = jaxllm.load("demo:llama", dtype=jnp.bfloat16)
+    weight = lm.params["layers.0"]["mlp"]["down_proj"]["weight"]
+    assert (weight.dtype, lm.init_cache(1, 8).dtype) == (jnp.bfloat16, "bfloat16")
+    assert lm.model.precision == jaxllm.Precision.uniform("bfloat16")
+
+
+REFUSING = {
+    "load": lambda x: jaxllm.load("demo:llama", dtype=x),
+    "verify": lambda x: jaxllm.verify("demo:llama", dtype=x),
+    "verify's reference": lambda x: jaxllm.verify("demo:llama", reference_dtype=x),
+    "weights": lambda x: jaxllm.Precision(weights=x),
+    "activations": lambda x: jaxllm.Precision(activations=x),
+    "cache": lambda x: jaxllm.Precision(cache=x),
+    "quantize": lambda x: jaxllm.Precision(quantize=x),
+    "uniform": lambda x: jaxllm.Precision.uniform(x),
+    "in_dtype": lambda x: jaxllm.Precision().in_dtype(x),
+    "an override's weights": lambda x: jaxllm.Override(weights=x),
+    "an override's output": lambda x: jaxllm.Override(output=x),
+    "init_cache": lambda x: jaxllm.init_cache(random_model("llama")[0].config, 1, 8, dtype=x),
+}
+
+
+@pytest.mark.parametrize("x", [3, False, np.float64, "float8"], ids=repr)
+@pytest.mark.parametrize("name", REFUSING)
+def test_other_dtypes_are_refused(name: str, x: Any) -> None:
+    with pytest.raises(ConfigError, match=r"one of float32|quantization rules|must be a text"):
+        REFUSING[name](x)
+
+
+def test_precision_keeps_full_names() -> None:
+    written = jaxllm.Precision(
+        weights=jnp.bfloat16,  # type: ignore[arg-type]
+        activations="fp32",
+        cache=np.int8,  # type: ignore[arg-type]
+        quantize=((".*mlp.*", "bf16"),),
+        overrides=(("norm", jaxllm.Override(weights="half", output=torch.float32)),),  # type: ignore[arg-type]
+    )
+    assert written == jaxllm.Precision(
+        weights="bfloat16",
+        activations="float32",
+        cache="int8",
+        quantize=((".*mlp.*", "bf16"),),
+        overrides=(("norm", jaxllm.Override(weights="float16", output="float32")),),
+    )
+    assert written.format_at("layers.0.mlp.up_proj.weight", 2) == "bfloat16"
