@@ -19,6 +19,10 @@ def resolve(path: str | Path) -> Path:
     Raises CheckpointError where there is none.
     """
     text = str(path)
+    if path == "":
+        raise CheckpointError(
+            "the model's name is empty: expected a directory, a GGUF file, a demo or hf:owner/name."
+        )
     if text.startswith("demo:"):
         demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
         if text not in demos:

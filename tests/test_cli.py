@@ -222,34 +222,36 @@ def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
 
 
 def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
-    """With a model that is not there: what is said is about the rest."""
+    """With an empty directory as the model: what is said is about the rest."""
+    none = tmp_path / "none"
+    none.mkdir()
     prompts, story = tmp_path / "prompts.jsonl", tmp_path / "story.txt"
     prompts.write_text('"One day"\n')
     story.write_text("One day")
     away = tmp_path / "away" / "x.npy"
     nowhere = f"{away}: {away.parent} is not a directory"
     for arguments, message in {
-        ("batch", prompts, "-m", "none", "--out", away): nowhere,
-        ("batch", prompts, "-m", "none", "--out", tmp_path): "is a directory",
-        ("batch", away, "-m", "none"): f"cannot read {away}",
-        ("batch", prompts, "-m", "none", "--resume"): "goes on with --out FILE",
-        ("batch", prompts, "-m", "none", "--task", "scores"): "did you mean score",
-        ("batch", prompts, "-m", "none", "--task", "score", "-n", 5): "takes no --max-new-tokens",
-        ("batch", prompts, "-m", "none", "--task", "embed", "-o", "pool=cls"): "no option pool",
-        ("batch", prompts, "-m", "none", "--workers", 0, "--threads", 1): "as it is",
-        ("batch", prompts, "-m", "none", "--threads", 4096): "there are ",
-        ("generate", "-m", "none", "--prompt-cache", away): nowhere,
-        ("generate", "-m", "none", "-o", "stop_strings=[1"): "--option stop_strings is not valid",
-        ("generate", "-m", "none", "-o", f"seed={'9' * 5000}"): "5,000 digits",
-        ("generate", "-m", "none", "--precision", story): "--precision: ",
-        ("embed", "none", "--text", "x", "--out", away): nowhere,
-        ("perplexity", "none", "--text", story, "--journal", away): nowhere,
-        ("sensitivity", "none", "--text", story, "--plot", away): nowhere,
-        ("verify", "none", "--plot", away): nowhere,
-        ("convert", "none", story): "is not a directory",
-        ("quantize", "none", story / "x"): "is not a directory",
-        ("export", "none", story): "is not a directory",
-        ("vectors", "make", "none", story): "is not a directory",
+        ("batch", none, prompts, "--out", away): nowhere,
+        ("batch", none, prompts, "--out", tmp_path): "is a directory",
+        ("batch", none, away): f"cannot read {away}",
+        ("batch", none, prompts, "--resume"): "goes on with --out FILE",
+        ("batch", none, prompts, "--task", "scores"): "did you mean score",
+        ("batch", none, prompts, "--task", "score", "-n", 5): "takes no --max-new-tokens",
+        ("batch", none, prompts, "--task", "embed", "-o", "pool=cls"): "no option pool",
+        ("batch", none, prompts, "--workers", 0, "--threads", 1): "as it is",
+        ("batch", none, prompts, "--threads", 4096): "there are ",
+        ("generate", none, "--prompt-cache", away): nowhere,
+        ("generate", none, "-o", "stop_strings=[1"): "--option stop_strings is not valid",
+        ("generate", none, "-o", f"seed={'9' * 5000}"): "5,000 digits",
+        ("generate", none, "--precision", story): "--precision: ",
+        ("embed", none, "--text", "x", "--out", away): nowhere,
+        ("perplexity", none, "--text", story, "--journal", away): nowhere,
+        ("sensitivity", none, "--text", story, "--plot", away): nowhere,
+        ("verify", none, "--plot", away): nowhere,
+        ("convert", none, story): "is not a directory",
+        ("quantize", none, story / "x"): "is not a directory",
+        ("export", none, story): "is not a directory",
+        ("vectors", "make", none, story): "is not a directory",
     }.items():
         status, out, err = run(*arguments)
         assert (status, out) == (1, ""), arguments
@@ -278,8 +280,8 @@ def test_formats_are_understood_as_people_call_them(run: Run) -> None:
 def test_usage_errors_are_one_line(run: Run) -> None:
     for arguments, message in {
         ("generate", "--promt", "x"): "--prompt",
-        ("generate", "-n", "x"): "'--max-new-tokens'",
-        ("convert",): "Missing argument 'SRC'",
+        ("generate", "-n", "x"): "--max-new-tokens must be a whole number, got 'x'",
+        ("convert",): "Missing argument 'MODEL'",
         ("nonsense",): "No such command 'nonsense'",
     }.items():
         status, out, err = run(*arguments)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 EXAMPLE = """
 Examples:
 
-  jaxllm batch prompts.jsonl --out answers.jsonl -n 40 --temperature 0.8
+  jaxllm batch demo:llama prompts.jsonl --out answers.jsonl -n 40 --temperature 0.8
 
-  jaxllm batch texts.parquet --field text --task embed --out vectors.parquet --workers 2 --resume
+  jaxllm batch demo:llama texts.parquet --field text --task embed --out vectors.parquet --resume
 """
 
 
@@ -29,10 +29,13 @@ Examples:
 def batch(
     sampling: Sampling,
     loading: Loading,
+    model: Model,
     file: Annotated[
-        str, typer.Argument(help="Rows: JSON lines, or .parquet; - reads lines from stdin.")
+        str,
+        typer.Argument(
+            metavar="FILE", help="Rows: JSON lines, or .parquet; - reads lines from stdin."
+        ),
     ],
-    model: Model = "demo:llama",
     task: Annotated[str, typer.Option(help="generate, score or embed.")] = "generate",
     field: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from jaxllm.cli.options import Model
 from jaxllm.cli.shared import Loading, with_options
 from jaxllm.errors import ConfigError
 
-EXAMPLE = "Example: jaxllm bench -m ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
+EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
 
 
 @with_options

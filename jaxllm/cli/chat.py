@@ -19,7 +19,7 @@ from jaxllm.errors import CapacityError, JaxllmError
 if TYPE_CHECKING:
     from jaxllm.api import LM
 
-EXAMPLE = "Example: jaxllm chat -m ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
+EXAMPLE = "Example: jaxllm chat ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
 LEAST_ROOM = 16  # tokens of an answer for which a turn has its place in the context
 STOPPING = "stopping the answer; Ctrl-C again ends the chat"
 HELP = """\

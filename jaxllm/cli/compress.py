@@ -20,7 +20,7 @@ from jaxllm.cli.calibration import (
 )
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.corpus import described, make_loader
-from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, Model, check_writable, load_model
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _on_one_device(mesh: str | None) -> None:
 
 
 def compress(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
+    model: Model,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
     recipe: Annotated[
         Path | None, typer.Option(help="A file with a step a line; # begins a comment.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import PrecisionFile, dtype_named, precision_over, read_json_option
+from jaxllm.cli.options import Model, PrecisionFile, dtype_named, precision_over, read_json_option
 from jaxllm.errors import CheckpointError, ConfigError
 
 EXAMPLES = """
@@ -26,12 +26,9 @@ Examples:
 
 
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="A Hugging Face directory, a GGUF file, or ours."),
-    ],
+    model: Model,
     target: Annotated[
-        Path, typer.Argument(metavar="DST", help="The directory, or the GGUF file, to write.")
+        Path, typer.Argument(metavar="OUT", help="The directory, or the GGUF file, to write.")
     ],
     dtype: Annotated[
         str | None,
@@ -77,10 +74,10 @@ def convert(
 
     table = None if precision is None else read_json_option("--precision", precision)
     if to_gguf is not None:
-        _write_gguf(source, target, to_gguf)
+        _write_gguf(model, target, to_gguf)
         return
     claim(target)  # before the work, not after it
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(model)
     if opened.formats and (to_hf or dtype is not None):
         opened = dequantized(opened)
     if dtype is not None:
@@ -100,7 +97,7 @@ def convert(
     )
 
 
-def _write_gguf(source: str, target: Path, kind: str) -> None:
+def _write_gguf(model: str, target: Path, kind: str) -> None:
     """The checkpoint as a GGUF file, tokenizer and chat template too."""
     from jaxllm.convert.gguf.writing import check_absent, write_gguf
     from jaxllm.forms import texts_files
@@ -109,7 +106,7 @@ def _write_gguf(source: str, target: Path, kind: str) -> None:
     from jaxllm.text.formats import find_form, read_tree
 
     check_absent(target)
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(model)
     with texts_files(opened.directory) as files:
         folder = files[0].parent if files else None
         spoken = folder is not None and find_form(folder) is not None

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.evaluate.likelihood.data import Loader
 
-Evaluated = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A directory, demo:llama, demo:gpt2, hf:owner/name.")
-]
 Text = Annotated[
     str | None, typer.Option(help="A text file, taken as it is, in one piece; - reads stdin.")
 ]

@@ -13,7 +13,7 @@ from jaxllm.cli.options import (
     Dtype,
     Exact,
     Mesh,
-    ModelArgument,
+    Model,
     PrecisionFile,
     Quantize,
     check_writable,
@@ -25,7 +25,7 @@ EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a
 
 
 def embed(
-    model: ModelArgument = "demo:llama",
+    model: Model = "demo:llama",
     text: Annotated[
         list[str] | None, typer.Option(help="A text; may be given more than once.")
     ] = None,

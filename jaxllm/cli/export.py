@@ -7,15 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import AsJson, Dtype, ModelArgument, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import AsJson, Dtype, Model, PrecisionFile, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-tokens 128 --check"
 
 
 def export(
-    model: ModelArgument,
-    directory: Annotated[Path, typer.Argument(help="Where to write; must hold no export yet.")],
+    model: Model,
+    directory: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Where to write; must hold no export yet.")
+    ],
     what: Annotated[str, typer.Option(help="prefill, decode, or both.")] = "prefill,decode",
     form: Annotated[
         str,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxllm.api import LM, Piece
     from jaxllm.cache import KVCache
 
-EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate -m demo:gpt2 -p - -n 80"
+EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate demo:gpt2 -p - -n 80"
 
 
 @with_options
@@ -27,8 +27,15 @@ def generate(
     loading: Loading,
     model: Model = "demo:llama",
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")
-    ] = "",
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin."),
+    ] = None,
+    prompt_option: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The same, as an option.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="The same, from a text file.")
+    ] = None,
     stop: Stop = None,
     overflow: Overflow = None,
     prompt_cache: Annotated[
@@ -46,6 +53,7 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
+    text = _prompt(prompt, prompt_option, prompt_file)
     loading.begin(model)
     options = read_options(
         sampling.more,
@@ -61,7 +69,7 @@ def generate(
                 raise ConfigError(f"{option} is for one process: --distributed takes none")
     check_writable("--prompt-cache", prompt_cache)
     asked = time.perf_counter()
-    text = read_stdin().rstrip("\n") if prompt == "-" else prompt
+    text = read_stdin().rstrip("\n") if text == "-" else text
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
     lm = loading.load(model).using(options.pop("adapter", None))
     if prompt_cache:
@@ -93,6 +101,18 @@ def generate(
         f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
         f" tokens/s; loaded in {loaded - start:.1f} s, first token after {first - loaded:.1f} s"
     )
+
+
+def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
+    """Return the prompt of the one way it is given in, or "". Raises ConfigError for two ways."""
+    given = [way for way in (argument, option, file) if way is not None]
+    if len(given) > 1:
+        raise ConfigError("give one prompt: the argument PROMPT, --prompt TEXT or --file FILE")
+    if file is not None:
+        from jaxllm.files import read_text
+
+        return read_text(file).removesuffix("\n")
+    return str(given[0]) if given else ""
 
 
 def _read_cache(lm: "LM", text: str, file: Path) -> "KVCache | None":

@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import Dtype, Quantize, load_model
+from jaxllm.cli.options import Dtype, Model, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm infini demo:llama remembering --segment 128 --update delta_once"
 
 
 def infini(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
+    model: Model,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
     segment: Annotated[
         int, typer.Option(min=1, help="Tokens that are attended to as they are.")

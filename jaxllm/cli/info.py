@@ -4,13 +4,13 @@ import json
 from collections import Counter
 
 from jaxllm.cli.console import waiting, write
-from jaxllm.cli.options import AsJson, ModelArgument
+from jaxllm.cli.options import AsJson, Model
 
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 
 
 def info(
-    model: ModelArgument = "demo:llama",
+    model: Model = "demo:llama",
     as_json: AsJson = False,
 ) -> None:
     """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""

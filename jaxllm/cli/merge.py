@@ -8,7 +8,7 @@ import typer
 
 from jaxllm.cli.console import note, waiting
 from jaxllm.cli.corpus import Text, bos_id, described, make_loader, read_corpus
-from jaxllm.cli.options import Dtype, Exact, Mesh, Quantize, load_model
+from jaxllm.cli.options import Dtype, Exact, Mesh, Model, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ ROWS, WIDTH = 8, 128  # of text that the model says by itself, to measure on
 
 
 def merge(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
+    model: Model,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
     adapter: Annotated[
         str, typer.Option("--adapter", metavar="DIR", help="The adapter, in PEFT's form.")

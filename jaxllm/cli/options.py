@@ -43,10 +43,10 @@ def cache_dtype_named(name: str | None) -> str | None:
 
 Model = Annotated[
     str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A directory, a GGUF file, demo:llama, demo:gpt2, hf:owner/name.",
+    typer.Argument(
+        metavar="MODEL",
+        help="A directory, a GGUF file, a demo (demo:llama, demo:gpt2) or hf:owner/name. Also as"
+        " -m MODEL or --model MODEL.",
     ),
 ]
 Dtype = Annotated[
@@ -129,7 +129,6 @@ Exact = Annotated[
     typer.Option("--exact", help="With --mesh: sum as one device does, and send twice as much."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
 Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
 
 

@@ -11,7 +11,6 @@ from jaxllm.cli.console import note, write
 from jaxllm.cli.corpus import (
     Bos,
     Documents,
-    Evaluated,
     Limit,
     Protocol,
     Rows,
@@ -30,6 +29,7 @@ from jaxllm.cli.options import (
     Dtype,
     Exact,
     Mesh,
+    Model,
     Quantize,
     SelfExtend,
     check_writable,
@@ -56,7 +56,7 @@ Examples:
 
 
 def perplexity(
-    model: Evaluated = "demo:llama",
+    model: Model = "demo:llama",
     text: Text = None,
     documents: Documents = None,
     separate: Separate = False,

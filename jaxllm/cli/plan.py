@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import waiting, write
-from jaxllm.cli.options import AsJson, Dtype, ModelArgument, Quantize
+from jaxllm.cli.options import AsJson, Dtype, Model, Quantize
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024 --hardware h100"
 
 
 def plan(
-    model: ModelArgument = "demo:llama",
+    model: Model = "demo:llama",
     mesh: Annotated[
         str | None, typer.Option(help="As in data=2,tensor=4; by default one device.")
     ] = None,

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.corpus import Evaluated
 from jaxllm.cli.options import (
     Adapters,
     AsJson,
@@ -16,6 +15,7 @@ from jaxllm.cli.options import (
     Dtype,
     Exact,
     Mesh,
+    Model,
     Quantize,
     SelfExtend,
     check_writable,
@@ -31,7 +31,7 @@ EXAMPLE = (
 
 
 def recall(
-    model: Evaluated = "demo:llama",
+    model: Model = "demo:llama",
     lengths: Annotated[
         str, typer.Option(help="Tokens of the texts with their question, with commas.")
     ] = "96,192,384",

@@ -9,7 +9,6 @@ import typer
 from jaxllm.cli.console import note, write
 from jaxllm.cli.corpus import (
     Documents,
-    Evaluated,
     Rows,
     Stride,
     Text,
@@ -18,7 +17,7 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_writable, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
@@ -27,7 +26,7 @@ EXAMPLE = "Example: jaxllm sensitivity demo:llama --text story.txt --format int4
 
 
 def sensitivity(
-    model: Evaluated = "demo:llama",
+    model: Model = "demo:llama",
     text: Text = None,
     documents: Documents = None,
     format: Annotated[

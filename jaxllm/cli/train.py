@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jaxllm.cli.command import Command
 from jaxllm.cli.console import waiting
 from jaxllm.cli.shared import with_options
 from jaxllm.cli.training import (
@@ -339,4 +340,4 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for name, (function, epilog) in METHODS.items():
-    app.command(name, epilog=epilog)(function)
+    app.command(name, epilog=epilog, cls=Command)(function)

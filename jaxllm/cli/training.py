@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxllm.train.jobs import Job
     from jaxllm.train.loop import Run
 
-TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")]
+TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As MODEL of generate.")]
 Target = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")]
 
 

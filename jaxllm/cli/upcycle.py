@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import Dtype, Quantize, load_model
+from jaxllm.cli.options import Dtype, Model, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm upcycle demo:llama mixture --experts 4"
 
 
 def upcycle(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
+    model: Model,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
     experts: Annotated[int, typer.Option(min=1, help="Copies of each MLP.")] = 8,
     per_token: Annotated[

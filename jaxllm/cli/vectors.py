@@ -12,7 +12,7 @@ from jaxllm.cli.options import (
     Exact,
     FullDtype,
     Mesh,
-    ModelArgument,
+    Model,
     PrecisionFile,
     Quantize,
     load_model,
@@ -40,8 +40,10 @@ class Action(enum.StrEnum):
 
 def vectors(
     action: Annotated[Action, typer.Argument(help="make or check.")],
-    model: ModelArgument,
-    directory: Annotated[Path, typer.Argument(help="Where the vectors are to go, or are.")],
+    model: Model,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where the vectors are to go, or are.")
+    ],
     dtype: FullDtype = "float32",
     quantize: Quantize = None,
     mesh: Mesh = None,

@@ -12,7 +12,7 @@ from jaxllm.cli.options import (
     Exact,
     FullDtype,
     Mesh,
-    ModelArgument,
+    Model,
     PrecisionFile,
     Quantize,
     check_writable,
@@ -31,7 +31,7 @@ TRANSFORMERS = "transformers"
 
 
 def verify(
-    model: ModelArgument,
+    model: Model,
     against: Annotated[
         str, typer.Option(help='"transformers", or another checkpoint (the same one, too).')
     ] = TRANSFORMERS,
