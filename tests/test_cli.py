@@ -147,7 +147,7 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
-    batch = ("batch", file, "--out", out, "-n", 12, "--rows", 2, "--workers", 0, *options)
+    batch = ("batch", file, "--out", out, "-n", 12, "--batch-size", 2, "--workers", 0, *options)
     status, _, err = run(*batch)
     assert status == 1
     assert "8 answers" in err
@@ -245,8 +245,8 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
         ("generate", none, "-o", f"seed={'9' * 5000}"): "5,000 digits",
         ("generate", none, "--precision", story): "--precision: ",
         ("embed", none, "--text", "x", "--out", away): nowhere,
-        ("perplexity", none, "--text", story, "--journal", away): nowhere,
-        ("sensitivity", none, "--text", story, "--plot", away): nowhere,
+        ("perplexity", none, "--text", f"@{story}", "--journal", away): nowhere,
+        ("sensitivity", none, "--text", f"@{story}", "--plot", away): nowhere,
         ("verify", none, "--plot", away): nowhere,
         ("convert", none, story): "is not a directory",
         ("quantize", none, story / "x"): "is not a directory",
@@ -412,7 +412,7 @@ def test_a_format_is_the_same_in_a_file_an_option_or_a_table(run: Run, tmp_path:
 @pytest.mark.usefixtures("whole_demos")
 def test_bench_in_every_form(run: Run) -> None:
     tiny = ("bench", "--decode", 2, "--batches", 1, "-r", 2)
-    status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "-o", "json")
+    status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "--json")
     assert status == 0
     assert "pp600: left out, the model's context is 512" in err
     found = json.loads(out)
@@ -423,7 +423,7 @@ def test_bench_in_every_form(run: Run) -> None:
     assert row["tokens_per_second"] > 0
     assert row["share_of_bus"] is None
 
-    status, out, err = run(*tiny, "--prompts", "", "--depths", 3, "-o", "csv")
+    status, out, err = run(*tiny, "--prompts", "", "--depths", 3, "--csv")
     assert status == 0
     assert "weights_mb 2.1" in err
     ((name, rate, spread, compiling, streamed, bus, share),) = list(csv.reader(out.splitlines()))[
@@ -468,7 +468,7 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
         (["generate", "--dtype", "int3"], "must be one of"),
         (["info", "/dev/null"], "is not a directory"),
         (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
-        (["bench", "-o", "xml"], "--output is md, csv or json"),
+        (["bench", "--json", "--csv"], "two forms of the output"),
         (["bench", "-r", "0"], "--repetitions must be at least 1"),
         (["bench", "--prompts", "x"], "numbers separated by commas"),
         (["bench", "--decode", "0"], "bench: decode must be at least 1"),

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,3 +111,27 @@ def test_paths_are_refused_before_jax_is_imported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == len(AWAY)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_text_is_a_text_a_file_or_stdin(
+    run: Run, shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The three spellings of --text score the same; a file's name without @ is not a text."""
+    text = "Once upon a time there was a girl."
+    file = tmp_path / "story.txt"
+    file.write_text(text)
+    command = ("perplexity", shallow("llama"), "--window", 8, "--json", "--text")
+    found = [run(*command, text), run(*command, f"@{file}"), run(*command, "-", stdin=text)]
+    assert [status for status, _, _ in found] == [0, 0, 0]
+    assert found[0][1] == found[1][1] == found[2][1]
+    status, out, err = run(*command, file)
+    assert (status, out) == (1, "")
+    assert f"write @{file} to read the file" in err
+
+
+def test_stop_is_understood_as_an_option_too(run: Run) -> None:
+    """-o stop=X is --stop X."""
+    command = ("generate", "-p", "Once upon", "-n", 12)
+    stopped = run(*command, "--stop", "a")
+    assert "a" not in stopped[1]
+    assert run(*command, "-o", "stop=a")[1] == stopped[1]

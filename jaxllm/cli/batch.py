@@ -65,7 +65,10 @@ def batch(
             help="Workers are actors of Ray: one started here, or the cluster there.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows run at once in a worker.")] = 8,
+    batch_size: Annotated[
+        int,
+        typer.Option("--batch-size", "--batch", min=1, help="Rows that run at once in a worker."),
+    ] = 8,
     group: Annotated[
         int, typer.Option(min=1, help="How many rows are given to a worker, and kept, as one.")
     ] = 64,
@@ -108,7 +111,7 @@ def batch(
             "--timeout ends processes of this machine: --workers from 1, without --ray"
         )
     job = Job(
-        task=task, options=options, rows=rows, group=group, threads=threads,
+        task=task, options=options, rows=batch_size, group=group, threads=threads,
         timeout=timeout, tries=3 if timeout is None else 1,
         about={"model": model, **loading.facts()},
     )  # fmt: skip

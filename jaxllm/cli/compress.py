@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-  jaxllm compress demo:llama smaller --step "quantize: rtn int4-g64" --text story.txt
+  jaxllm compress demo:llama smaller --step "quantize: rtn int4-g64" --text @story.txt
 
   jaxllm compress demo:gpt2 smaller --recipe recipe.txt --wikitext train.parquet --plot costs.png
 """
@@ -67,7 +67,11 @@ def compress(
         typer.Option(help='A step, as "prune: wanda 2:4"; may be given more than once.'),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Calibrate on this text; see --eval for its last tenth.")
+        str | None,
+        typer.Option(
+            metavar="TEXT|@FILE|-",
+            help="Calibrate on this text, @FILE's or stdin's; see --eval for its last tenth.",
+        ),
     ] = None,
     documents: Annotated[
         Path | None,
@@ -79,7 +83,7 @@ def compress(
     samples: Annotated[
         int | None, typer.Option(help="Calibrate on so many rows that the model says by itself.")
     ] = None,
-    rows: Annotated[int, typer.Option(help="Rows to calibrate on.")] = 128,
+    calibration_rows: Annotated[int, typer.Option(help="Rows to calibrate on.")] = 128,
     length: Annotated[
         int | None, typer.Option(help="Tokens of each; by default 512, or what the context takes.")
     ] = None,
@@ -141,8 +145,8 @@ def compress(
         check_writable(option, path)
     if plot is not None:
         picture.check_plot()
-    files = {"--text": text, "--documents": documents, "--wikitext": wikitext}
-    source = source_of(files, samples, rows, length, seed)
+    files = {"--documents": documents, "--wikitext": wikitext}
+    source = source_of({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
     _check_calibrated(lines, calibrated)
     seen, measured = read_source(source, evaluated)

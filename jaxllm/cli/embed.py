@@ -8,6 +8,7 @@ import typer
 
 from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, write
+from jaxllm.cli.corpus import read_text_option
 from jaxllm.cli.options import (
     Adapters,
     Dtype,
@@ -27,7 +28,11 @@ EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a
 def embed(
     model: Model = "demo:llama",
     text: Annotated[
-        list[str] | None, typer.Option(help="A text; may be given more than once.")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT|@FILE|-",
+            help="A text, @FILE for a whole file's, - for stdin's; may be given more than once.",
+        ),
     ] = None,
     file: Annotated[
         str | None, typer.Option(help="A file with a text on each line; - for stdin.")
@@ -35,9 +40,11 @@ def embed(
     layer: Annotated[
         int, typer.Option(help="0: the embedding table; n: block n's output; -1: the last, normed.")
     ] = -1,
-    pool: Annotated[str, typer.Option(help="Of a text's tokens: mean, last or cls.")] = "mean",
+    pooling: Annotated[str, typer.Option(help="Of a text's tokens: mean, last or cls.")] = "mean",
     normalize: Annotated[bool, typer.Option("--normalize", help="To Euclidean norm 1.")] = False,
-    batch: Annotated[int, typer.Option(help="Texts that run together.")] = 16,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", help="Texts that run together.")
+    ] = 16,
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
@@ -66,7 +73,7 @@ def embed(
         mesh=mesh,
         exact=exact,
     )
-    found = lm.embed(texts, layer=layer, pooling=pool, normalize=normalize, batch=batch)
+    found = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
     if out is not None:
         _save(out, found)
         note(f"{out}: {found.shape[0]} rows of {found.shape[1]}")
@@ -80,7 +87,7 @@ def _texts(text: list[str] | None, file: str | None) -> list[str]:
     if bool(text) == (file is not None):
         raise ConfigError("give --text, once or more, or --file; one of the two")
     if file is None:
-        return list(text or [])
+        return [read_text_option(given) for given in text or []]
     from jaxllm.files import read_text
 
     lines = (read_stdin() if file == "-" else read_text(Path(file))).split("\n")

@@ -30,7 +30,7 @@ def export(
     max_tokens: Annotated[
         int | None, typer.Option(help="These and the slots of the past. Default: the context.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Rows.")] = 1,
     platforms: Annotated[
         str | None, typer.Option(help="Of cpu, cuda, rocm, tpu; by default this machine's.")
     ] = None,
@@ -40,7 +40,7 @@ def export(
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
-    text: Annotated[bool, typer.Option("--text", help="Write readable .mlir files too.")] = False,
+    mlir: Annotated[bool, typer.Option("--mlir", help="Write readable .mlir files too.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Load what was written and compare its logits.")
     ] = False,
@@ -69,7 +69,7 @@ def export(
         batch=batch,
         platforms=_words(platforms) if platforms else None,
         native=native,  # type: ignore[arg-type]
-        text=text,
+        text=mlir,
     )
     report: dict[str, Any] = {
         "directory": str(directory),

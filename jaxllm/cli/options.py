@@ -294,7 +294,8 @@ def read_more(more: list[str] | None) -> dict[str, Any]:
         name, equals, value = item.partition("=")
         if not equals:
             raise SamplingError(f"--option takes NAME=VALUE, got {item!r:.80}")
-        options[name.replace("-", "_")] = _value(name, value)
+        name = name.replace("-", "_")
+        options["stop_strings" if name == "stop" else name] = _value(name, value)
     return options
 
 

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-  jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4
+  jaxllm perplexity demo:llama --text @story.txt --window 128 --other-quantize int4
 
-  jaxllm perplexity demo:llama --text story.txt --by-position --picture losses.png
+  jaxllm perplexity demo:llama --text @story.txt --by-position --picture losses.png
 """
 
 

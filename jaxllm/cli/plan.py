@@ -22,7 +22,9 @@ def plan(
     devices: Annotated[
         int | None, typer.Option(help="Propose meshes for so many devices, the best first.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows, over all devices.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", help="Rows, over all devices.")
+    ] = 1,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a row; by default the model's.")
     ] = None,

@@ -22,7 +22,7 @@ from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_writable
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
 
-EXAMPLE = "Example: jaxllm sensitivity demo:llama --text story.txt --format int4 --by kind"
+EXAMPLE = "Example: jaxllm sensitivity demo:llama --text @story.txt --format int4 --by kind"
 
 
 def sensitivity(

@@ -98,7 +98,7 @@ def test_a_killed_driver_leaves_no_worker_and_goes_on(
 ) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(40)))
-    options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--rows", 2]
+    options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--batch-size", 2]
     command = ["batch", file, *options, "--out", out, "--workers", 2]
     driver = started(command)
     journal = tmp_path / "out.jsonl.parts" / "journal"
