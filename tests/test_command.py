@@ -1,6 +1,8 @@
 """How every command is called: MODEL in two spellings, and refusals in plain words."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,8 +11,11 @@ from pathlib import Path
 import pytest
 import typer
 
+import jaxllm
 from jaxllm import cli
+from jaxllm.errors import SamplingError
 from tests.conftest import ROOT, Run
+from tests.twins import save_random
 
 
 def commands() -> Iterator[typer.core.TyperCommand]:
@@ -135,3 +140,63 @@ def test_stop_is_understood_as_an_option_too(run: Run) -> None:
     stopped = run(*command, "--stop", "a")
     assert "a" not in stopped[1]
     assert run(*command, "-o", "stop=a")[1] == stopped[1]
+
+
+def test_seed_is_random_and_printed(run: Run, shallow: Callable[[str], Path]) -> None:
+    """A text that is drawn can be had again by the seed on stderr or in --json."""
+    drawn = ("generate", shallow("llama"), "Once", "-n", 8, "-t", 1.5)
+    status, out, err = run(*drawn)
+    assert status == 0
+    (seed,) = re.findall(r"; seed (\d+);", err)
+    report = json.loads(run(*drawn, "--seed", seed, "--json")[1])
+    assert (report["text"], report["seed"]) == (out, int(seed))
+    others = [json.loads(run(*drawn, *more, "--json")[1])["seed"] for more in ((), RANDOM, OPTION)]
+    assert len({int(seed), *others}) == 4
+    status, _, err = run(*drawn[:-2])
+    assert "seed" not in err
+    status, _, err = run(*drawn, "--seed", "x")
+    assert status == 1
+    assert "--seed must be" in err
+
+
+RANDOM, OPTION = ("--seed", "random"), ("-o", "seed=random")
+
+
+def test_flags_of_sampling_are_options_of_generate(
+    run: Run, shallow: Callable[[str], Path]
+) -> None:
+    """--min-p, --repetition-penalty and -t do what -o does."""
+    command = ("generate", shallow("llama"), "Once", "-n", 8, "--seed", 5, "--json")
+    flags = ("--min-p", 0.2, "--repetition-penalty", 1.3, "-t", 1.2)
+    options = ("-o", "min_p=0.2", "-o", "repetition_penalty=1.3", "-o", "temperature=1.2")
+    found = [json.loads(run(*command, *more)[1])["tokens"] for more in (flags, options)]
+    assert found[0] == found[1]
+    status, _, err = run("batch", shallow("llama"), "-", "--seed", "random", stdin='"x"')
+    assert (status, err.count("\n")) == (1, 1)
+    with pytest.raises(SamplingError, match="temp: it is called temperature here"):
+        jaxllm.make_sampler(temp=0.7)
+
+
+def test_generate_applies_the_chat_template(
+    run: Run, shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With --chat the prompt is the template's; without it a line says that there is one."""
+    model = shutil.copytree(shallow("llama"), tmp_path / "model")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (model / name).unlink(missing_ok=True)
+    (model / "chat_template.jinja").write_text("One day {{ messages[0].content }} said")
+    command = ("generate", model, "Tom", "-n", 4)
+    status, out, err = run(*command, "--chat")
+    assert (status, "--chat" in err) == (0, False)
+    tokens = jaxllm.load(model).chat_prompt([{"role": "user", "content": "Tom"}])
+    assert out == jaxllm.load(model).generate(tokens, max_new_tokens=4).text
+    assert "--chat applies it" in run(*command)[2]
+
+
+def test_a_model_without_a_tokenizer_takes_ids(run: Run, tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    status, out, err = run("generate", tmp_path, "[1, 5]", "-n", 3)
+    assert (status, len(out.split())) == (0, 3)
+    status, out, err = run("generate", tmp_path, "Once", "-n", 3)
+    assert (status, out) == (1, "")
+    assert "list of token ids, as in -p '[1, 5]'" in err

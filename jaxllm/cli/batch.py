@@ -100,7 +100,7 @@ def batch(
         sampling.more,
         **sampling.named,
         stop_strings=stop,
-        seed=sampling.seed if task == "generate" else None,
+        seed=_seed(sampling) if task == "generate" else None,
     )
     check_task(task, options)
     found = _rows(file, field)
@@ -140,6 +140,13 @@ def _options(task: str, more: list[str] | None, **named: Any) -> dict[str, Any]:
             flag = name.removesuffix("_strings").replace("_", "-")
             raise ConfigError(f"--task {task} takes no --{flag}: nothing is generated")
     return read_more(more)
+
+
+def _seed(sampling: Sampling) -> int:
+    """The seed of a batch, 0 unless another is given. Raises ConfigError for a random one."""
+    if (seed := sampling.given_seed(0)) == "random":
+        raise ConfigError("--seed random: a batch takes a number, so that a run can be repeated")
+    return int(seed)
 
 
 def _rows(file: str, field: str | None) -> "list[Row]":

@@ -49,7 +49,7 @@ def chat(
     lm = loading.load(model)
     opening = [{"role": "system", "content": system}] if system else []
     lm.chat_prompt([*opening, {"role": "user", "content": "?"}])  # refuse before the first line
-    messages, failed = opening, False
+    messages, failed, seed = opening, False, sampling.draw_seed()
     for turn, line in enumerate(_lines()):
         if line.startswith("/"):
             messages = _command(line, messages, opening)
@@ -57,9 +57,7 @@ def chat(
         try:
             asked = [*messages, {"role": "user", "content": line}]
             asked, prompt = _fitting(lm, asked, len(opening), options)
-            answer, options["cache"] = _answer(
-                lm, prompt, {**options, "seed": sampling.seed + turn}
-            )
+            answer, options["cache"] = _answer(lm, prompt, {**options, "seed": seed + turn})
         except JaxllmError as error:  # the talk is as it was before this line
             note(f"jaxllm: {error}")
             failed = True

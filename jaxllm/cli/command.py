@@ -92,8 +92,8 @@ def _meant(option: str, params: list[Any]) -> str:
     close = nearest(option, [name for name in flags if name.startswith("--")])
     if close or "--option" not in flags:
         return close
+    from jaxllm.decode.sampling.spellings import OURS
     from jaxllm.options import OPTIONS
-    from jaxllm.options.spellings import OURS
 
     name = option.lstrip("-").replace("-", "_")
     ours = OURS.get(name, name)

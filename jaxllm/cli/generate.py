@@ -1,5 +1,6 @@
 """`jaxllm generate`: continue a text."""
 
+import contextlib
 import json
 import sys
 import time
@@ -11,8 +12,8 @@ import typer
 from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, waiting, write
 from jaxllm.cli.options import Model, Overflow, Stop, check_writable, load_model, read_options
-from jaxllm.cli.shared import Loading, Sampling, with_options
-from jaxllm.errors import CacheMismatchError, ConfigError
+from jaxllm.cli.shared import Loading, Sampling, draw_seed, with_options
+from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM, Piece
@@ -47,6 +48,9 @@ def generate(
         typer.Option(help="A smaller model of the same vocabulary that proposes tokens."),
     ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
     ] = False,
@@ -59,10 +63,11 @@ def generate(
         sampling.more,
         stop_strings=stop,
         overflow=overflow,
-        seed=sampling.seed,
+        seed=sampling.draw_seed(),
         **sampling.named,
     )
-
+    if options["seed"] == "random":  # -o seed=random
+        options["seed"] = draw_seed()
     if distributed.several():
         for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
             if given:
@@ -72,18 +77,20 @@ def generate(
     text = read_stdin().rstrip("\n") if text == "-" else text
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
     lm = loading.load(model).using(options.pop("adapter", None))
+    tokens = _encode(lm, text, chat)
     if prompt_cache:
-        options["cache"] = _read_cache(lm, text, prompt_cache)
+        options["cache"] = _read_cache(lm, tokens, prompt_cache)
+    seed = options["seed"] if _draws(lm, options) else None
     loaded = time.perf_counter()
     if echo and not as_json:
         write(text)
     if draft:
         options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
     if not _streams(options):
-        return _several(lm, text, options, as_json)
+        return _several(lm, text, tokens, options, seed, as_json)
     pieces: list[Piece] = []
     with waiting("compiling and reading the prompt") as ready:
-        for piece in lm.stream(text, **options):
+        for piece in lm.stream(tokens, **options):
             if not pieces:
                 first = time.perf_counter()
                 ready()
@@ -94,12 +101,14 @@ def generate(
     if prompt_cache:
         _keep_cache(lm, pieces[-1].cache, prompt_cache)
     if as_json:
-        _print_json(lm, text, pieces, loaded - start, first - loaded)
+        _print_json(lm, text, pieces, seed, loaded - start, first - loaded)
     elif sys.stdout.isatty():
         write("\n")
+    drawn = "" if seed is None else f"; seed {seed}"
     note(
         f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
-        f" tokens/s; loaded in {loaded - start:.1f} s, first token after {first - loaded:.1f} s"
+        f" tokens/s{drawn}; loaded in {loaded - start:.1f} s, first token after"
+        f" {first - loaded:.1f} s"
     )
 
 
@@ -115,14 +124,45 @@ def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
     return str(given[0]) if given else ""
 
 
-def _read_cache(lm: "LM", text: str, file: Path) -> "KVCache | None":
+def _encode(lm: "LM", text: str, chat: bool) -> list[int]:
+    """The prompt's token ids, in the chat template if that is asked for.
+
+    A model without a tokenizer takes a JSON list of ids. Raises TokenError for another prompt.
+    """
+    message = [{"role": "user", "content": text}]
+    if chat:
+        return lm.chat_prompt(message)
+    if lm.tokenizer is None and text:
+        from jaxllm.files import parse_json
+
+        with contextlib.suppress(TokenError):
+            return lm.encode(parse_json(text, "prompt", TokenError))
+        raise TokenError(
+            f"{lm.path} has no tokenizer: a prompt must be a list of token ids, as in -p '[1, 5]';"
+            f" got {text!r:.40}"
+        )
+    tokens = lm.encode(text)
+    with contextlib.suppress(JaxllmError):  # there may be no template
+        if text and lm.chat_prompt(message) != tokens:
+            note("(the model has a chat template: --chat applies it to the prompt)")
+    return tokens
+
+
+def _draws(lm: "LM", options: dict[str, Any]) -> bool:
+    """Whether the text depends on the seed."""
+    from jaxllm.settings import draws_tokens
+
+    return draws_tokens(options, lm.generation) and options.get("temperature") != 0
+
+
+def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
     """The cache in a file, if there is one; it must have the beginning of the text in common."""
     from jaxllm.cache import load_cache
     from jaxllm.cache.prefix import shared_prefix
 
     if not file.exists():
         return None
-    cache, tokens = load_cache(file, lm.model, lm.params), lm.encode(text)
+    cache = load_cache(file, lm.model, lm.params)
     held, shared = len(cache.tokens()), shared_prefix(cache, tokens)
     if shared < min(held, len(tokens), 2):  # nothing, or a begin-of-text token alone
         raise CacheMismatchError(f"{file} holds another text; name another file, or remove it")
@@ -144,10 +184,17 @@ def _streams(options: dict[str, Any]) -> bool:
     return way_of(options) == PLAIN and options.get("num_return_sequences", 1) == 1
 
 
-def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> None:
+def _several(
+    lm: "LM",
+    prompt: str,
+    tokens: list[int],
+    options: dict[str, Any],
+    seed: int | None,
+    as_json: bool,
+) -> None:
     """Print more than one continuation, or the outcome of a search: nothing to stream."""
     with waiting("generating"):
-        found = lm.generate(prompt, **options)
+        found = lm.generate(tokens, **options)
     for number, completion in enumerate(found if isinstance(found, list) else [found]):
         if as_json:
             report = {
@@ -157,6 +204,7 @@ def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> N
                 "finish_reason": completion.finish_reason,
                 "score": completion.score,
                 "drafted": completion.drafted,
+                "seed": seed,
             }
             write(json.dumps(report, ensure_ascii=False) + "\n")
             continue
@@ -166,10 +214,17 @@ def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> N
         note(f"--- {number + 1}{about}")
         text = completion.text if lm.tokenizer else " ".join(map(str, completion.tokens))
         write(f"{text}\n")
+    if seed is not None and not as_json:
+        note(f"seed {seed}")
 
 
 def _print_json(
-    lm: "LM", prompt: str, pieces: "list[Piece]", load_s: float, first_token_s: float
+    lm: "LM",
+    prompt: str,
+    pieces: "list[Piece]",
+    seed: int | None,
+    load_s: float,
+    first_token_s: float,
 ) -> None:
     report = {
         "prompt": prompt,
@@ -177,6 +232,7 @@ def _print_json(
         "tokens": [p.token for p in pieces],
         "logprobs": [round(p.logprob, 6) for p in pieces],
         "finish_reason": pieces[-1].finish_reason,
+        "seed": seed,
         "load_s": round(load_s, 3),
         "first_token_s": round(first_token_s, 3),
         "tokens_per_second": round(pieces[-1].tokens_per_second, 2),

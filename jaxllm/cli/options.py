@@ -75,10 +75,24 @@ CacheDtype = Annotated[
     ),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(help="Sample at this temperature; 0 and by default: greedy.")
+    float | None,
+    typer.Option(
+        "--temperature",
+        "--temp",
+        "-t",
+        help="Sampling temperature [default: greedy, as with 0].",
+    ),
 ]
 TopK = Annotated[int | None, typer.Option(help="Sample among the k best tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the best tokens of mass p.")]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Sample among tokens of at least p times the best one's mass."),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Divide the scores of tokens that are in the text by this; 1 is off."),
+]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End before this text; may be given more than once.")
 ]
@@ -129,7 +143,13 @@ Exact = Annotated[
     typer.Option("--exact", help="With --mesh: sum as one device does, and send twice as much."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
+Seed = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|random",
+        help="Random seed [default: random for generate and chat, which print it; 0 for batch].",
+    ),
+]
 
 
 def group_and_window(text: str) -> tuple[int, int]:
@@ -273,13 +293,13 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any) -> dict[str, Any]:
-    """Options of `LM.generate`: those given, checked. Whoever names a top-k wants to sample.
+    """Options of `LM.generate`: those given, checked. Naming top-k, top-p or min-p means to sample.
 
     kind: what they are for. Raises SamplingError for what no model would take.
     """
     options = {name: value for name, value in named.items() if value not in (None, [])}
     options |= read_more(more)
-    if options.keys() & {"top_k", "top_p"}:
+    if options.keys() & {"top_k", "top_p", "min_p"}:
         options.setdefault("do_sample", True)
     with waiting("starting"):  # JAX is imported
         from jaxllm.options import check_options

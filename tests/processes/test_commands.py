@@ -27,7 +27,7 @@ def test_what_is_typed_into_the_first_all_answer(
     start: Start, run: Run, shallow_demos: Path
 ) -> None:
     port = free_port()
-    asked = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--temperature", "0.7"
+    asked = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
     status, said, err = run(*asked, stdin=TALK)
     assert status == 0 and said.count("\n") == 3, err
     both = [start(port, 2, number, *asked, "--mesh", "tensor=2") for number in (0, 1)]
