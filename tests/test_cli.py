@@ -153,16 +153,16 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     assert "8 answers" in err
     assert "5 of them errors" in err
     answers = {a["id"]: a for a in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
-    assert answers[0]["text"] == run("generate", "-p", "Once upon a time", "-n", 12, *options)[1]
+    assert answers[1]["text"] == run("generate", "-p", "Once upon a time", "-n", 12, *options)[1]
     alone = ("generate", "-p", "One day", "-n", 5, "--temperature", 1.0, "--seed", 3)
     assert answers["b"]["text"] == run(*alone, *options)[1]
-    assert answers[3]["finish_reason"] == "stop"
-    assert "." not in answers[3]["text"]
-    assert "line 5 is not valid JSON" in answers[4]["error"]
-    assert "line 6 has no prompt" in answers[5]["error"]
+    assert answers[4]["finish_reason"] == "stop"
+    assert "." not in answers[4]["text"]
+    assert "line 5 is not valid JSON" in answers[5]["error"]
+    assert "line 6 has no prompt" in answers[6]["error"]
     assert "vocabulary" in answers["outside"]["error"]
-    assert "temperature must be" in answers[7]["error"]
-    assert "takes no num_beams" in answers[8]["error"]
+    assert "temperature must be" in answers[8]["error"]
+    assert "takes no num_beams" in answers[9]["error"]
     status, _, err = run(*batch)
     assert status == 1
     assert f"{out} exists: name another file" in err

@@ -150,14 +150,17 @@ def _seed(sampling: Sampling) -> int:
 
 
 def _rows(file: str, field: str | None) -> "list[Row]":
+    from jaxllm.files import split_lines
     from jaxllm.fleet.rows import read_lines, read_rows
 
     if file == "-":
-        found = read_lines(read_stdin().splitlines(), field)
+        found = read_lines(split_lines(read_stdin()), field)
     else:
         found = read_rows(Path(file), field)
     if not found:
         raise ConfigError(f"{file} has no rows")
+    if again := sum(row.copy > 0 for row in found):
+        note(f"{again} rows have the id of a row before them; answers are told apart by their line")
     return found
 
 

@@ -88,14 +88,12 @@ def _texts(text: list[str] | None, file: str | None) -> list[str]:
         raise ConfigError("give --text, once or more, or --file; one of the two")
     if file is None:
         return [read_text_option(given) for given in text or []]
-    from jaxllm.files import read_text
+    from jaxllm.files import read_text, split_lines
 
-    lines = (read_stdin() if file == "-" else read_text(Path(file))).split("\n")
-    if not lines[-1]:
-        lines.pop()
+    lines = split_lines(read_stdin() if file == "-" else read_text(Path(file)))
     if not lines:
         raise ConfigError(f"{file} has no lines")
-    return [line.removesuffix("\r") for line in lines]
+    return lines
 
 
 def _save(out: Path, array: Any) -> None:
