@@ -92,7 +92,7 @@ def test_a_prompt_cache_is_used_and_extended(run: Run, tmp_path: Path) -> None:
     held = int(err.split(f"{file}: ")[1].split()[0])
     _, out, err = story(text + plain, "--prompt-cache", file)
     assert out == story(text + plain)[1]
-    assert f"{held} of the prompt's {held + 1} tokens are there, of {held} in all" in err
+    assert f"{held} of the prompt's {held + 1} tokens are not run again; it holds {held}," in err
     assert f"{held + 12} tokens written" in err
     whole = file.read_bytes()
     for refused, options in {

@@ -33,7 +33,10 @@ def bench(
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, not a table.")] = False,
 ) -> None:
-    """Time reading prompts and decoding, with compile time apart and the memory bus beside it."""
+    """Time reading prompts and decoding.
+
+    Compile time is a column of its own, as is the memory bus.
+    """
     if as_json and as_csv:
         raise ConfigError("--json and --csv are two forms of the output; leave one out")
     if repetitions < 1:

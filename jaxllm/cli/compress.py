@@ -20,7 +20,7 @@ from jaxllm.cli.calibration import (
 )
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.corpus import described, make_loader
-from jaxllm.cli.options import AsJson, Dtype, Model, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, Model, Out, check_writable, load_model
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _on_one_device(mesh: str | None) -> None:
 
 def compress(
     model: Model,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    target: Out,
     recipe: Annotated[
         Path | None, typer.Option(help="A file with a step a line; # begins a comment.")
     ] = None,
@@ -126,7 +126,9 @@ def compress(
         typer.Option("--list", callback=_listed, is_eager=True, help="List all steps, and exit."),
     ] = False,
 ) -> None:
-    """Apply a recipe to a model and say what each step costs: bytes, quality, speed, time.
+    """Apply a recipe of compression to a model.
+
+    Each step's costs are printed: bytes, quality, speed, time.
 
     The result has its own configuration and formats, and remembers the recipe. What is finished
     stays in OUT.parts until the result is written: the same command goes on from it.

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import Model, PrecisionFile, dtype_named, precision_over, read_json_option
+from jaxllm.cli.options import (
+    Model,
+    PrecisionFile,
+    check_folder,
+    dtype_named,
+    precision_over,
+    read_json_option,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 
 EXAMPLES = """
@@ -28,7 +35,12 @@ Examples:
 def convert(
     model: Model,
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The directory, or the GGUF file, to write.")
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            callback=check_folder,
+            help="The directory, or the GGUF file, to write.",
+        ),
     ],
     dtype: Annotated[
         str | None,
@@ -50,13 +62,19 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Convert a checkpoint to jaxllm's own form (loads by memory map), or back with --to-hf or
-    --to-gguf.
+    """Convert a checkpoint, to our form or from it.
+
+    Our own form loads by memory map; --to-hf and --to-gguf write the others.
 
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
     (bf16-packed to bfloat16) unless --dtype says otherwise. In GGUF's, matrices are of the type
     that is named, vectors of F32.
     """
+    if target.suffix == ".gguf" and to_gguf is None:
+        raise ConfigError(
+            f"{target} is the name of a GGUF file: give --to-gguf TYPE (F32, F16, BF16, Q8_0 or"
+            " Q4_0), or name a directory"
+        )
     forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
     if to_hf and to_gguf is not None:
         raise ConfigError("--to-hf and --to-gguf are two forms; leave one out")

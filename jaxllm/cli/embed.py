@@ -56,7 +56,10 @@ def embed(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON array a line.")] = False,
 ) -> None:
-    """Embeddings: the hidden states of a layer, pooled; one row a text, in their order."""
+    """Embed texts: pooled hidden states of a layer.
+
+    One row a text, in their order.
+    """
     if out is not None and out.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")
     if out is not None and out.exists():

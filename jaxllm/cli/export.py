@@ -7,7 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import AsJson, Dtype, Model, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import (
+    AsJson,
+    Dtype,
+    Model,
+    PrecisionFile,
+    Quantize,
+    check_folder,
+    load_model,
+)
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-tokens 128 --check"
@@ -16,7 +24,10 @@ EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-to
 def export(
     model: Model,
     directory: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Where to write; must hold no export yet.")
+        Path,
+        typer.Argument(
+            metavar="OUT", callback=check_folder, help="Where to write; must hold no export yet."
+        ),
     ],
     what: Annotated[str, typer.Option(help="prefill, decode, or both.")] = "prefill,decode",
     form: Annotated[
@@ -46,7 +57,9 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write prefill and decode steps for runtimes without this code: StableHLO, safetensors, JSON.
+    """Write prefill and decode steps as StableHLO.
+
+    For runtimes without this code: StableHLO, safetensors, JSON.
 
     Keys and values go in and come out in fixed shapes; jaxllm.fixed.exported runs them from Python.
     """

@@ -41,7 +41,10 @@ def generate(
     overflow: Overflow = None,
     prompt_cache: Annotated[
         Path | None,
-        typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
+        typer.Option(
+            help="Keep the cache of prompt and answer in this file; a later prompt that begins as"
+            " they do does not run those tokens again."
+        ),
     ] = None,
     draft: Annotated[
         str | None,
@@ -166,7 +169,10 @@ def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
     held, shared = len(cache.tokens()), shared_prefix(cache, tokens)
     if shared < min(held, len(tokens), 2):  # nothing, or a begin-of-text token alone
         raise CacheMismatchError(f"{file} holds another text; name another file, or remove it")
-    note(f"{file}: {shared} of the prompt's {len(tokens)} tokens are there, of {held} in all")
+    note(
+        f"{file}: {shared} of the prompt's {len(tokens)} tokens are not run again; it holds {held},"
+        " the last prompt with its answer"
+    )
     return cache
 
 

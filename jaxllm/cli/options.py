@@ -112,11 +112,38 @@ More = Annotated[
         help="Any other option of LM.generate, its value as JSON: -o min_p=0.05 -o num_beams=4",
     ),
 ]
+
+
+def check_folder(out: Path) -> Path:
+    """An output, if the folder it is to be in is there. Raises CheckpointError if it is not."""
+
+    def complaint() -> str:
+        there = os.path.isdir(out.parent)
+        return "" if there else f"cannot write {out}: no such folder: {out.parent}"
+
+    if said := distributed.told(complaint):
+        raise CheckpointError(said)
+    return out
+
+
+def check_adapters(given: Any) -> Any:
+    """One adapter or several, as they are. Raises CheckpointError for one that is not there."""
+    for item in [given] if isinstance(given, str) else given or []:
+        path = item.partition("=")[2] or item
+        if not os.path.exists(path):
+            raise CheckpointError(f"--adapter: {path} is not there")
+    return given
+
+
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", callback=check_folder, help="The directory to write.")
+]
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter",
         metavar="[NAME=]DIR",
+        callback=check_adapters,
         help="An adapter beside the model: PEFT's directory (LoRA, DoRA), or a GGUF file. May be"
         " given more than once: the first is taken where none is named (-o adapter=NAME).",
     ),

@@ -109,7 +109,9 @@ def perplexity(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity of a text with its standard error; KL divergence of another model from this one.
+    """Score a text: perplexity, KL divergence.
+
+    The perplexity has its standard error, the KL divergence is another model's from this one.
 
     The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".

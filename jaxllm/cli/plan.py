@@ -31,7 +31,7 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
-            help="h100, h200, a100, tpu-v5e, ... or numbers: flops=1t,memory=16g,bandwidth=20g,"
+            help="h100, a100, rtx4090, tpu-v5e, ... or numbers: flops=1t,memory=16g,bandwidth=20g,"
             "link=10g (then node=, across=, latency=)."
         ),
     ] = "h100",
@@ -47,8 +47,11 @@ def plan(
     quantize: Quantize = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a model takes on many devices: bytes, communication, idle time, what fits. Reads no
-    weights; MODEL may be a config.json of Hugging Face's alone."""
+    """Estimate memory and communication on a mesh.
+
+    Bytes, communication, idle time, what fits. Reads no weights; MODEL may be a config.json of
+    Hugging Face's alone, or a directory with nothing else.
+    """
     with waiting("starting"):
         from jaxllm.mesh.axes import Axes, parse
         from jaxllm.mesh.rules import fitted
@@ -56,7 +59,7 @@ def plan(
         from jaxllm.plan.estimate import plan as planned
         from jaxllm.plan.hardware import hardware as named
         from jaxllm.plan.opening import opened_for
-        from jaxllm.plan.propose import proposals
+        from jaxllm.plan.propose import check_goal, proposals
         from jaxllm.plan.report import ranking, text, values
         from jaxllm.weights.precision import freeze
         from jaxllm.whole import whole
@@ -64,6 +67,11 @@ def plan(
     if mesh is not None and devices is not None:
         raise ConfigError("--mesh says which mesh, --devices asks for one: give one of them")
     whole("--batch", batch, 1, error=ConfigError)
+    wanted = None if devices is None else whole("--devices", devices, 1, 1 << 20, ConfigError)
+    if context is not None:
+        whole("--context", context, 1, error=ConfigError)
+    check_goal(goal)
+    spread = None if mesh is None else parse(mesh)
     kind = named(hardware)
     opened = opened_for(Path(model) if model.endswith(".json") else model)
     precision = opened.precision
@@ -72,14 +80,13 @@ def plan(
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze(quantize))
     context = context if context is not None else opened.config.usual_capacity
-    whole("--context", context, 1, error=ConfigError)
-    axes = fitted(parse(mesh), opened.config) if mesh is not None else Axes()
+    axes = Axes() if spread is None else fitted(spread, opened.config)
     asked = Asked(opened, precision, kind, axes, batch, context, exact, microbatches)
-    if devices is None:
+    if wanted is None:
         found = planned(asked)
         write(json.dumps(values(found)) + "\n" if as_json else text(found))
         return
-    plans = proposals(asked, whole("--devices", devices, 1, 1 << 20, ConfigError), goal)
+    plans = proposals(asked, wanted, goal)
     if as_json:
         write(json.dumps([values(plan) for plan in plans]) + "\n")
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import Dtype, Model, read_json_option
+from jaxllm.cli.options import Dtype, Model, Out, read_json_option
 from jaxllm.errors import ConfigError
 
 EXAMPLE = """
@@ -20,7 +20,7 @@ Examples:
 
 def quantize(
     model: Model,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    target: Out,
     bits: Annotated[int, typer.Option(help="8, 4, 3 or 2.")] = 8,
     group: Annotated[
         int | None,
@@ -44,7 +44,10 @@ def quantize(
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Write a checkpoint in jaxllm's own form with quantized matrices; norms and biases stay."""
+    """Write a checkpoint with quantized matrices.
+
+    It is in jaxllm's own form; norms and biases stay.
+    """
     with waiting("starting"):  # JAX is imported
         from jaxllm.checkpoint import claim
         from jaxllm.loading import load, open_checkpoint

@@ -74,7 +74,9 @@ def recall(
     picture: Annotated[Path | None, typer.Option(help="Draw heat maps as a PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hide a fact in texts and ask for it at their end: by depth, length and policy of the cache.
+    """Hide a fact in texts and ask for it at their end.
+
+    By depth, length and policy of the cache.
 
     An answer is right where it is the likeliest of those offered, and greedy where decoding would
     give it. What is printed is the percentage of texts: right / greedy.

@@ -46,7 +46,9 @@ def sensitivity(
     plot: Annotated[Path | None, typer.Option(help="Also draw the ranking as a PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Lower one group of matrices at a time and rank them by what it does to the predictions.
+    """Rank groups of matrices by what lower precision costs.
+
+    One group is lowered at a time.
 
     The measure is the mean KL divergence from the unchanged model, with its standard error. A
     group's regex, as --json prints it, is a rule for `jaxllm.quantize`.

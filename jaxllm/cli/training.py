@@ -11,7 +11,7 @@ import typer
 
 from jaxllm import distributed
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import check_writable, dtype_named, load_model
+from jaxllm.cli.options import Out, check_writable, dtype_named, load_model
 from jaxllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxllm.train.loop import Run
 
 TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As MODEL of generate.")]
-Target = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")]
+Target = Out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,9 @@ def verify(
         Path | None, typer.Option(help="Write a picture of the error by stage to this PNG.")
     ] = None,
 ) -> None:
-    """Compare every stage, the cache and the greedy text with a reference; status 1 if they differ.
+    """Compare a model with transformers, stage by stage.
+
+    Every stage, the cache and the greedy text; the status is 1 if they differ.
 
     Two prompts of unequal length run as one batch, padded on the left, through both. By default the
     reference is transformers with the same weights in the same format (quantized ones dequantized),
