@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first bench-gpu
 
 demo: $(VENV)/.installed
-	$(BIN)/jaxllm generate --model demo:llama --prompt "Once upon a time" --echo --temperature 0.8 --seed 1
+	$(BIN)/jaxllm generate demo:llama "Once upon a time" --echo --temperature 0.8 --seed 1
 
 # What is linted and what is run do not wait for each other.
 test: $(VENV)/.installed-test

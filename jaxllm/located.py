@@ -9,6 +9,7 @@ from jaxllm.files import is_there
 from jaxllm.text.formats import TOKENIZER_FILES
 
 DEMOS = Path(__file__).parent / "demo"
+MOST_SAID = 240  # characters of an error of the network
 _REPO = r"[\w.-]+/[\w.-]+"
 _FILE = rf"(?P<repo>{_REPO})/(?P<file>.+\.gguf)"
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -25,6 +26,10 @@ def resolve(path: str | Path) -> Path:
             f" Path: got {path!r:.60}"
         )
     text = str(path)
+    if path == "":
+        raise CheckpointError(
+            "the model's name is empty: expected a directory, a GGUF file, a demo or hf:owner/name."
+        )
     if text.startswith("demo:"):
         demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
         if text not in demos:
@@ -60,5 +65,7 @@ def _download(text: str) -> Path:
         if not any(found.glob("*.safetensors")):
             snapshot_download(text, allow_patterns=["flax_model*.msgpack"])
     except Exception as error:  # whatever the network brings, one line of it is what helps
-        raise CheckpointError(f"hf:{text} could not be downloaded: {error!s:.200}") from error
+        said = " ".join(str(error).split())
+        said = said if len(said) < MOST_SAID else said[:MOST_SAID].rpartition(" ")[0] + " ..."
+        raise CheckpointError(f"hf:{text} could not be downloaded: {said}") from error
     return found

@@ -174,6 +174,13 @@ def _drawn() -> int:
     return int(distributed.told(lambda: str(secrets.randbits(63))))
 
 
+def draws_tokens(options: Mapping[str, Any], generation: Mapping[str, Any]) -> bool:
+    """Return whether tokens are drawn: do_sample, else a temperature, else the checkpoint's."""
+    if (do_sample := options.get("do_sample")) is not None:
+        return bool(do_sample)
+    return "temperature" in options or bool(generation.get("do_sample"))
+
+
 def _sampler(
     config: ModelConfig,
     generation: Mapping[str, Any],
@@ -186,9 +193,7 @@ def _sampler(
     if "sampler" in options:
         sampler: Sampler = options["sampler"]
         return sampler
-    do_sample = options.get("do_sample")
-    if do_sample is None:
-        do_sample = "temperature" in options or bool(generation.get("do_sample"))
+    do_sample = draws_tokens(options, generation)
     chosen = {k: given[k] for k in (*PROCESSORS, "logits_processor") if k in given}
     if not do_sample:
         chosen = {k: v for k, v in chosen.items() if k not in SHAPING}

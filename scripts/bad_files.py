@@ -28,12 +28,12 @@ EXAMPLE = "Example: python scripts/bad_files.py --reads-only"
 JUNK = bytes(range(256)) * 8
 # Commands by what they read, and by what they write: BAD is the file.
 READS = (
-    "generate -m BAD",
+    "generate BAD",
     "generate --draft BAD -p Once -n 2",
     "generate --precision BAD",
-    "batch BAD",
+    "batch demo:llama BAD",
     "generate --prompt-cache BAD -p Once -n 2",
-    "chat -m BAD",
+    "chat BAD",
     "chat --precision BAD",
     "info BAD",
     "convert BAD DST",
@@ -41,13 +41,13 @@ READS = (
     "convert demo:llama DST --precision BAD",
     "quantize BAD DST",
     "quantize demo:llama DST --rules BAD",
-    "bench -m BAD",
-    "perplexity BAD --text STORY",
-    "perplexity demo:llama --text BAD",
+    "bench BAD",
+    "perplexity BAD --text @STORY",
+    "perplexity demo:llama --text @BAD",
     "perplexity demo:llama --documents BAD",
-    "perplexity demo:llama --text STORY --journal BAD",
-    "sensitivity BAD --text STORY",
-    "sensitivity demo:llama --text BAD",
+    "perplexity demo:llama --text @STORY --journal BAD",
+    "sensitivity BAD --text @STORY",
+    "sensitivity demo:llama --text @BAD",
     "verify BAD",
     "verify demo:llama --against BAD",
     "vectors make BAD DST",
@@ -57,13 +57,13 @@ READS = (
     "embed demo:llama --file BAD",
 )
 WRITES = (
-    "batch LINES -n 2 --workers 0 --out BAD",
+    "batch demo:llama LINES -n 2 --workers 0 --out BAD",
     "generate -p Once -n 2 --prompt-cache BAD",
     "convert demo:llama BAD",
     "convert demo:llama BAD --to-hf",
     "quantize demo:llama BAD --bits 4",
-    "perplexity demo:llama --text STORY --journal BAD",
-    "sensitivity demo:llama --text STORY --plot BAD",
+    "perplexity demo:llama --text @STORY --journal BAD",
+    "sensitivity demo:llama --text @STORY --plot BAD",
     "verify demo:llama --against demo:llama --tokens 1 --plot BAD",
     "vectors make demo:llama BAD",
     "export demo:llama BAD --num-tokens 4 --max-tokens 8",
@@ -73,8 +73,8 @@ WRITES = (
 # What may be missing or empty: it is made, or begun.
 FINE = {
     ("missing", "generate --prompt-cache BAD -p Once -n 2"),
-    ("missing", "perplexity demo:llama --text STORY --journal BAD"),
-    ("empty", "perplexity demo:llama --text STORY --journal BAD"),
+    ("missing", "perplexity demo:llama --text @STORY --journal BAD"),
+    ("empty", "perplexity demo:llama --text @STORY --journal BAD"),
 }
 
 
@@ -155,7 +155,7 @@ def answered(kind: str, command: str, bad: Path, folder: Path) -> Answer:
     (folder / "lines.jsonl").write_text('"One day"\n' * 40, encoding="utf-8")
     names = {
         "DST": str(folder / "dst"),
-        "STORY": str(folder / "story.txt"),
+        "@STORY": f"@{folder / 'story.txt'}",
         "LINES": str(folder / "lines.jsonl"),
     }
     words = [names.get(w, w.replace("BAD", str(bad))) for w in command.split()]

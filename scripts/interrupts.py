@@ -34,11 +34,11 @@ TALK = "Once upon a time\nOne day\n" * 8
 STORY = "Once upon a time there was a girl. She had a red ball. " * 200
 # The arguments of each command, DST standing for a path that is not there yet, and its stdin.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "generate": ("generate -m MODEL -n 600 --overflow slide", ""),
+    "generate": ("generate MODEL -n 600 --overflow slide", ""),
     "convert": ("convert MODEL DST --dtype bfloat16", ""),
     "quantize": ("quantize MODEL DST --bits 4", ""),
     "perplexity": ("perplexity MODEL --text - --window 64 --batch 2", STORY),
-    "chat": ("chat -m MODEL -n 40 --overflow slide", TALK),
+    "chat": ("chat MODEL -n 40 --overflow slide", TALK),
 }
 
 

@@ -92,7 +92,7 @@ def test_a_prompt_cache_is_used_and_extended(run: Run, tmp_path: Path) -> None:
     held = int(err.split(f"{file}: ")[1].split()[0])
     _, out, err = story(text + plain, "--prompt-cache", file)
     assert out == story(text + plain)[1]
-    assert f"{held} of the prompt's {held + 1} tokens are there, of {held} in all" in err
+    assert f"{held} of the prompt's {held + 1} tokens are not run again; it holds {held}," in err
     assert f"{held + 12} tokens written" in err
     whole = file.read_bytes()
     for refused, options in {
@@ -147,22 +147,22 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
-    batch = ("batch", file, "--out", out, "-n", 12, "--rows", 2, "--workers", 0, *options)
+    batch = ("batch", file, "--out", out, "-n", 12, "--batch-size", 2, "--workers", 0, *options)
     status, _, err = run(*batch)
     assert status == 1
     assert "8 answers" in err
     assert "5 of them errors" in err
     answers = {a["id"]: a for a in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
-    assert answers[0]["text"] == run("generate", "-p", "Once upon a time", "-n", 12, *options)[1]
+    assert answers[1]["text"] == run("generate", "-p", "Once upon a time", "-n", 12, *options)[1]
     alone = ("generate", "-p", "One day", "-n", 5, "--temperature", 1.0, "--seed", 3)
     assert answers["b"]["text"] == run(*alone, *options)[1]
-    assert answers[3]["finish_reason"] == "stop"
-    assert "." not in answers[3]["text"]
-    assert "line 5 is not valid JSON" in answers[4]["error"]
-    assert "line 6 has no prompt" in answers[5]["error"]
+    assert answers[4]["finish_reason"] == "stop"
+    assert "." not in answers[4]["text"]
+    assert "line 5 is not valid JSON" in answers[5]["error"]
+    assert "line 6 has no prompt" in answers[6]["error"]
     assert "vocabulary" in answers["outside"]["error"]
-    assert "temperature must be" in answers[7]["error"]
-    assert "takes no num_beams" in answers[8]["error"]
+    assert "temperature must be" in answers[8]["error"]
+    assert "takes no num_beams" in answers[9]["error"]
     status, _, err = run(*batch)
     assert status == 1
     assert f"{out} exists: name another file" in err
@@ -222,34 +222,36 @@ def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
 
 
 def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
-    """With a model that is not there: what is said is about the rest."""
+    """With an empty directory as the model: what is said is about the rest."""
+    none = tmp_path / "none"
+    none.mkdir()
     prompts, story = tmp_path / "prompts.jsonl", tmp_path / "story.txt"
     prompts.write_text('"One day"\n')
     story.write_text("One day")
     away = tmp_path / "away" / "x.npy"
     nowhere = f"{away}: {away.parent} is not a directory"
     for arguments, message in {
-        ("batch", prompts, "-m", "none", "--out", away): nowhere,
-        ("batch", prompts, "-m", "none", "--out", tmp_path): "is a directory",
-        ("batch", away, "-m", "none"): f"cannot read {away}",
-        ("batch", prompts, "-m", "none", "--resume"): "goes on with --out FILE",
-        ("batch", prompts, "-m", "none", "--task", "scores"): "did you mean score",
-        ("batch", prompts, "-m", "none", "--task", "score", "-n", 5): "takes no --max-new-tokens",
-        ("batch", prompts, "-m", "none", "--task", "embed", "-o", "pool=cls"): "no option pool",
-        ("batch", prompts, "-m", "none", "--workers", 0, "--threads", 1): "as it is",
-        ("batch", prompts, "-m", "none", "--threads", 4096): "there are ",
-        ("generate", "-m", "none", "--prompt-cache", away): nowhere,
-        ("generate", "-m", "none", "-o", "stop_strings=[1"): "--option stop_strings is not valid",
-        ("generate", "-m", "none", "-o", f"seed={'9' * 5000}"): "5,000 digits",
-        ("generate", "-m", "none", "--precision", story): "--precision: ",
-        ("embed", "none", "--text", "x", "--out", away): nowhere,
-        ("perplexity", "none", "--text", story, "--journal", away): nowhere,
-        ("sensitivity", "none", "--text", story, "--plot", away): nowhere,
-        ("verify", "none", "--plot", away): nowhere,
-        ("convert", "none", story): "is not a directory",
-        ("quantize", "none", story / "x"): "is not a directory",
-        ("export", "none", story): "is not a directory",
-        ("vectors", "make", "none", story): "is not a directory",
+        ("batch", none, prompts, "--out", away): nowhere,
+        ("batch", none, prompts, "--out", tmp_path): "is a directory",
+        ("batch", none, away): f"cannot read {away}",
+        ("batch", none, prompts, "--resume"): "goes on with --out FILE",
+        ("batch", none, prompts, "--task", "scores"): "did you mean score",
+        ("batch", none, prompts, "--task", "score", "-n", 5): "takes no --max-new-tokens",
+        ("batch", none, prompts, "--task", "embed", "-o", "pool=cls"): "no option pool",
+        ("batch", none, prompts, "--workers", 0, "--threads", 1): "as it is",
+        ("batch", none, prompts, "--threads", 4096): "there are ",
+        ("generate", none, "--prompt-cache", away): nowhere,
+        ("generate", none, "-o", "stop_strings=[1"): "--option stop_strings is not valid",
+        ("generate", none, "-o", f"seed={'9' * 5000}"): "5,000 digits",
+        ("generate", none, "--precision", story): "--precision: ",
+        ("embed", none, "--text", "x", "--out", away): nowhere,
+        ("perplexity", none, "--text", f"@{story}", "--journal", away): nowhere,
+        ("sensitivity", none, "--text", f"@{story}", "--plot", away): nowhere,
+        ("verify", none, "--plot", away): nowhere,
+        ("convert", none, story): "is not a directory",
+        ("quantize", none, story / "x"): "is not a directory",
+        ("export", none, story): "is not a directory",
+        ("vectors", "make", none, story): "is not a directory",
     }.items():
         status, out, err = run(*arguments)
         assert (status, out) == (1, ""), arguments
@@ -278,8 +280,8 @@ def test_formats_are_understood_as_people_call_them(run: Run) -> None:
 def test_usage_errors_are_one_line(run: Run) -> None:
     for arguments, message in {
         ("generate", "--promt", "x"): "--prompt",
-        ("generate", "-n", "x"): "'--max-new-tokens'",
-        ("convert",): "Missing argument 'SRC'",
+        ("generate", "-n", "x"): "--max-new-tokens must be a whole number, got 'x'",
+        ("convert",): "Missing argument 'MODEL'",
         ("nonsense",): "No such command 'nonsense'",
     }.items():
         status, out, err = run(*arguments)
@@ -410,7 +412,7 @@ def test_a_format_is_the_same_in_a_file_an_option_or_a_table(run: Run, tmp_path:
 @pytest.mark.usefixtures("whole_demos")
 def test_bench_in_every_form(run: Run) -> None:
     tiny = ("bench", "--decode", 2, "--batches", 1, "-r", 2)
-    status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "-o", "json")
+    status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "--json")
     assert status == 0
     assert "pp600: left out, the model's context is 512" in err
     found = json.loads(out)
@@ -421,7 +423,7 @@ def test_bench_in_every_form(run: Run) -> None:
     assert row["tokens_per_second"] > 0
     assert row["share_of_bus"] is None
 
-    status, out, err = run(*tiny, "--prompts", "", "--depths", 3, "-o", "csv")
+    status, out, err = run(*tiny, "--prompts", "", "--depths", 3, "--csv")
     assert status == 0
     assert "weights_mb 2.1" in err
     ((name, rate, spread, compiling, streamed, bus, share),) = list(csv.reader(out.splitlines()))[
@@ -466,7 +468,7 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
         (["generate", "--dtype", "int3"], "must be one of"),
         (["info", "/dev/null"], "is not a directory"),
         (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
-        (["bench", "-o", "xml"], "--output is md, csv or json"),
+        (["bench", "--json", "--csv"], "two forms of the output"),
         (["bench", "-r", "0"], "--repetitions must be at least 1"),
         (["bench", "--prompts", "x"], "numbers separated by commas"),
         (["bench", "--decode", "0"], "bench: decode must be at least 1"),

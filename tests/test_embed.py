@@ -197,7 +197,7 @@ def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
         (("--text", "a", "--file", "b"), "one of the two"),
         (("--file", "nowhere"), "cannot read nowhere: No such file"),
         (("--file", "-"), "- has no lines"),
-        (("--text", "a", "--pool", "max"), "pooling must be one of"),
+        (("--text", "a", "--pooling", "max"), "pooling must be one of"),
         (("--text", "a", "--layer", "99"), "layer must be"),
         (("--text", "a", "--out", "x.bin"), "must end in .npy or .safetensors"),
         (("--text", "a", "--out", "."), "must end in"),

@@ -251,7 +251,7 @@ def test_the_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
     base = (tmp_path / "model", tmp_path / "a", "--num-tokens", 4, "--max-tokens", 12)
     status, out, _ = run(
         *base, "--what", "prefill", "--form", "boolean", "--quantize", "int8", "--dtype", "float32",
-        "--check", "--json", "--text",
+        "--check", "--json", "--mlir",
     )  # fmt: skip
     assert status == 0
     report = json.loads(out)

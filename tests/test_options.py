@@ -14,9 +14,9 @@ import pytest
 import jaxllm
 from jaxllm.decode.sampling.options import make_sampler
 from jaxllm.decode.sampling.penalties import Repetition
+from jaxllm.decode.sampling.spellings import SPELLINGS
 from jaxllm.errors import CapacityError, SamplingError, TokenError
 from jaxllm.options import OPTIONS, GenerateOptions, check_options
-from jaxllm.options.spellings import SPELLINGS
 from tests.twins import save_random
 
 

@@ -237,7 +237,7 @@ def test_chat_on_a_terminal_edits_lines_and_ctrl_c_stops_an_answer(tmp_path: Pat
 def test_an_interrupted_perplexity_says_what_it_had_and_goes_on(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 400)
-    arguments = ["perplexity", "demo:llama", "--text", "story.txt", "--window", "16"]
+    arguments = ["perplexity", "demo:llama", "--text", "@story.txt", "--window", "16"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxllm", *arguments, "--batch", "1", "--journal", "journal"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -64,6 +64,8 @@ def read_adapter(
     if gguf.recognises(directory):
         return gguf.read_gguf_adapter(directory, config)
     if not is_there(directory / CONFIG):
+        if not is_there(directory):
+            raise CheckpointError(f"no adapter {directory}: there is no such file or directory")
         raise CheckpointError(f"{directory} has no {CONFIG}: not a directory that PEFT wrote")
     lora = read_config(read_json(inside(directory, CONFIG)), str(directory / CONFIG))
     try:

@@ -4,9 +4,10 @@ generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
 infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a
 command for each kind of training).
 Shared: options (single flags), shared (sets of them: sampling, loading), corpus (flags of texts),
-calibration (what a recipe sees), training (flags of every training), renamed (their old names),
-lora (modules and patterns of an adapter), console (what is said, and errors), terminal and
-conversation (what chat reads, and what it keeps), group (several processes).
+calibration (what a recipe sees), command (MODEL in two spellings, usage errors), training (flags of
+every training), renamed (their old names), lora (modules and patterns of an adapter), console (what
+is said, and errors), terminal and conversation (what chat reads, and what it keeps), group (several
+processes).
 """
 
 import contextlib
@@ -41,6 +42,7 @@ from jaxllm.cli import (
     vectors,
     verify,
 )
+from jaxllm.cli.command import Command, describe_error
 from jaxllm.cli.console import complain, note, write
 from jaxllm.errors import ConfigError, JaxllmError, UnreadWarning
 
@@ -73,7 +75,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for name, (function, epilog) in COMMANDS.items():
-    app.command(name, epilog=epilog)(function)
+    app.command(name, epilog=epilog, cls=Command)(function)
 app.add_typer(train.app, name="train")
 
 
@@ -114,7 +116,7 @@ def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
     single = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )
-    single.command(epilog=epilog)(function)
+    single.command(epilog=epilog, cls=Command)(function)
     _run(single, name, sys.argv[1:])
 
 
@@ -126,8 +128,7 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     except JaxllmError as error:
         status = _failed(str(error))
     except typer.TyperException as error:
-        where = context.command_path if (context := getattr(error, "ctx", None)) else name
-        status = _failed(f"{error.format_message()} (see {where} --help)", status=2)
+        status = _failed(describe_error(error, name), status=2)
     except OSError as error:
         status = _failed(_told(error))
     except (ValueError, RuntimeError) as error:  # as JAX's are

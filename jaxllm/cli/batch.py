@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 EXAMPLE = """
 Examples:
 
-  jaxllm batch prompts.jsonl --out answers.jsonl -n 40 --temperature 0.8
+  jaxllm batch demo:llama prompts.jsonl --out answers.jsonl -n 40 --temperature 0.8
 
-  jaxllm batch texts.parquet --field text --task embed --out vectors.parquet --workers 2 --resume
+  jaxllm batch demo:llama texts.parquet --field text --task embed --out vectors.parquet --resume
 """
 
 
@@ -29,10 +29,13 @@ Examples:
 def batch(
     sampling: Sampling,
     loading: Loading,
+    model: Model,
     file: Annotated[
-        str, typer.Argument(help="Rows: JSON lines, or .parquet; - reads lines from stdin.")
+        str,
+        typer.Argument(
+            metavar="FILE", help="Rows: JSON lines, or .parquet; - reads lines from stdin."
+        ),
     ],
-    model: Model = "demo:llama",
     task: Annotated[str, typer.Option(help="generate, score or embed.")] = "generate",
     field: Annotated[
         str | None,
@@ -62,7 +65,10 @@ def batch(
             help="Workers are actors of Ray: one started here, or the cluster there.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows run at once in a worker.")] = 8,
+    batch_size: Annotated[
+        int,
+        typer.Option("--batch-size", "--batch", min=1, help="Rows that run at once in a worker."),
+    ] = 8,
     group: Annotated[
         int, typer.Option(min=1, help="How many rows are given to a worker, and kept, as one.")
     ] = 64,
@@ -94,7 +100,7 @@ def batch(
         sampling.more,
         **sampling.named,
         stop_strings=stop,
-        seed=sampling.seed if task == "generate" else None,
+        seed=_seed(sampling) if task == "generate" else None,
     )
     check_task(task, options)
     found = _rows(file, field)
@@ -105,7 +111,7 @@ def batch(
             "--timeout ends processes of this machine: --workers from 1, without --ray"
         )
     job = Job(
-        task=task, options=options, rows=rows, group=group, threads=threads,
+        task=task, options=options, rows=batch_size, group=group, threads=threads,
         timeout=timeout, tries=3 if timeout is None else 1,
         about={"model": model, **loading.facts()},
     )  # fmt: skip
@@ -136,15 +142,25 @@ def _options(task: str, more: list[str] | None, **named: Any) -> dict[str, Any]:
     return read_more(more)
 
 
+def _seed(sampling: Sampling) -> int:
+    """The seed of a batch, 0 unless another is given. Raises ConfigError for a random one."""
+    if (seed := sampling.given_seed(0)) == "random":
+        raise ConfigError("--seed random: a batch takes a number, so that a run can be repeated")
+    return int(seed)
+
+
 def _rows(file: str, field: str | None) -> "list[Row]":
+    from jaxllm.files import split_lines
     from jaxllm.fleet.rows import read_lines, read_rows
 
     if file == "-":
-        found = read_lines(read_stdin().splitlines(), field)
+        found = read_lines(split_lines(read_stdin()), field)
     else:
         found = read_rows(Path(file), field)
     if not found:
         raise ConfigError(f"{file} has no rows")
+    if again := sum(row.copy > 0 for row in found):
+        note(f"{again} rows have the id of a row before them; answers are told apart by their line")
     return found
 
 

@@ -5,11 +5,11 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import Model
+from jaxllm.cli.options import AsJson, Model
 from jaxllm.cli.shared import Loading, with_options
 from jaxllm.errors import ConfigError
 
-EXAMPLE = "Example: jaxllm bench -m ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
+EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
 
 
 @with_options
@@ -30,11 +30,15 @@ def bench(
     int8_inputs: Annotated[
         bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
     ] = False,
-    form: Annotated[str, typer.Option("--output", "-o", help="md, csv or json.")] = "md",
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, not a table.")] = False,
 ) -> None:
-    """Time reading prompts and decoding, with compile time apart and the memory bus beside it."""
-    if form not in ("md", "csv", "json"):
-        raise ConfigError(f"--output is md, csv or json, got {form!r}")
+    """Time reading prompts and decoding.
+
+    Compile time is a column of its own, as is the memory bus.
+    """
+    if as_json and as_csv:
+        raise ConfigError("--json and --csv are two forms of the output; leave one out")
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be at least 1, got {repetitions}")
     if sparse is not None and loading.quantize is not None:
@@ -83,10 +87,10 @@ def bench(
         "load_s": round(loaded, 2),
         "jax": jax.__version__,
     }
-    if form == "json":
+    if as_json:
         return write(timing.as_json(rows, about))
     note(", ".join(f"{name} {value}" for name, value in about.items()))
-    write(timing.as_csv(rows) if form == "csv" else timing.as_markdown(rows))
+    write(timing.as_csv(rows) if as_csv else timing.as_markdown(rows))
 
 
 def _numbers(text: str) -> list[int]:

@@ -4,17 +4,18 @@ A text is parted; a model that speaks for itself speaks twice, from two seeds.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.cli.corpus import bos_id
+from jaxllm.cli.corpus import bos_id, read_text_option
 from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.compress.data.calibration import Calibration
 
-SOURCES = "--text FILE, --documents FILE, --wikitext FILE or --samples N"
+SOURCES = "--text @FILE, --documents FILE, --wikitext FILE or --samples N"
 SHARE = 10  # one part in so many of a text is for measuring
 
 Document = str | list[int]
@@ -25,7 +26,7 @@ class Source(NamedTuple):
     says by itself; neither: there is none. rows, length: of what is cut out of a file.
     """
 
-    file: tuple[str, Path] | None
+    file: tuple[str, str | Path] | None
     samples: int | None
     rows: int
     length: int | None
@@ -33,7 +34,11 @@ class Source(NamedTuple):
 
 
 def source_of(
-    files: dict[str, Path | None], samples: int | None, rows: int, length: int | None, seed: int
+    files: Mapping[str, str | Path | None],
+    samples: int | None,
+    rows: int,
+    length: int | None,
+    seed: int,
 ) -> Source:
     """The one source that is given, or none. Raises ConfigError for more than one."""
     given = [(option, path) for option, path in files.items() if path is not None]
@@ -50,15 +55,19 @@ def read_source(source: Source, evaluated: Path | None) -> tuple[Document | None
     """
     whole = None if source.file is None else _read(*source.file)
     if evaluated is not None:
-        kind = "--wikitext" if evaluated.suffix == ".parquet" else "--text"
-        return whole, _read(kind, evaluated)
+        kind, given = "--text", f"@{evaluated}"
+        if evaluated.suffix == ".parquet":
+            kind, given = "--wikitext", str(evaluated)
+        return whole, _read(kind, given)
     if whole is None:
         return None, None
     begin = len(whole) * (SHARE - 1) // SHARE
     if isinstance(whole, str):  # not within a line, nor within a word
         begin = next((at + 1 for c in "\n " if (at := whole.rfind(c, 0, begin)) >= 0), begin)
     if not begin:
-        raise TokenError(f"{source.file[1]} is too short to be parted" if source.file else "")
+        raise TokenError(
+            f"{' '.join(map(str, source.file))} is too short to be parted" if source.file else ""
+        )
     return whole[:begin], whole[begin:]
 
 
@@ -75,7 +84,8 @@ def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibrati
         return _said(lm, source, source.samples, source.seed)
     cut = Cut(width=length, rows=source.rows, seed=source.seed)
     assert document is not None and source.file is not None
-    about: dict[str, Any] = {"kind": source.file[0].lstrip("-"), "file": source.file[1].name}
+    option, given = source.file
+    about: dict[str, Any] = {"kind": option.lstrip("-"), "file": _file_name(option, given)}
     if isinstance(document, str):
         made = from_texts(document, lm.tokenizer, cut)
     else:
@@ -114,17 +124,23 @@ def _said(lm: "LM", source: Source, rows: int, seed: int) -> "Calibration":
     return made
 
 
-def _read(option: str, path: Path) -> Document:
-    """A file as one document, in the form that an option says."""
+def _file_name(option: str, given: str | Path) -> str | None:
+    """The name of the file that an option reads, without its folders; None for a text itself."""
+    is_file = option != "--text" or str(given).startswith("@")
+    return Path(str(given).removeprefix("@")).name if is_file else None
+
+
+def _read(option: str, given: str | Path) -> Document:
+    """What an option gives as one document."""
     from jaxllm.compress.data.calibration import SEPARATOR
     from jaxllm.compress.data.corpora import MOST, read_wikitext
     from jaxllm.evaluate.likelihood.data import read_documents
-    from jaxllm.files import read_text
 
+    path = Path(given)
     if option == "--wikitext":
         return SEPARATOR.join(read_wikitext(path))
     if option == "--text":
-        return read_text(path, MOST)
+        return read_text_option(str(given), MOST)
     found: Any = read_documents(path)
     if isinstance(found[0], str):
         return SEPARATOR.join(found)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.cli.conversation import Conversation
 
-EXAMPLE = "Example: jaxllm chat -m ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
+EXAMPLE = "Example: jaxllm chat ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
 KEYS = """\
 Ctrl-C stops an answer (with --distributed: the chat), clears a line, and leaves if pressed twice
 on an empty one; so does Ctrl-D. A paste is one line; Alt-Enter begins another one within it."""
@@ -89,7 +89,7 @@ def chat(
     """
     with terminal.hold_keys():
         loading.begin(model)
-        named = {**sampling.named, "seed": sampling.seed, "overflow": overflow}
+        named = {**sampling.named, "seed": sampling.given_seed("random"), "overflow": overflow}
         asked = named | read_more(sampling.more)
         read_options(None, kind="stream", **asked)  # refused before the model is loaded
         talk = _begin(loading.load(model), asked, system, chat_template)

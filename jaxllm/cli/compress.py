@@ -20,7 +20,7 @@ from jaxllm.cli.calibration import (
 )
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.corpus import described, make_loader
-from jaxllm.cli.options import AsJson, Dtype, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, Model, Out, check_writable, load_model
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-  jaxllm compress demo:llama smaller --step "quantize: rtn int4-g64" --text story.txt
+  jaxllm compress demo:llama smaller --step "quantize: rtn int4-g64" --text @story.txt
 
   jaxllm compress demo:gpt2 smaller --recipe recipe.txt --wikitext train.parquet --plot costs.png
 """
@@ -57,8 +57,8 @@ def _on_one_device(mesh: str | None) -> None:
 
 
 def compress(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    model: Model,
+    target: Out,
     recipe: Annotated[
         Path | None, typer.Option(help="A file with a step a line; # begins a comment.")
     ] = None,
@@ -67,7 +67,11 @@ def compress(
         typer.Option(help='A step, as "prune: wanda 2:4"; may be given more than once.'),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Calibrate on this text; see --eval for its last tenth.")
+        str | None,
+        typer.Option(
+            metavar="TEXT|@FILE|-",
+            help="Calibrate on this text, @FILE's or stdin's; see --eval for its last tenth.",
+        ),
     ] = None,
     documents: Annotated[
         Path | None,
@@ -79,7 +83,7 @@ def compress(
     samples: Annotated[
         int | None, typer.Option(help="Calibrate on so many rows that the model says by itself.")
     ] = None,
-    rows: Annotated[int, typer.Option(help="Rows to calibrate on.")] = 128,
+    calibration_rows: Annotated[int, typer.Option(help="Rows to calibrate on.")] = 128,
     length: Annotated[
         int | None, typer.Option(help="Tokens of each; by default 512, or what the context takes.")
     ] = None,
@@ -122,7 +126,9 @@ def compress(
         typer.Option("--list", callback=_listed, is_eager=True, help="List all steps, and exit."),
     ] = False,
 ) -> None:
-    """Apply a recipe to a model and say what each step costs: bytes, quality, speed, time.
+    """Apply a recipe of compression to a model.
+
+    Each step's costs are printed: bytes, quality, speed, time.
 
     The result has its own configuration and formats, and remembers the recipe. What is finished
     stays in OUT.parts until the result is written: the same command goes on from it.
@@ -141,8 +147,8 @@ def compress(
         check_writable(option, path)
     if plot is not None:
         picture.check_plot()
-    files = {"--text": text, "--documents": documents, "--wikitext": wikitext}
-    source = source_of(files, samples, rows, length, seed)
+    files = {"--documents": documents, "--wikitext": wikitext}
+    source = source_of({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
     _check_calibrated(lines, calibrated)
     seen, measured = read_source(source, evaluated)

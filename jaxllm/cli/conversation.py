@@ -14,6 +14,7 @@ from jaxllm import process
 from jaxllm.cache.prefix import reuse
 from jaxllm.cli.console import note, waiting, write
 from jaxllm.cli.options import read_more, read_options
+from jaxllm.cli.shared import draw_seed
 from jaxllm.distributed import once, told
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, JaxllmError
 from jaxllm.files import as_schema, is_there, read_json, write_json
@@ -145,7 +146,7 @@ class Conversation:
         if isinstance(seed := options.pop("seed", None), list):
             raise ConfigError(f"a conversation takes one seed, got {seed!r:.40}")
         if "seed" in asked:
-            self.seed, self.answers = choose_seed(None if seed == "random" else seed), 0
+            self.seed, self.answers = draw_seed() if seed in (None, "random") else seed, 0
         if self.cache is not None and options.get("adapter") != self.options.get("adapter"):
             self.cache = None
         self.asked = {name: value for name, value in asked.items() if name != "seed"}
@@ -203,13 +204,6 @@ class Conversation:
             f" {max(tokens - line, 0):,} of the conversation, and an answer needs {room};"
             f" expected at most {context:,} in all. {remedy}"
         )
-
-
-def choose_seed(seed: int | None) -> int:
-    """The seed, or a random one, the same in all processes."""
-    import secrets
-
-    return int(told(lambda: str(secrets.randbits(32)))) if seed is None else seed
 
 
 def _shared(cache: "KVCache | None", prompt: list[int]) -> "KVCache | None":

@@ -8,8 +8,10 @@ import typer
 
 from jaxllm.cli.console import note, waiting
 from jaxllm.cli.options import (
+    Model,
     PrecisionFile,
     Strict,
+    check_folder,
     dtype_named,
     precision_over,
     read_json_option,
@@ -32,12 +34,14 @@ Examples:
 
 
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="A Hugging Face directory, a GGUF file, or ours."),
-    ],
+    model: Model,
     target: Annotated[
-        Path, typer.Argument(metavar="DST", help="The directory, or the GGUF file, to write.")
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            callback=check_folder,
+            help="The directory, or the GGUF file, to write.",
+        ),
     ],
     dtype: Annotated[
         str | None,
@@ -60,13 +64,19 @@ def convert(
     ] = None,
     strict: Strict = False,
 ) -> None:
-    """Convert a checkpoint to jaxllm's own form (loads by memory map), or back with --to-hf or
-    --to-gguf.
+    """Convert a checkpoint, to our form or from it.
+
+    Our own form loads by memory map; --to-hf and --to-gguf write the others.
 
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
     (bf16-packed to bfloat16) unless --dtype says otherwise. In GGUF's, matrices are of the type
     that is named, vectors of F32.
     """
+    if target.suffix == ".gguf" and to_gguf is None:
+        raise ConfigError(
+            f"{target} is the name of a GGUF file: give --to-gguf TYPE (F32, F16, BF16, Q8_0 or"
+            " Q4_0), or name a directory"
+        )
     forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
     if to_hf and to_gguf is not None:
         raise ConfigError("--to-hf and --to-gguf are two forms; leave one out")
@@ -84,10 +94,10 @@ def convert(
 
     table = None if precision is None else read_json_option("--precision", precision)
     if to_gguf is not None:
-        _write_gguf(source, target, to_gguf, strict)
+        _write_gguf(model, target, to_gguf, strict)
         return
     claim(target)  # before the work, not after it
-    opened = open_checkpoint(source, strict=strict)
+    opened = open_checkpoint(model, strict=strict)
     if opened.formats and (to_hf or dtype is not None):
         opened = dequantized(opened)
     if dtype is not None:
@@ -107,7 +117,7 @@ def convert(
     )
 
 
-def _write_gguf(source: str, target: Path, kind: str, strict: bool) -> None:
+def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
     """The checkpoint as a GGUF file, tokenizer and chat template too."""
     from jaxllm.convert.gguf.writing import check_absent, write_gguf
     from jaxllm.forms import texts_files
@@ -116,7 +126,7 @@ def _write_gguf(source: str, target: Path, kind: str, strict: bool) -> None:
     from jaxllm.text.formats import find_form, read_tree
 
     check_absent(target)
-    opened = open_checkpoint(source, strict=strict)
+    opened = open_checkpoint(model, strict=strict)
     with texts_files(opened.directory) as files:
         folder = files[0].parent if files else None
         spoken = folder is not None and find_form(folder) is not None

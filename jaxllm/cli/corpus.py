@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from jaxllm.api import LM
     from jaxllm.evaluate.likelihood.data import Loader
 
-Evaluated = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A directory, demo:llama, demo:gpt2, hf:owner/name.")
-]
 Text = Annotated[
-    str | None, typer.Option(help="A text file, taken as it is, in one piece; - reads stdin.")
+    str | None,
+    typer.Option(
+        metavar="TEXT|@FILE|-", help="A text, @FILE for a file's, - for stdin's; in one piece."
+    ),
 ]
 Documents = Annotated[
     Path | None,
@@ -56,7 +56,10 @@ Bos = Annotated[
     ),
 ]
 Rows = Annotated[
-    int | None, typer.Option("--batch", help="Windows run at once; by default as 256 MB allow.")
+    int | None,
+    typer.Option(
+        "--batch-size", "--batch", help="Windows run at once; by default as 256 MB allow."
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many windows.")]
 
@@ -70,18 +73,35 @@ def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Cor
     What is not to be separate is one document.
     """
     if (text is None) == (documents is None):
-        raise ConfigError("give --text FILE or --documents FILE, one of them")
+        raise ConfigError("give --text (TEXT, @FILE or -) or --documents FILE, one of them")
     corpus = _read(text, documents, separate)
     distributed.agree({"texts": distributed.digest(map(str, corpus))})
     return corpus
 
 
+def read_text_option(given: str, most: int | None = None) -> str:
+    """Return the text that `--text` gives: itself, a file's with @FILE, or stdin's with -.
+
+    most: the largest file that is read, in bytes. Raises CheckpointError for a file that cannot be
+    read, ConfigError for the name of a file without its @.
+    """
+    from jaxllm.files import is_there, read_text
+    from jaxllm.files.reading import MAX_BYTES
+
+    if given == "-":
+        return read_stdin()
+    if given.startswith("@"):
+        return read_text(Path(given[1:]), MAX_BYTES if most is None else most)
+    if is_there(given):
+        raise ConfigError(f"--text {given} is the name of a file: write @{given} to read the file")
+    return given
+
+
 def _read(text: str | None, documents: Path | None, separate: bool) -> Corpus:
     from jaxllm.evaluate.likelihood.data import read_documents
-    from jaxllm.files import read_text
 
     if text is not None:
-        return [read_stdin() if text == "-" else read_text(Path(text))]
+        return [read_text_option(text)]
     assert documents is not None
     found: Any = read_documents(documents)
     if separate:

@@ -8,12 +8,13 @@ import typer
 
 from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, write
+from jaxllm.cli.corpus import read_text_option
 from jaxllm.cli.options import (
     Adapters,
     Dtype,
     Exact,
     Mesh,
-    ModelArgument,
+    Model,
     PrecisionFile,
     Quantize,
     check_writable,
@@ -25,9 +26,13 @@ EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a
 
 
 def embed(
-    model: ModelArgument = "demo:llama",
+    model: Model = "demo:llama",
     text: Annotated[
-        list[str] | None, typer.Option(help="A text; may be given more than once.")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT|@FILE|-",
+            help="A text, @FILE for a whole file's, - for stdin's; may be given more than once.",
+        ),
     ] = None,
     file: Annotated[
         str | None, typer.Option(help="A file with a text on each line; - for stdin.")
@@ -35,9 +40,11 @@ def embed(
     layer: Annotated[
         int, typer.Option(help="0: the embedding table; n: block n's output; -1: the last, normed.")
     ] = -1,
-    pool: Annotated[str, typer.Option(help="Of a text's tokens: mean, last or cls.")] = "mean",
+    pooling: Annotated[str, typer.Option(help="Of a text's tokens: mean, last or cls.")] = "mean",
     normalize: Annotated[bool, typer.Option("--normalize", help="To Euclidean norm 1.")] = False,
-    batch: Annotated[int, typer.Option(help="Texts that run together.")] = 16,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", help="Texts that run together.")
+    ] = 16,
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
@@ -49,7 +56,10 @@ def embed(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON array a line.")] = False,
 ) -> None:
-    """Embeddings: the hidden states of a layer, pooled; one row a text, in their order."""
+    """Embed texts: pooled hidden states of a layer.
+
+    One row a text, in their order.
+    """
     if out is not None and out.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")
     if out is not None and out.exists():
@@ -66,7 +76,7 @@ def embed(
         mesh=mesh,
         exact=exact,
     )
-    found = lm.embed(texts, layer=layer, pooling=pool, normalize=normalize, batch=batch)
+    found = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
     if out is not None:
         _save(out, found)
         note(f"{out}: {found.shape[0]} rows of {found.shape[1]}")
@@ -80,15 +90,13 @@ def _texts(text: list[str] | None, file: str | None) -> list[str]:
     if bool(text) == (file is not None):
         raise ConfigError("give --text, once or more, or --file; one of the two")
     if file is None:
-        return list(text or [])
-    from jaxllm.files import read_text
+        return [read_text_option(given) for given in text or []]
+    from jaxllm.files import read_text, split_lines
 
-    lines = (read_stdin() if file == "-" else read_text(Path(file))).split("\n")
-    if not lines[-1]:
-        lines.pop()
+    lines = split_lines(read_stdin() if file == "-" else read_text(Path(file)))
     if not lines:
         raise ConfigError(f"{file} has no lines")
-    return [line.removesuffix("\r") for line in lines]
+    return lines
 
 
 def _save(out: Path, array: Any) -> None:

@@ -7,15 +7,28 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.options import AsJson, Dtype, ModelArgument, PrecisionFile, Quantize, load_model
+from jaxllm.cli.options import (
+    AsJson,
+    Dtype,
+    Model,
+    PrecisionFile,
+    Quantize,
+    check_folder,
+    load_model,
+)
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-tokens 128 --check"
 
 
 def export(
-    model: ModelArgument,
-    directory: Annotated[Path, typer.Argument(help="Where to write; must hold no export yet.")],
+    model: Model,
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", callback=check_folder, help="Where to write; must hold no export yet."
+        ),
+    ],
     what: Annotated[str, typer.Option(help="prefill, decode, or both.")] = "prefill,decode",
     form: Annotated[
         str,
@@ -28,7 +41,7 @@ def export(
     max_tokens: Annotated[
         int | None, typer.Option(help="These and the slots of the past. Default: the context.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Rows.")] = 1,
     platforms: Annotated[
         str | None, typer.Option(help="Of cpu, cuda, rocm, tpu; by default this machine's.")
     ] = None,
@@ -38,13 +51,15 @@ def export(
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
-    text: Annotated[bool, typer.Option("--text", help="Write readable .mlir files too.")] = False,
+    mlir: Annotated[bool, typer.Option("--mlir", help="Write readable .mlir files too.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Load what was written and compare its logits.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write prefill and decode steps for runtimes without this code: StableHLO, safetensors, JSON.
+    """Write prefill and decode steps as StableHLO.
+
+    For runtimes without this code: StableHLO, safetensors, JSON.
 
     Keys and values go in and come out in fixed shapes; jaxllm.fixed.exported runs them from Python.
     """
@@ -67,7 +82,7 @@ def export(
         batch=batch,
         platforms=_words(platforms) if platforms else None,
         native=native,  # type: ignore[arg-type]
-        text=text,
+        text=mlir,
     )
     report: dict[str, Any] = {
         "directory": str(directory),

@@ -1,5 +1,6 @@
 """`jaxllm generate`: continue a text."""
 
+import contextlib
 import json
 import sys
 import time
@@ -11,14 +12,14 @@ import typer
 from jaxllm import distributed
 from jaxllm.cli.console import note, read_stdin, waiting, write
 from jaxllm.cli.options import Model, Overflow, Stop, check_writable, load_model, read_options
-from jaxllm.cli.shared import Loading, Sampling, with_options
-from jaxllm.errors import CacheMismatchError, ConfigError
+from jaxllm.cli.shared import Loading, Sampling, draw_seed, with_options
+from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM, Piece
     from jaxllm.cache import KVCache
 
-EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate -m demo:gpt2 -p - -n 80"
+EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate demo:gpt2 -p - -n 80"
 
 
 @with_options
@@ -27,57 +28,74 @@ def generate(
     loading: Loading,
     model: Model = "demo:llama",
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")
-    ] = "",
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin."),
+    ] = None,
+    prompt_option: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The same, as an option.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="The same, from a text file.")
+    ] = None,
     stop: Stop = None,
     overflow: Overflow = None,
     prompt_cache: Annotated[
         Path | None,
-        typer.Option(help="Keep the text's cache in this file; what it has is not run again."),
+        typer.Option(
+            help="Keep the cache of prompt and answer in this file; a later prompt that begins as"
+            " they do does not run those tokens again."
+        ),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(help="A smaller model of the same vocabulary that proposes tokens."),
     ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
     ] = False,
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
+    text = _prompt(prompt, prompt_option, prompt_file)
     loading.begin(model)
     options = read_options(
         sampling.more,
         stop_strings=stop,
         overflow=overflow,
-        seed=sampling.seed,
+        seed=sampling.draw_seed(),
         **sampling.named,
     )
-
+    if options["seed"] == "random":  # -o seed=random
+        options["seed"] = draw_seed()
     if distributed.several():
         for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
             if given:
                 raise ConfigError(f"{option} is for one process: --distributed takes none")
     check_writable("--prompt-cache", prompt_cache)
     asked = time.perf_counter()
-    text = read_stdin().rstrip("\n") if prompt == "-" else prompt
+    text = read_stdin().rstrip("\n") if text == "-" else text
     start += time.perf_counter() - asked  # loading does not take longer where somebody types
     lm = loading.load(model).using(options.pop("adapter", None))
+    tokens = _encode(lm, text, chat)
     if prompt_cache:
-        options["cache"] = _read_cache(lm, text, prompt_cache)
+        options["cache"] = _read_cache(lm, tokens, prompt_cache)
+    seed = options["seed"] if _draws(lm, options) else None
     loaded = time.perf_counter()
     if echo and not as_json:
         write(text)
     if draft:
         options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
     if not _streams(options):
-        return _several(lm, text, options, as_json)
+        return _several(lm, text, tokens, options, seed, as_json)
     from jaxllm.programs import time_compiling
 
     pieces: list[Piece] = []
     with waiting("compiling and reading the prompt") as ready, time_compiling() as compiling:
-        for piece in lm.stream(text, **options):
+        for piece in lm.stream(tokens, **options):
             if not pieces:
                 first, compiled = time.perf_counter() - loaded, compiling()
                 ready()
@@ -88,12 +106,13 @@ def generate(
     if prompt_cache:
         _keep_cache(lm, pieces[-1].cache, prompt_cache)
     if as_json:
-        _print_json(lm, text, pieces, loaded - start, first, compiled)
+        _print_json(lm, text, pieces, seed, loaded - start, first, compiled)
     elif sys.stdout.isatty():
         write("\n")
+    drawn = "" if seed is None else f"; seed {seed}"
     note(
         f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
-        f" tokens/s; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
+        f" tokens/s{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
         + _about_compiling(compiled)
     )
 
@@ -108,18 +127,64 @@ def _about_compiling(seconds: float) -> str:
     return f" ({seconds:.1f} s of it compiling{later})"
 
 
-def _read_cache(lm: "LM", text: str, file: Path) -> "KVCache | None":
+def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
+    """Return the prompt of the one way it is given in, or "". Raises ConfigError for two ways."""
+    given = [way for way in (argument, option, file) if way is not None]
+    if len(given) > 1:
+        raise ConfigError("give one prompt: the argument PROMPT, --prompt TEXT or --file FILE")
+    if file is not None:
+        from jaxllm.files import read_text
+
+        return read_text(file).removesuffix("\n")
+    return str(given[0]) if given else ""
+
+
+def _encode(lm: "LM", text: str, chat: bool) -> list[int]:
+    """The prompt's token ids, in the chat template if that is asked for.
+
+    A model without a tokenizer takes a JSON list of ids. Raises TokenError for another prompt.
+    """
+    message = [{"role": "user", "content": text}]
+    if chat:
+        return lm.chat_prompt(message)
+    if lm.tokenizer is None and text:
+        from jaxllm.files import parse_json
+
+        with contextlib.suppress(TokenError):
+            return lm.encode(parse_json(text, "prompt", TokenError))
+        raise TokenError(
+            f"{lm.path} has no tokenizer: a prompt must be a list of token ids, as in -p '[1, 5]';"
+            f" got {text!r:.40}"
+        )
+    tokens = lm.encode(text)
+    with contextlib.suppress(JaxllmError):  # there may be no template
+        if text and lm.chat_prompt(message) != tokens:
+            note("(the model has a chat template: --chat applies it to the prompt)")
+    return tokens
+
+
+def _draws(lm: "LM", options: dict[str, Any]) -> bool:
+    """Whether the text depends on the seed."""
+    from jaxllm.settings import draws_tokens
+
+    return draws_tokens(options, lm.generation) and options.get("temperature") != 0
+
+
+def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
     """The cache in a file, if there is one; it must have the beginning of the text in common."""
     from jaxllm.cache import load_cache
     from jaxllm.cache.prefix import shared_prefix
 
     if not file.exists():
         return None
-    cache, tokens = load_cache(file, lm.model, lm.params), lm.encode(text)
+    cache = load_cache(file, lm.model, lm.params)
     held, shared = len(cache.tokens()), shared_prefix(cache, tokens)
     if shared < min(held, len(tokens), 2):  # nothing, or a begin-of-text token alone
         raise CacheMismatchError(f"{file} holds another text; name another file, or remove it")
-    note(f"{file}: {shared} of the prompt's {len(tokens)} tokens are there, of {held} in all")
+    note(
+        f"{file}: {shared} of the prompt's {len(tokens)} tokens are not run again; it holds {held},"
+        " the last prompt with its answer"
+    )
     return cache
 
 
@@ -137,10 +202,17 @@ def _streams(options: dict[str, Any]) -> bool:
     return way_of(options) == PLAIN and options.get("num_return_sequences", 1) == 1
 
 
-def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> None:
+def _several(
+    lm: "LM",
+    prompt: str,
+    tokens: list[int],
+    options: dict[str, Any],
+    seed: int | None,
+    as_json: bool,
+) -> None:
     """Print more than one continuation, or the outcome of a search: nothing to stream."""
     with waiting("generating"):
-        found = lm.generate(prompt, **options)
+        found = lm.generate(tokens, **options)
     for number, completion in enumerate(found if isinstance(found, list) else [found]):
         if as_json:
             report = {
@@ -150,6 +222,7 @@ def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> N
                 "finish_reason": completion.finish_reason,
                 "score": completion.score,
                 "drafted": completion.drafted,
+                "seed": seed,
             }
             write(json.dumps(report, ensure_ascii=False) + "\n")
             continue
@@ -159,12 +232,15 @@ def _several(lm: "LM", prompt: str, options: dict[str, Any], as_json: bool) -> N
         note(f"--- {number + 1}{about}")
         text = completion.text if lm.tokenizer else " ".join(map(str, completion.tokens))
         write(f"{text}\n")
+    if seed is not None and not as_json:
+        note(f"seed {seed}")
 
 
 def _print_json(
     lm: "LM",
     prompt: str,
     pieces: "list[Piece]",
+    seed: int | None,
     load_s: float,
     first_token_s: float,
     compile_s: float,
@@ -175,6 +251,7 @@ def _print_json(
         "tokens": [p.token for p in pieces],
         "logprobs": [round(p.logprob, 6) for p in pieces],
         "finish_reason": pieces[-1].finish_reason,
+        "seed": seed,
         "load_s": round(load_s, 3),
         "first_token_s": round(first_token_s, 3),
         "compile_s": round(compile_s, 3),

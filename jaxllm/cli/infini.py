@@ -1,19 +1,18 @@
 """`jaxllm infini`: a model with a compressive memory made from a dense one."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import Dtype, Quantize, load_model
+from jaxllm.cli.options import Dtype, Model, Out, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm infini demo:llama remembering --segment 128 --update delta_once"
 
 
 def infini(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    model: Model,
+    target: Out,
     segment: Annotated[
         int, typer.Option(min=1, help="Tokens that are attended to as they are.")
     ] = 128,
@@ -30,7 +29,9 @@ def infini(
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
-    """Write a model with Infini-attention: segments, and a memory of all that came before them.
+    """Write a model with Infini-attention.
+
+    It has segments, and a memory of all that came before them.
 
     In its first segment it computes what the model does. What its memory is worth it learns by
     training on texts of several segments: jaxllm train full OUT TUNED --no-pack --length 512.

@@ -4,13 +4,13 @@ import json
 from collections import Counter
 
 from jaxllm.cli.console import waiting, write
-from jaxllm.cli.options import AsJson, ModelArgument, Strict
+from jaxllm.cli.options import AsJson, Model, Strict
 
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
 
 
 def info(
-    model: ModelArgument = "demo:llama",
+    model: Model = "demo:llama",
     as_json: AsJson = False,
     strict: Strict = False,
 ) -> None:

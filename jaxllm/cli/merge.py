@@ -1,14 +1,13 @@
 """`jaxllm merge`: an adapter into the weights, and what that costs."""
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxllm.cli.console import note, waiting
 from jaxllm.cli.corpus import Text, bos_id, described, make_loader, read_corpus
-from jaxllm.cli.options import Dtype, Exact, Mesh, Quantize, load_model
+from jaxllm.cli.options import Dtype, Exact, Mesh, Model, Out, Quantize, check_adapters, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,10 +19,13 @@ ROWS, WIDTH = 8, 128  # of text that the model says by itself, to measure on
 
 
 def merge(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    model: Model,
+    target: Out,
     adapter: Annotated[
-        str, typer.Option("--adapter", metavar="DIR", help="The adapter, in PEFT's form.")
+        str,
+        typer.Option(
+            "--adapter", metavar="DIR", callback=check_adapters, help="An adapter in PEFT's form."
+        ),
     ],
     format: Annotated[
         str,
@@ -38,7 +40,9 @@ def merge(
     exact: Exact = False,
     text: Text = None,
 ) -> None:
-    """Write a model with an adapter merged into its weights, and say how far it is from the two.
+    """Write a model with an adapter merged into it.
+
+    A line says how far it is from the two.
 
     The KL divergence is that of the merged model from the model with the adapter beside it, over
     --text, or else over what the latter says by itself. The rest keeps its format. A mesh is for

@@ -32,10 +32,10 @@ def cache_dtype_named(name: str | None) -> str | None:
 
 Model = Annotated[
     str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A directory, a GGUF file, demo:llama, demo:gpt2, hf:owner/name.",
+    typer.Argument(
+        metavar="MODEL",
+        help="A directory, a GGUF file, a demo (demo:llama, demo:gpt2) or hf:owner/name. Also as"
+        " -m MODEL or --model MODEL.",
     ),
 ]
 Dtype = Annotated[
@@ -64,10 +64,24 @@ CacheDtype = Annotated[
     ),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(help="Sample at this temperature; 0 and by default: greedy.")
+    float | None,
+    typer.Option(
+        "--temperature",
+        "--temp",
+        "-t",
+        help="Sampling temperature [default: greedy, as with 0].",
+    ),
 ]
 TopK = Annotated[int | None, typer.Option(help="Sample among the k best tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the best tokens of mass p.")]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Sample among tokens of at least p times the best one's mass."),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Divide the scores of tokens that are in the text by this; 1 is off."),
+]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End before this text; may be given more than once.")
 ]
@@ -87,11 +101,38 @@ More = Annotated[
         help="Any other option of LM.generate, its value as JSON: -o min_p=0.05 -o num_beams=4",
     ),
 ]
+
+
+def check_folder(out: Path) -> Path:
+    """An output, if the folder it is to be in is there. Raises CheckpointError if it is not."""
+
+    def complaint() -> str:
+        there = os.path.isdir(out.parent)
+        return "" if there else f"cannot write {out}: no such folder: {out.parent}"
+
+    if said := distributed.told(complaint):
+        raise CheckpointError(said)
+    return out
+
+
+def check_adapters(given: Any) -> Any:
+    """One adapter or several, as they are. Raises CheckpointError for one that is not there."""
+    for item in [given] if isinstance(given, str) else given or []:
+        path = item.partition("=")[2] or item
+        if not os.path.exists(path):
+            raise CheckpointError(f"--adapter: {path} is not there")
+    return given
+
+
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", callback=check_folder, help="The directory to write.")
+]
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter",
         metavar="[NAME=]DIR",
+        callback=check_adapters,
         help="An adapter beside the model: PEFT's directory (LoRA, DoRA), or a GGUF file. May be"
         " given more than once: the first is taken where none is named (-o adapter=NAME).",
     ),
@@ -122,8 +163,13 @@ Strict = Annotated[
     typer.Option("--strict", help="Refuse settings of a checkpoint's files that nothing reads."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-ModelArgument = Annotated[str, typer.Argument(help="As --model of generate.")]
-Seed = Annotated[int, typer.Option(help="Of the random numbers: the same seed, the same text.")]
+Seed = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|random",
+        help="Random seed [default: random for generate and chat, which print it; 0 for batch].",
+    ),
+]
 
 
 def group_and_window(text: str) -> tuple[int, int]:
@@ -269,13 +315,13 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any) -> dict[str, Any]:
-    """Options of `LM.generate`: those given, checked. Whoever names a top-k wants to sample.
+    """Options of `LM.generate`: those given, checked. Naming top-k, top-p or min-p means to sample.
 
     kind: what they are for. Raises SamplingError for what no model would take.
     """
     options = {name: value for name, value in named.items() if value not in (None, [])}
     options |= read_more(more)
-    if options.keys() & {"top_k", "top_p"}:
+    if options.keys() & {"top_k", "top_p", "min_p"}:
         options.setdefault("do_sample", True)
     with waiting("starting"):  # JAX is imported
         from jaxllm.options import check_options
@@ -293,7 +339,8 @@ def read_more(more: list[str] | None, source: str = "--option") -> dict[str, Any
         name, equals, value = item.partition("=")
         if not equals:
             raise SamplingError(f"{source} takes NAME=VALUE, got {item!r:.80}")
-        options[name.replace("-", "_")] = _value(f"{source} {name}", value)
+        name = name.replace("-", "_")
+        options["stop_strings" if name == "stop" else name] = _value(f"{source} {name}", value)
     return options
 
 

@@ -11,7 +11,6 @@ from jaxllm.cli.console import note, write
 from jaxllm.cli.corpus import (
     Bos,
     Documents,
-    Evaluated,
     Limit,
     Protocol,
     Rows,
@@ -30,6 +29,7 @@ from jaxllm.cli.options import (
     Dtype,
     Exact,
     Mesh,
+    Model,
     Quantize,
     SelfExtend,
     check_writable,
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Examples:
 
-  jaxllm perplexity demo:llama --text story.txt --window 128 --other-quantize int4
+  jaxllm perplexity demo:llama --text @story.txt --window 128 --other-quantize int4
 
-  jaxllm perplexity demo:llama --text story.txt --by-position --picture losses.png
+  jaxllm perplexity demo:llama --text @story.txt --by-position --picture losses.png
 """
 
 
 def perplexity(
-    model: Evaluated = "demo:llama",
+    model: Model = "demo:llama",
     text: Text = None,
     documents: Documents = None,
     separate: Separate = False,
@@ -109,7 +109,9 @@ def perplexity(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity of a text with its standard error; KL divergence of another model from this one.
+    """Score a text: perplexity, KL divergence.
+
+    The perplexity has its standard error, the KL divergence is another model's from this one.
 
     The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".

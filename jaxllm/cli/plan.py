@@ -8,28 +8,30 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import waiting, write
-from jaxllm.cli.options import AsJson, Dtype, ModelArgument, Quantize
+from jaxllm.cli.options import AsJson, Dtype, Model, Quantize
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024 --hardware h100"
 
 
 def plan(
-    model: ModelArgument = "demo:llama",
+    model: Model = "demo:llama",
     mesh: Annotated[
         str | None, typer.Option(help="As in data=2,tensor=4; by default one device.")
     ] = None,
     devices: Annotated[
         int | None, typer.Option(help="Propose meshes for so many devices, the best first.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows, over all devices.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "--batch", help="Rows, over all devices.")
+    ] = 1,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a row; by default the model's.")
     ] = None,
     hardware: Annotated[
         str,
         typer.Option(
-            help="h100, h200, a100, tpu-v5e, ... or numbers: flops=1t,memory=16g,bandwidth=20g,"
+            help="h100, a100, rtx4090, tpu-v5e, ... or numbers: flops=1t,memory=16g,bandwidth=20g,"
             "link=10g (then node=, across=, latency=)."
         ),
     ] = "h100",
@@ -45,8 +47,11 @@ def plan(
     quantize: Quantize = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a model takes on many devices: bytes, communication, idle time, what fits. Reads no
-    weights; MODEL may be a config.json of Hugging Face's alone."""
+    """Estimate memory and communication on a mesh.
+
+    Bytes, communication, idle time, what fits. Reads no weights; MODEL may be a config.json of
+    Hugging Face's alone, or a directory with nothing else.
+    """
     with waiting("starting"):
         from jaxllm.mesh.axes import Axes, parse
         from jaxllm.mesh.rules import fitted
@@ -54,7 +59,7 @@ def plan(
         from jaxllm.plan.estimate import plan as planned
         from jaxllm.plan.hardware import hardware as named
         from jaxllm.plan.opening import opened_for
-        from jaxllm.plan.propose import proposals
+        from jaxllm.plan.propose import check_goal, proposals
         from jaxllm.plan.report import ranking, text, values
         from jaxllm.weights.precision import freeze
         from jaxllm.whole import whole
@@ -62,6 +67,11 @@ def plan(
     if mesh is not None and devices is not None:
         raise ConfigError("--mesh says which mesh, --devices asks for one: give one of them")
     whole("--batch", batch, 1, error=ConfigError)
+    wanted = None if devices is None else whole("--devices", devices, 1, 1 << 20, ConfigError)
+    if context is not None:
+        whole("--context", context, 1, error=ConfigError)
+    check_goal(goal)
+    spread = None if mesh is None else parse(mesh)
     kind = named(hardware)
     opened = opened_for(Path(model) if model.endswith(".json") else model)
     precision = opened.precision
@@ -70,14 +80,13 @@ def plan(
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze(quantize))
     context = context if context is not None else opened.config.usual_capacity
-    whole("--context", context, 1, error=ConfigError)
-    axes = fitted(parse(mesh), opened.config) if mesh is not None else Axes()
+    axes = Axes() if spread is None else fitted(spread, opened.config)
     asked = Asked(opened, precision, kind, axes, batch, context, exact, microbatches)
-    if devices is None:
+    if wanted is None:
         found = planned(asked)
         write(json.dumps(values(found)) + "\n" if as_json else text(found))
         return
-    plans = proposals(asked, whole("--devices", devices, 1, 1 << 20, ConfigError), goal)
+    plans = proposals(asked, wanted, goal)
     if as_json:
         write(json.dumps([values(plan) for plan in plans]) + "\n")
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import Dtype, read_json_option
+from jaxllm.cli.options import Dtype, Model, Out, read_json_option
 from jaxllm.errors import ConfigError
 
 EXAMPLE = """
@@ -19,8 +19,8 @@ Examples:
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="As --model of generate.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.")],
+    model: Model,
+    target: Out,
     bits: Annotated[int, typer.Option(help="8, 4, 3 or 2.")] = 8,
     group: Annotated[
         int | None,
@@ -44,7 +44,10 @@ def quantize(
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Write a checkpoint in jaxllm's own form with quantized matrices; norms and biases stay."""
+    """Write a checkpoint with quantized matrices.
+
+    It is in jaxllm's own form; norms and biases stay.
+    """
     with waiting("starting"):  # JAX is imported
         from jaxllm.checkpoint import claim
         from jaxllm.loading import load, open_checkpoint
@@ -53,8 +56,8 @@ def quantize(
     wanted = read_rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
     rules_of(wanted)
     claim(target)  # before the work, not after it
-    load(source, dtype=dtype, quantize=wanted).save(target)
-    opened, made = open_checkpoint(source), open_checkpoint(target)
+    load(model, dtype=dtype, quantize=wanted).save(target)
+    opened, made = open_checkpoint(model), open_checkpoint(target)
     before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, made))
     note(
         f"{target}: {len(made.formats)} matrices in"

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import note, write
-from jaxllm.cli.corpus import Evaluated
 from jaxllm.cli.options import (
     Adapters,
     AsJson,
@@ -16,6 +15,7 @@ from jaxllm.cli.options import (
     Dtype,
     Exact,
     Mesh,
+    Model,
     Quantize,
     SelfExtend,
     check_writable,
@@ -31,7 +31,7 @@ EXAMPLE = (
 
 
 def recall(
-    model: Evaluated = "demo:llama",
+    model: Model = "demo:llama",
     lengths: Annotated[
         str, typer.Option(help="Tokens of the texts with their question, with commas.")
     ] = "96,192,384",
@@ -74,7 +74,9 @@ def recall(
     picture: Annotated[Path | None, typer.Option(help="Draw heat maps as a PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hide a fact in texts and ask for it at their end: by depth, length and policy of the cache.
+    """Hide a fact in texts and ask for it at their end.
+
+    By depth, length and policy of the cache.
 
     An answer is right where it is the likeliest of those offered, and greedy where decoding would
     give it. What is printed is the percentage of texts: right / greedy.

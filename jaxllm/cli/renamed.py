@@ -3,8 +3,8 @@
 from typing import Any
 
 import typer
-import typer.core
 
+from jaxllm.cli.command import Command
 from jaxllm.errors import ConfigError
 
 RENAMED = {
@@ -33,7 +33,7 @@ RENAMED = {
 }
 
 
-class TrainCommand(typer.core.TyperCommand):
+class TrainCommand(Command):
     """A command that answers old names of its options with the new ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -9,7 +9,6 @@ import typer
 from jaxllm.cli.console import note, write
 from jaxllm.cli.corpus import (
     Documents,
-    Evaluated,
     Rows,
     Stride,
     Text,
@@ -18,16 +17,16 @@ from jaxllm.cli.corpus import (
     make_loader,
     read_corpus,
 )
-from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_writable, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
 
-EXAMPLE = "Example: jaxllm sensitivity demo:llama --text story.txt --format int4 --by kind"
+EXAMPLE = "Example: jaxllm sensitivity demo:llama --text @story.txt --format int4 --by kind"
 
 
 def sensitivity(
-    model: Evaluated = "demo:llama",
+    model: Model = "demo:llama",
     text: Text = None,
     documents: Documents = None,
     format: Annotated[
@@ -47,7 +46,9 @@ def sensitivity(
     plot: Annotated[Path | None, typer.Option(help="Also draw the ranking as a PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Lower one group of matrices at a time and rank them by what it does to the predictions.
+    """Rank groups of matrices by what lower precision costs.
+
+    One group is lowered at a time.
 
     The measure is the mean KL divergence from the unchanged model, with its standard error. A
     group's regex, as --json prints it, is a rule for `jaxllm.quantize`.

@@ -3,19 +3,24 @@
 import dataclasses
 import functools
 import inspect
+import re
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from jaxllm import distributed
 from jaxllm.cli.options import (
     Adapters,
     CacheDtype,
     Dtype,
     Exact,
     Mesh,
+    MinP,
     More,
     NewTokens,
     PrecisionFile,
     Quantize,
+    RepetitionPenalty,
     Seed,
     SelfExtend,
     Strict,
@@ -26,9 +31,15 @@ from jaxllm.cli.options import (
     load_model,
     read_json_option,
 )
+from jaxllm.errors import SamplingError
 
 if TYPE_CHECKING:
     from jaxllm.api import LM
+
+
+def draw_seed() -> int:
+    """Return a random seed, the same in all processes of a group."""
+    return int(distributed.told(lambda: str(secrets.randbelow(1 << 32))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,13 +51,32 @@ class Sampling:
     top_k: TopK = None
     top_p: TopP = None
     more: More = None
-    seed: Seed = 0
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    seed: Seed = None
 
     @property
     def named(self) -> dict[str, Any]:
         """Those that are options of `LM.generate` by their names, without the seed."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p")
-        return {name: getattr(self, name) for name in names}
+        return {name: x for name, x in vars(self).items() if name not in ("more", "seed")}
+
+    def given_seed(self, otherwise: int | str) -> int | str:
+        """Return --seed as a number or "random", `otherwise` if it is not given.
+
+        Raises SamplingError for another text.
+        """
+        if self.seed is None or self.seed == "random":
+            return otherwise if self.seed is None else "random"
+        if not re.fullmatch(r"[0-9]{1,20}", self.seed):
+            raise SamplingError(
+                f"--seed must be a whole number from 0 to 2**64 - 1 or random, got {self.seed!r}"
+            )
+        return int(self.seed)
+
+    def draw_seed(self) -> int:
+        """Return --seed, or a random number, the same in all processes of a group."""
+        seed = self.given_seed("random")
+        return draw_seed() if seed == "random" else int(seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import typer
 
 from jaxllm import distributed
 from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import check_writable, dtype_named, load_model
+from jaxllm.cli.options import Out, check_writable, dtype_named, load_model
 from jaxllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jaxllm.train.loop import Plan, Record, Run
     from jaxllm.train.optimizer import Optimizer
 
-TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")]
-Target = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")]
+TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As MODEL of generate.")]
+Target = Out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

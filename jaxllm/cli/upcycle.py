@@ -1,19 +1,18 @@
 """`jaxllm upcycle`: a mixture of experts made from a dense model."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxllm.cli.console import note, waiting
-from jaxllm.cli.options import Dtype, Quantize, load_model
+from jaxllm.cli.options import Dtype, Model, Out, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm upcycle demo:llama mixture --experts 4"
 
 
 def upcycle(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As --model of generate.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    model: Model,
+    target: Out,
     experts: Annotated[int, typer.Option(min=1, help="Copies of each MLP.")] = 8,
     per_token: Annotated[
         int, typer.Option("--per-token", min=1, help="How many of them a token runs.")
@@ -22,7 +21,9 @@ def upcycle(
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
-    """Write a mixture of experts that computes what the model does: every expert is its MLP.
+    """Write a mixture of experts made from a model.
+
+    It computes what the model does: every expert is its MLP.
 
     Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE. Training takes the experts apart:
     jaxllm train full OUT TUNED --router-loss 0.001.

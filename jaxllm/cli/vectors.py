@@ -12,9 +12,10 @@ from jaxllm.cli.options import (
     Exact,
     FullDtype,
     Mesh,
-    ModelArgument,
+    Model,
     PrecisionFile,
     Quantize,
+    check_folder,
     load_model,
 )
 from jaxllm.errors import ConfigError
@@ -40,8 +41,10 @@ class Action(enum.StrEnum):
 
 def vectors(
     action: Annotated[Action, typer.Argument(help="make or check.")],
-    model: ModelArgument,
-    directory: Annotated[Path, typer.Argument(help="Where the vectors are to go, or are.")],
+    model: Model,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where the vectors are to go, or are.")
+    ],
     dtype: FullDtype = "float32",
     quantize: Quantize = None,
     mesh: Mesh = None,
@@ -61,7 +64,9 @@ def vectors(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="check: print one JSON object.")] = False,
 ) -> None:
-    """Write test vectors of a model, or run the model and compare; status 1 if they differ.
+    """Write test vectors of a model, or check it by them.
+
+    The status is 1 if they differ.
 
     Vectors are every stage, the logits and the greedy tokens of two short texts, with their ids and
     positions: alone, as a batch padded on the left or the right, and through a cache. They are
@@ -70,6 +75,7 @@ def vectors(
     if source not in ("jaxllm", "transformers"):
         raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")
     if action is Action.make:
+        check_folder(directory)
         from jaxllm.files import check_vacant
 
         check_vacant(directory, "vectors.json", "vectors")

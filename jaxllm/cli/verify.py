@@ -12,7 +12,7 @@ from jaxllm.cli.options import (
     Exact,
     FullDtype,
     Mesh,
-    ModelArgument,
+    Model,
     PrecisionFile,
     Quantize,
     check_writable,
@@ -31,7 +31,7 @@ TRANSFORMERS = "transformers"
 
 
 def verify(
-    model: ModelArgument,
+    model: Model,
     against: Annotated[
         str, typer.Option(help='"transformers", or another checkpoint (the same one, too).')
     ] = TRANSFORMERS,
@@ -58,7 +58,9 @@ def verify(
         Path | None, typer.Option(help="Write a picture of the error by stage to this PNG.")
     ] = None,
 ) -> None:
-    """Compare every stage, the cache and the greedy text with a reference; status 1 if they differ.
+    """Compare a model with transformers, stage by stage.
+
+    Every stage, the cache and the greedy text; the status is 1 if they differ.
 
     Two prompts of unequal length run as one batch, padded on the left, through both. By default the
     reference is transformers with the same weights in the same format (quantized ones dequantized),

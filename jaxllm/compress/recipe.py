@@ -22,7 +22,7 @@ from jaxllm.compress.journal import Journal
 from jaxllm.compress.matrices import sparsity
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, nearest
-from jaxllm.files import compile_pattern, read_text
+from jaxllm.files import compile_pattern, read_text, split_lines
 from jaxllm.weights.formats import parse
 from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.paths import Params, first_match, flatten
@@ -130,7 +130,7 @@ Recipe = tuple[Line, ...]
 
 def read_recipe(path: Path, table: Sequence[Step]) -> Recipe:
     """The recipe in a file, a step a line; `#` begins a comment. Raises what `parse_lines` does."""
-    return parse_lines(read_text(path).splitlines(), table, str(path))
+    return parse_lines(split_lines(read_text(path)), table, str(path))
 
 
 def parse_lines(lines: Iterable[str], table: Sequence[Step], where: str = "the recipe") -> Recipe:

@@ -5,7 +5,7 @@ schema: what its fields may be. writing: files and directories that appear when 
 and locks. patterns: regular expressions that a file may bring. memory: what the machine has.
 """
 
-from jaxllm.files.lines import json_lines
+from jaxllm.files.lines import json_lines, split_lines
 from jaxllm.files.memory import check_memory, give_back, machine_memory
 from jaxllm.files.patterns import compile_pattern
 from jaxllm.files.reading import (
@@ -52,6 +52,7 @@ __all__ = [
     "read_json",
     "read_text",
     "regular_size",
+    "split_lines",
     "sweep",
     "write_json",
     "writing",

@@ -10,6 +10,15 @@ from jaxllm.files.reading import MAX_BYTES, MAX_JSON, open_regular, parse_json, 
 MARK = b"\xef\xbb\xbf"  # a byte order mark is no JSON
 
 
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text, which end at "\\n" or "\\r\\n".
+
+    Other separators, as U+2028, may stand in a line: str.splitlines would break it there.
+    """
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
 def json_lines(
     path: Path, error: type[JaxllmError], *, most: int | None = MAX_BYTES
 ) -> Iterator[tuple[str, Any]]:

@@ -77,7 +77,11 @@ class Job:
         return kept
 
 
-def seed_of(run: int, name: Any) -> int:
-    """A row's seed: the first 53 bits of a SHA-256 of the run's seed and the row's id."""
-    said = hashlib.sha256(json.dumps([run, name], sort_keys=True).encode()).digest()
+def seed_of(run: int, name: Any, copy: int = 0) -> int:
+    """A row's seed: the first 53 bits of a SHA-256 of the run's seed and the row's id.
+
+    copy: how many rows before it have the same id.
+    """
+    key = [run, name, copy] if copy else [run, name]
+    said = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
     return int.from_bytes(said[:8], "big") >> (64 - SEED_BITS)

@@ -5,8 +5,10 @@ process had; the others go on. Weights in jaxllm's own form are mapped from thei
 read the same pages.
 """
 
+import contextlib
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -18,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxllm import process
 from jaxllm.errors import ConfigError
 from jaxllm.fleet.job import Group, Job
 from jaxllm.fleet.worker import Answered, Counted, Load, Worker, take_cores
@@ -80,12 +83,16 @@ class Processes(NamedTuple):
                     self.say(f"a worker had no answer in {job.timeout:g} s, and is ended")
                     os.kill(pids[slot], signal.SIGKILL)
 
+        ending, stack = threading.Event(), contextlib.ExitStack()
         try:
+            stack.enter_context(process.saying(lambda: _release(ending)))
             for slot in range(min(self.workers, len(groups))):
                 start(slot)
             while busy:
                 look = None if job.timeout is None else min(1.0, job.timeout / 4)
                 ready = wait(busy, timeout=look, return_when=FIRST_COMPLETED).done
+                if ending.is_set():
+                    threading.Event().wait()  # the process ends: its workers do not start again
                 end_late()
                 for done in ready:
                     slot, group = busy.pop(done)
@@ -109,6 +116,7 @@ class Processes(NamedTuple):
                     if found is not None:
                         yield found
         finally:
+            stack.close()
             for pool in pools.values():
                 pool.shutdown(wait=False, cancel_futures=True)
 
@@ -153,6 +161,19 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+def _release(ending: threading.Event) -> str:
+    """End the workers and free their semaphores, when an interrupt ends this process.
+
+    It ends without finalizers, and multiprocessing would report what they leave. Returns "":
+    nothing is to be printed.
+    """
+    ending.set()
+    for child in multiprocessing.active_children():
+        child.kill()
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    return ""
 
 
 def _load(load: Load, job: Job, tries: Counted) -> int:

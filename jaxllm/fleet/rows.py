@@ -7,26 +7,29 @@ alone. A row that cannot be read is answered with its error; the others go on.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
-from jaxllm.files import parse_json, read_text, regular_size
+from jaxllm.files import parse_json, read_text, regular_size, split_lines
 
 MOST = 1 << 31  # bytes of a file of lines
 
 
 class Row(NamedTuple):
-    """line: its number, from 1. id: its own, by default the number from 0. request: its prompt and
-    options; or the complaint why there is none.
+    """line: its number, from 1. id: its own, by default the number of its line. request: its prompt
+    and options; or the complaint why there is none. copy: how many rows before it have the same id,
+    for seeds of their own.
     """
 
     line: int
     id: Any
     request: dict[str, Any]
     complaint: str | None = None
+    copy: int = 0
 
 
 def read_rows(path: Path, field: str | None = None) -> list[Row]:
@@ -36,13 +39,24 @@ def read_rows(path: Path, field: str | None = None) -> list[Row]:
     or without the column that is asked for.
     """
     if path.suffix == ".parquet":
-        return list(_of_parquet(path, field))
-    return read_lines(read_text(path, MOST).splitlines(), field)
+        return _numbered(_of_parquet(path, field))
+    return read_lines(split_lines(read_text(path, MOST)), field)
 
 
 def read_lines(lines: Iterable[str], field: str | None = None) -> list[Row]:
     """The row of each line that is not blank."""
-    return [_of_line(n, line, field) for n, line in enumerate(lines, 1) if line.strip()]
+    return _numbered(_of_line(n, line, field) for n, line in enumerate(lines, 1) if line.strip())
+
+
+def _numbered(rows: Iterable[Row]) -> list[Row]:
+    """The rows, with the number of each among those of its id."""
+    seen: Counter[str] = Counter()
+    found = []
+    for row in rows:
+        name = json.dumps(row.id, sort_keys=True)
+        found.append(row._replace(copy=seen[name]))
+        seen[name] += 1
+    return found
 
 
 def import_pyarrow(path: Path) -> Any:
@@ -59,22 +73,30 @@ def _of_line(number: int, line: str, field: str | None) -> Row:
     try:
         value = parse_json(line, f"line {number}", SamplingError)
     except SamplingError as error:
-        return Row(number, number - 1, {}, str(error))
+        return Row(number, number, {}, str(error))
     return _row(number, value if isinstance(value, dict) else {"prompt": value}, field)
 
 
 def _row(number: int, given: dict[str, Any], field: str | None) -> Row:
     request = {name: value for name, value in given.items() if name != "id"}
     name = given.get("id")
-    name = number - 1 if name is None else name
+    name = number if name is None else name
     try:
         json.dumps([name, request], allow_nan=False)
     except (TypeError, ValueError) as error:  # of Parquet: times, bytes, NaN
-        return Row(number, number - 1, {}, f"line {number} is nothing that JSON could say: {error}")
+        return Row(number, number, {}, f"line {number} is nothing that JSON could say: {error}")
     if field is not None:
         request = {"prompt": request.get(field)}
-    if not isinstance(request.get("prompt"), str | list):
+    if (prompt := request.get("prompt")) is None:
         return Row(number, name, {}, f"line {number} has no {field or 'prompt'}")
+    if not isinstance(prompt, str | list):
+        return Row(
+            number,
+            name,
+            {},
+            f"line {number}: {field or 'prompt'} must be a text or a list of token ids, got"
+            f" {prompt!r:.40}",
+        )
     if request.get("seed") == "random":
         return Row(number, name, {}, f"line {number}: the seed must be a number, for runs to equal")
     return Row(number, name, request)

@@ -54,7 +54,7 @@ def generate(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
 def _request(job: Job, number: int, row: Row) -> dict[str, Any]:
     request = {**job.options, **row.request, "id": number}
     if row.request.get("seed") is None:
-        request["seed"] = seed_of(job.options.get("seed", 0), row.id)
+        request["seed"] = seed_of(job.options.get("seed", 0), row.id, row.copy)
     return request
 
 

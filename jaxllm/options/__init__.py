@@ -5,7 +5,7 @@ generation_config.json are all checked by it, before anything is loaded or run. 
 of Hugging Face; common names of other libraries are answered with ours.
 
 table: every option, with its type; values: what its values may be. check: whole requests against
-it. spellings: the nearest name.
+it.
 """
 
 from jaxllm.options.check import Kind, check_options, check_values, check_ways, row_options, way_of

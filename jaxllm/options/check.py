@@ -6,8 +6,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.decode.sampling.options import PROCESSORS
+from jaxllm.decode.sampling.spellings import SPELLINGS
 from jaxllm.errors import SamplingError, nearest
-from jaxllm.options.spellings import SPELLINGS
 from jaxllm.options.table import OPTIONS, PLAIN, SERVE, STREAM, WAYS
 
 Kind = Literal["generate", "stream", "serve"]

@@ -13,7 +13,7 @@ from jaxllm.plan.estimate import Asked, Plan, plan
 # What is wanted, and what is the less the better then.
 GOALS: dict[str, Callable[[Plan], float]] = {
     "latency": lambda p: p.token_time,
-    "throughput": lambda p: -p.most_batch / max(p.token_time, 1e-12),
+    "throughput": lambda p: -p.tokens_per_second,
     "prompt": lambda p: p.prompt_time,
 }
 
@@ -47,13 +47,19 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
                 continue
 
 
+def check_goal(goal: str) -> None:
+    """Raise ConfigError for what no mesh is proposed for."""
+    if goal not in GOALS:
+        raise ConfigError(f"a mesh is proposed for {' or '.join(GOALS)}, got {goal!r:.40}")
+
+
 def proposals(asked: Asked, devices: int, goal: str = "latency") -> list[Plan]:
     """Their plans, those that fit before those that do not, the best by `goal` first.
 
-    Raises ConfigError for another goal, and where no mesh of so many devices divides the model.
+    Throughput is that of the batch asked for. Raises ConfigError for another goal, and where no
+    mesh of so many devices divides the model.
     """
-    if goal not in GOALS:
-        raise ConfigError(f"a mesh is proposed for {' or '.join(GOALS)}, got {goal!r:.40}")
+    check_goal(goal)
     found = []
     for axes in meshes(asked, devices):
         try:

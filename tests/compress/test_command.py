@@ -56,7 +56,7 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
     out, report, plot = (tmp_path / name for name in ("out", "report.json", "costs.png"))
     recipe = tmp_path / "recipe.txt"
     recipe.write_text("quantize: rtn int8  # first\nquantize: rtn int4-g32 on=layers\n")
-    arguments = ("compress", "demo:llama", out, "--recipe", recipe, "--text", text)
+    arguments = ("compress", "demo:llama", out, "--recipe", recipe, "--text", f"@{text}")
     arguments = (*arguments, "--window", 64, "--limit", 2)
     status, said, err = run(*arguments, "--report", report, "--plot", plot, "--no-speed")
     assert status == 0, err
@@ -102,10 +102,10 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
         (("--step", "quantize: rtn int8", "--report", "nowhere/x.json"), "nowhere is not a dir"),
         (("--step", "quantize: rtn int8", "--plot", "x.png"), "--plot draws quality"),
         (("--step", "quantize: rtn int8", "--text", "a", "--samples", "2"), "give one of --text"),
-        (("--step", "quantize: rtn int8", "--text", "missing"), "missing"),
-        (("--step", "scale: halve"), "wants calibration: give --text FILE, --documents FILE"),
-        (("--step", "scale: halve", "--text", "story.txt", "--length", "900"), "900"),
-        (("--step", "scale: halve", "--text", "short.txt"), "1 tokens"),
+        (("--step", "quantize: rtn int8", "--text", "@missing"), "missing"),
+        (("--step", "scale: halve"), "wants calibration: give --text @FILE, --documents FILE"),
+        (("--step", "scale: halve", "--text", "@story.txt", "--length", "900"), "900"),
+        (("--step", "scale: halve", "--text", "@short.txt"), "1 tokens"),
     ],
 )
 @pytest.mark.usefixtures("halving")
@@ -139,8 +139,8 @@ def test_all_steps_are_listed(run: Run) -> None:
 def test_an_interrupted_run_goes_on_with_the_same_rows(
     run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("--step", "scale: halve", "--step", "quantize: rtn int8", "--text", text)
-    arguments = (*arguments, "--rows", 3, "--length", 16, "--window", 64, "--no-speed")
+    arguments = ("--step", "scale: halve", "--step", "quantize: rtn int8", "--text", f"@{text}")
+    arguments = (*arguments, "--calibration-rows", 3, "--length", 16, "--window", 64, "--no-speed")
 
     out, report = tmp_path / "out", tmp_path / "report.json"
 
@@ -188,7 +188,7 @@ def test_a_step_that_fails_leaves_nothing_where_nothing_is_finished(
 
 
 def test_the_end_of_the_text_is_not_seen(text: Path, tmp_path: Path) -> None:
-    source = Source(("--text", text), None, 4, 8, 0)
+    source = Source(("--text", f"@{text}"), None, 4, 8, 0)
     head, tail = read_source(source, None)
     whole = text.read_text()
     assert isinstance(head, str)

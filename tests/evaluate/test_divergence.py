@@ -137,7 +137,7 @@ def test_other_vocabularies_are_refused(twin: Twin) -> None:
 
 def test_the_command_compares(run: Run, data: Callable[[str], Path]) -> None:
     directory = data("stories260K")
-    text = str(directory / "greedy_200.txt")
+    text = f"@{directory / 'greedy_200.txt'}"
     command = ("perplexity", directory, "--text", text, "--window", 64, "--batch", 4)
 
     def report(*options: str) -> dict[str, Any]:

@@ -276,9 +276,9 @@ def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give --text FILE or --documents FILE"),
-        (("--text", "-", "--documents", "x"), "give --text FILE or --documents FILE"),
-        (("--text", "missing.txt"), "cannot read missing.txt: No such file or directory"),
+        ((), "give --text (TEXT, @FILE or -) or"),
+        (("--text", "-", "--documents", "x"), "give --text (TEXT, @FILE or -) or"),
+        (("--text", "@missing.txt"), "cannot read missing.txt: No such file or directory"),
         (("--text", "-", "--bos", "twice"), "--bos must be one of auto, first, each, none"),
         (("--text", "-", "--window", 100000), "does not fit the context"),
         (("--text", "-", "--quantize", "int5"), "int5"),

@@ -100,6 +100,6 @@ def test_options_that_do_not_go_together_are_refused_first(run: Run, tmp_path: P
         ("--by-position", "--other-quantize", "int4"): "--by-position is of one model",
         ("--by-position", "--picture", tmp_path / "away" / "x.png"): "is not a directory",
     }.items():
-        status, out, err = run("perplexity", "none", "--text", tmp_path, *given)
+        status, out, err = run("perplexity", tmp_path, "--text", "-", *given)
         assert (status, out) == (1, "")
         assert message in err

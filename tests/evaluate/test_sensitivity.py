@@ -113,7 +113,7 @@ def test_the_command_prints_draws_and_ranks(
 ) -> None:
     file, picture = tmp_path / "text", tmp_path / "ranking.png"
     file.write_text(TEXT, encoding="utf-8")
-    command = ("sensitivity", "demo:llama", "--text", file, "--by", "kind")
+    command = ("sensitivity", "demo:llama", "--text", f"@{file}", "--by", "kind")
     command += ("--window", WINDOW, "--batch", 3, "--dtype", "float32")
     status, out, err = run(*command, "--plot", picture)
     assert status == 0

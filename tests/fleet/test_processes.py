@@ -98,7 +98,7 @@ def test_a_killed_driver_leaves_no_worker_and_goes_on(
 ) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(40)))
-    options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--rows", 2]
+    options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--batch-size", 2]
     command = ["batch", file, *options, "--out", out, "--workers", 2]
     driver = started(command)
     journal = tmp_path / "out.jsonl.parts" / "journal"
@@ -118,3 +118,21 @@ def test_a_killed_driver_leaves_no_worker_and_goes_on(
     assert run("batch", file, *options, "--out", tmp_path / "whole", "--workers", 0)[0] == 0
     assert out.read_bytes() == (tmp_path / "whole").read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "whole"}
+
+
+def test_an_interrupted_driver_leaves_one_line(model: Path, tmp_path: Path) -> None:
+    """Nothing follows it: neither a worker nor multiprocessing has anything left to clean up."""
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(400)))
+    options = ["-n", 24, "--group", 2, "--batch-size", 2, "--workers", 2]
+    driver = started(["batch", model, file, *options, "--out", out])
+    journal = tmp_path / "out.jsonl.parts" / "journal"
+    while driver.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    workers = children(driver.pid)
+    driver.send_signal(signal.SIGINT)
+    _, err = driver.communicate()  # until all that could write to stderr has ended
+    assert driver.returncode == 130
+    (said,) = err.decode().splitlines()
+    assert said.startswith("jaxllm: interrupted; ")
+    assert not any(map(alive, workers))

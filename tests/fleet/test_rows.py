@@ -12,6 +12,7 @@ import pytest
 import jaxllm
 from jaxllm import embed
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import split_lines
 from jaxllm.fleet.job import Job, seed_of
 from jaxllm.fleet.processes import Here
 from jaxllm.fleet.rows import Row, read_lines, read_rows
@@ -20,7 +21,7 @@ from tests.twins import save_random
 
 LINES = [
     '{"prompt": [5], "id": 1}',
-    '{"prompt": [6]}',  # whose id is 1 by default
+    '{"prompt": [6]}',  # whose id is 2 by default
     "[" * 100_000,
     '{"prompt": [5], "seed": ' + "9" * 5000 + "}",
     '{"prompt": [5], "id": [1]}',
@@ -61,7 +62,7 @@ def test_a_bad_line_stops_nobody_else(lm: Any) -> None:
     assert [a["line"] for a in found] == [*range(1, 21), 22]
     answered = {a["line"]: a for a in found if "error" not in a}
     assert set(answered) == {1, 2, 5, 22}
-    for line, prompt, name in ((1, [5], 1), (2, [6], 1), (5, [5], [1]), (22, [7, 8], 21)):
+    for line, prompt, name in ((1, [5], 1), (2, [6], 2), (5, [5], [1]), (22, [7, 8], 22)):
         assert answered[line]["tokens"] == lm.generate(prompt, max_new_tokens=3).tokens
         assert answered[line]["id"] == name
 
@@ -70,11 +71,44 @@ def test_a_row_draws_with_the_seed_of_its_id_or_its_own(lm: Any) -> None:
     lines = ['{"prompt": [5], "id": "a"}', '{"prompt": [5]}', '{"prompt": [5], "seed": 7}']
     options = {"max_new_tokens": 5, "temperature": 1.5, "seed": 3}
     found = list(stream(read_lines(lines), job(options=options), Here(lambda: lm)))
-    assert [a["seed"] for a in found] == [seed_of(3, "a"), seed_of(3, 1), 7]
+    assert [a["seed"] for a in found] == [seed_of(3, "a"), seed_of(3, 2), 7]
     assert len({seed_of(3, 1), seed_of(3, "1"), seed_of(4, 1), seed_of(31, None)}) == 4
     for a in found:
         alone = lm.generate([5], max_new_tokens=5, temperature=1.5, seed=a["seed"])
         assert a["tokens"] == alone.tokens
+
+
+SEPARATORS = "\u2028\u2029\x85\v\f"
+
+
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    """Separators that JSON strings may hold as they are do not end a row."""
+    texts = [f"one{c}two" for c in "\u2028\u2029\x85"]
+    lines = [json.dumps(text, ensure_ascii=False) for text in texts]
+    assert split_lines(f"a{SEPARATORS}b\r\nc\n") == [f"a{SEPARATORS}b", "c"]
+    for end in ("\n", "\r\n"):
+        file = tmp_path / "rows.jsonl"
+        file.write_bytes("".join(line + end for line in lines).encode())
+        rows = read_rows(file)
+        assert [row.request["prompt"] for row in rows] == texts
+        assert [(row.line, row.id) for row in rows] == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_prompt_of_another_kind_is_named() -> None:
+    rows = read_lines(['{"prompt": 5}', '{"prompt": null}', '{"text": "x"}'])
+    assert rows[0].complaint == ("line 1: prompt must be a text or a list of token ids, got 5")
+    assert [row.complaint for row in rows[1:]] == ["line 2 has no prompt", "line 3 has no prompt"]
+
+
+def test_rows_of_one_id_draw_by_themselves(lm: Any) -> None:
+    """Seeds of rows with the same id differ, and depend on no other rows."""
+    lines = [json.dumps({"prompt": [5], "id": name}) for name in ("a", "b", "a", "a")]
+    options = {"max_new_tokens": 3, "temperature": 1.5, "seed": 3}
+    found = list(stream(read_lines(lines), job(options=options), Here(lambda: lm)))
+    seeds = [a["seed"] for a in found]
+    assert seeds == [seed_of(3, "a"), seed_of(3, "b"), seed_of(3, "a", 1), seed_of(3, "a", 2)]
+    assert len(set(seeds)) == 4
+    assert [a["id"] for a in found] == ["a", "b", "a", "a"]
 
 
 def test_groups_do_not_change_what_is_drawn(lm: Any) -> None:
@@ -144,7 +178,7 @@ def test_parquet_in_and_out_says_what_json_lines_say(lm: Any, tmp_path: Path) ->
     asked = job(options={"max_new_tokens": 3, "temperature": 1.0})
     for number, source in enumerate((parquet, lines)):
         found = read_rows(source)
-        assert [row.id for row in found] == ["a", "b", "c", 3]
+        assert [row.id for row in found] == ["a", "b", "c", 4]
         ran = run(found, asked, Here(lambda: lm), tmp_path / f"{number}.parquet")
         assert ran == (4, 1)
     assert (tmp_path / "0.parquet").read_bytes() == (tmp_path / "1.parquet").read_bytes()
@@ -152,7 +186,7 @@ def test_parquet_in_and_out_says_what_json_lines_say(lm: Any, tmp_path: Path) ->
     said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kept = pyarrow.parquet.read_table(tmp_path / "0.parquet").to_pylist()
     assert [row.pop("id") for row in kept] == ["a", "b", "c", "3"]  # texts, where not all are whole
-    assert [row.pop("id") for row in said] == ["a", "b", "c", 3]
+    assert [row.pop("id") for row in said] == ["a", "b", "c", 4]
     for one, other in zip(kept, said, strict=True):  # what is not there is null
         assert {k: v for k, v in one.items() if v is not None} == {
             k: v for k, v in other.items() if v is not None

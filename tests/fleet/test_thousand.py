@@ -38,7 +38,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of one process in one go."""
     out = tmp_path_factory.mktemp("whole") / "out.jsonl"
-    command = started(["batch", prompts, *OPTIONS, "--workers", 1, "--out", out])
+    command = started(["batch", "demo:llama", prompts, *OPTIONS, "--workers", 1, "--out", out])
     _, err = command.communicate()
     assert command.returncode == 1, err.decode()  # rows have failed
     return out
@@ -50,7 +50,7 @@ def test_killed_at_random_it_is_row_for_row_the_same(
 ) -> None:
     more, is_worker = WAYS[way]
     out = tmp_path / "out.jsonl"
-    arguments = ["batch", prompts, *OPTIONS, "--workers", 2, *more, "--out", out]
+    arguments = ["batch", "demo:llama", prompts, *OPTIONS, "--workers", 2, *more, "--out", out]
     parts = tmp_path / "out.jsonl.parts"
     killed = killed_at_random(arguments, parts, is_worker, workers=12, drivers=3, status=1)
     assert killed == (12, 3)

@@ -102,7 +102,7 @@ def _weights(out: Path) -> list[np.ndarray]:
 def test_what_suffers_from_fewer_bits_is_what_suffers_on_one_device(
     run: Run, text: Path, family: str, mesh: str
 ) -> None:
-    given = ("--text", text, "--by", "kind", "--window", 32, "--limit", 4, "--json")
+    given = ("--text", f"@{text}", "--by", "kind", "--window", 32, "--limit", 4, "--json")
     found = []
     for more in ((), ("--mesh", mesh)):
         status, out, err = run("sensitivity", f"demo:{family}", *given, "--dtype", "float32", *more)
@@ -140,7 +140,16 @@ def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(
     write_adapter(adapter, made, lm.config)
     found = []
     for name, more in (("one", ()), ("many", ("--mesh", "data=2,tensor=2"))):
-        given = ("--adapter", adapter, "--text", text, "--dtype", "float32", "--format", "int8")
+        given = (
+            "--adapter",
+            adapter,
+            "--text",
+            f"@{text}",
+            "--dtype",
+            "float32",
+            "--format",
+            "int8",
+        )
         status, _, err = run("merge", "demo:llama", tmp_path / name, *given, *more)
         assert status == 0, err
         found.append(float(err.split("beside it: ")[1].split()[0]))
@@ -150,14 +159,14 @@ def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(
 
 
 def test_a_recipe_is_for_one_device(run: Run, text: Path, tmp_path: Path) -> None:
-    recipe = ("--step", "quantize: gptq int4-g32", "--text", text)
+    recipe = ("--step", "quantize: gptq int4-g32", "--text", f"@{text}")
     status, _, err = run("compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2")
     assert (status, "run what it writes with --mesh data=2" in err) == (1, True), err
 
 
 @FULL
 def test_weights_are_pruned_for_a_timing_and_shared_again(run: Run, text: Path) -> None:
-    times = ("--prompts", 8, "--decode", 2, "--depths", 0, "--batches", 1, "-r", 1, "-o", "json")
+    times = ("--prompts", 8, "--decode", 2, "--depths", 0, "--batches", 1, "-r", 1, "--json")
     status, out, err = run(
         "bench", "-m", "demo:llama", "--sparse", "bfloat16-2:4", "--mesh", "tensor=2", *times
     )

@@ -1,11 +1,13 @@
 """`jaxllm plan`, as its users see it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from jaxllm import models
+from jaxllm.located import DEMOS
 from jaxllm.plan.opening import opened_for
 from tests.conftest import ROOT, Run
 
@@ -55,6 +57,29 @@ def test_meshes_are_ranked_and_read_as_a_table(run: Run) -> None:
     assert "communication of a step of decoding" in out
 
 
+def test_throughput_ranks_by_the_column_that_is_shown(run: Run) -> None:
+    """Tokens a second of the batch asked for, the most first among meshes that fit."""
+    asked = ("--devices", 8, "--batch-size", 32, "--hardware", "rtx4090", "--goal", "throughput")
+    plans = json.loads(run("plan", "demo:gpt2", *asked, "--json")[1])
+    rates = [plan["tokens_per_second"] for plan in plans if plan["fits"]]
+    assert len(rates) > 3
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_directory_of_a_configuration_alone_is_planned(run: Run, tmp_path: Path) -> None:
+    """As its config.json; options are checked before the model is opened."""
+    shutil.copy(DEMOS / "llama" / "config.json", tmp_path)
+    given = ("--devices", 2, "--json")
+    status, out, _ = run("plan", tmp_path, *given)
+    assert status == 0
+    assert out == run("plan", tmp_path / "config.json", *given)[1]
+    (tmp_path / "config.json").write_text("{}")
+    for asked, said in ((("--devices", 0), "--devices must"), (("--mesh", "tp=8"), "a mesh is")):
+        status, _, err = run("plan", tmp_path, *asked)
+        assert status == 1
+        assert said in err
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -63,6 +88,7 @@ def test_meshes_are_ranked_and_read_as_a_table(run: Run) -> None:
         (("--mesh", "tensor=2", "--devices", "4"), "give one of them"),
         (("--devices", "4", "--goal", "speed"), "latency or throughput"),
         (("--hardware", "h900"), "known: a100"),
+        (("--context", "0"), "--context must be a whole number from 1"),
         (("--batch", "0"), "--batch must be a whole number from 1"),
         (("--devices", "7"), "no mesh of 7 devices"),
     ],

@@ -27,8 +27,7 @@ def test_what_is_typed_into_the_first_all_answer(
     start: Start, run: Run, shallow_demos: Path
 ) -> None:
     port = free_port()
-    asked = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--temperature", "0.7"
-    asked = *asked, "--seed", "1"
+    asked = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
     status, said, err = run(*asked, stdin=TALK)
     assert status == 0 and said.count("\n") == 3, err
     both = [start(port, 2, number, *asked, "--mesh", "tensor=2") for number in (0, 1)]
@@ -112,7 +111,7 @@ def test_sensitivity_ranks_as_one_process_does(
 ) -> None:
     text, plot = tmp_path / "text", tmp_path / "plot.png"
     text.write_text("Once upon a time there was a boat. " * 12)
-    asked = "sensitivity", str(shallow_demos / "llama"), "--text", str(text), "--window", "32"
+    asked = "sensitivity", str(shallow_demos / "llama"), "--text", f"@{text}", "--window", "32"
     given = *asked, "--dtype", "float32", "--format", "int3-g32", "--json"
     status, said, err = run(*given)
     assert status == 0, err
@@ -162,7 +161,7 @@ def test_recall_counts_what_one_process_counts(
 
 @pytest.mark.full
 def test_bench_times_all_processes_and_one_says_it(start: Start, shallow_demos: Path) -> None:
-    asked = "bench", "-m", str(shallow_demos / "llama"), "--mesh", "stage=2", "--output", "json"
+    asked = "bench", "-m", str(shallow_demos / "llama"), "--mesh", "stage=2", "--json"
     sizes = "--prompts", "8", "--decode", "4", "--depths", "0,8", "--batches", "1", "-r", "1"
     (status, said, err), other = together(start, *asked, *sizes)
     assert status == 0, err

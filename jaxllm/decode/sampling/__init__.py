@@ -3,6 +3,7 @@
 sampler: chains of small pytrees, and the draw. truncation: processors of the scores alone;
 penalties, constraints: of the text; each file ends with the options that users set them by.
 readers: of what users write for these. options: all of them, and the sampler that they make.
+spellings: what other libraries call an option.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -12,7 +12,15 @@ import jax
 from jaxllm.decode.sampling import constraints, penalties, truncation
 from jaxllm.decode.sampling.readers import Facts, SamplingOption, token_id
 from jaxllm.decode.sampling.sampler import Function, Processor, Sampler
+from jaxllm.decode.sampling.spellings import OURS
 from jaxllm.errors import SamplingError, nearest
+
+
+def _meant(name: str) -> str:
+    """What may be meant by a name that is no option of sampling."""
+    if (ours := OURS.get(name)) in PROCESSORS:
+        return f": it is called {ours} here"
+    return nearest(name, PROCESSORS)
 
 
 def make_sampler(
@@ -42,9 +50,7 @@ def make_sampler(
             "logits_processor must be a list of Processors and functions of (scores, Context), got"
             f" {logits_processor!r:.60}"
         )
-    if unknown := [
-        f"no sampling option {x}{nearest(x, PROCESSORS)}" for x in options.keys() - PROCESSORS
-    ]:
+    if unknown := [f"no sampling option {x}{_meant(x)}" for x in options.keys() - PROCESSORS]:
         raise SamplingError("; ".join(sorted(unknown)))
     facts = Facts(vocab_size, (), max_new_tokens, options.get("forced_bos_token_id", -1))
     try:

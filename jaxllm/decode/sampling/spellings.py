@@ -1,6 +1,6 @@
 """What other libraries call an option, or why it is not here."""
 
-_OURS = {
+OURS = {
     **dict.fromkeys(("stop", "stop_sequences", "stops", "stop_words"), "stop_strings"),
     **dict.fromkeys(
         ("max_tokens", "max_completion_tokens", "max_gen_len", "n_predict", "num_predict"),
@@ -24,7 +24,7 @@ _OURS = {
     "prefill_step_size": "chunk",
 }
 SPELLINGS: dict[str, str] = {
-    theirs: f"it is called {ours} here" for theirs, ours in _OURS.items()
+    theirs: f"it is called {ours} here" for theirs, ours in OURS.items()
 } | {
     "max_length": "max_new_tokens is the length without the prompt",
     "ignore_eos": "eos_token_id=[] ends a text at no token",
