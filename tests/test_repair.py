@@ -85,7 +85,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         jaxllm.recompute(model, params, cache, 5, 5)
     with pytest.raises(TokenError, match=r"tokens must be \[1, T\]"):
         jaxllm.insert(model, params, cache, 2, [1, 2])
-    with pytest.raises(TokenError, match="position must be a whole number from 0 up"):
+    with pytest.raises(TokenError, match="position must be a whole number from 0 to"):
         jaxllm.insert(model, params, cache, -1, [[1]])
     with pytest.raises(CapacityError, match="2 more tokens do not fit"):
         jaxllm.insert(model, params, cache, 2, [[1, 2]])
