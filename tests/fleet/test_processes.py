@@ -43,11 +43,11 @@ def test_rows_that_end_workers_fail_alone_and_others_are_as_if_alone(
     found = run(rows, job, Processes(partial(fragile, model), 2), tmp_path / "out")
     assert found == (12, 2)
     answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
-    assert [answer["id"] for answer in answers] == list(range(12))
+    assert [answer["id"] for answer in answers] == list(range(1, 13))
     assert answers[5]["error"] == "line 6 ended its worker 1 times"
     assert answers[9]["error"] == "line 10: MemoryError: no room"
     for n in set(range(12)) - {5, 9}:
-        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n)})
+        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n + 1)})
         assert answers[n]["tokens"] == alone.tokens
 
 
@@ -71,9 +71,9 @@ def test_a_row_that_is_never_answered_is_tried_twice_and_has_failed(
     assert len(hung.read_bytes()) == 2
     answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
     error = "line 5 ended its worker 1 times, or had no answer in 0.4 s"
-    assert answers[4] == {"id": 4, "line": 5, "error": error}
+    assert answers[4] == {"id": 5, "line": 5, "error": error}
     for n in (0, 3, 5):
-        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n)})
+        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n + 1)})
         assert answers[n]["tokens"] == alone.tokens
     assert said == [late, "a worker has ended; lines 4 to 6 run again"] * 2
 
