@@ -23,12 +23,12 @@ from jaxllm.weights.leaves.leaf import ROWS
 
 from . import names
 from .blocks import BY_NAME, WRITTEN, Block
+from .header import ALIGNMENT
 from .names import Named
 from .settings import write_config
 from .stored import LEAVES, blocks_of
 from .vocabulary_keys import tokenizer_keys
 
-ALIGNMENT = 64  # bytes: what reads it mapped can use it as it lies
 QUANTIZATION_VERSION = 2
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # general.file_type
 _TYPES: dict[type, tuple[int, str]] = {bool: (7, "<B"), int: (4, "<I"), float: (6, "<f")}
@@ -75,7 +75,6 @@ def write_gguf(
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": checkpoint.directory.resolve().stem,
-        "general.alignment": ALIGNMENT,
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": QUANTIZATION_VERSION,
         **keys,
@@ -109,7 +108,7 @@ def check_absent(path: Path) -> None:
 def write_file(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """A small file of float32 arrays."""
     held = [_vector(name, array) for name, array in tensors.items()]
-    _write(path, {"general.alignment": ALIGNMENT, **settings}, held, show_progress=False)
+    _write(path, settings, held, show_progress=False)
 
 
 def _held(checkpoint: Checkpoint, found: Named, kind: str) -> Written | None:

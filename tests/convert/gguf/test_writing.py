@@ -76,6 +76,21 @@ def test_a_file_of_ours_is_the_packages_own(
         np.testing.assert_array_equal(opened.tensors[path].read(), tensor.read(), path)
 
 
+def test_tensors_begin_at_the_default_alignment(directory: Any, tmp_path: Path) -> None:
+    """llama-quantize pads to the default whatever the key says, so no other may be written."""
+    path = tmp_path / "a.gguf"
+    write_gguf(path, open_hf(directory("gpt2")), "Q8_0")
+    reader, offset = gguf.GGUFReader(path), 0
+    assert "general.alignment" not in reader.fields
+    odd = 0
+    for tensor in reader.tensors:
+        assert tensor.data_offset == reader.data_offset + offset, tensor.name
+        offset += gguf.GGUFWriter.ggml_pad(tensor.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+        odd += 0 < tensor.n_bytes % 64 <= 32
+    assert odd, "no tensor shows the difference"
+    assert path.stat().st_size == reader.data_offset + offset
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
 def test_integers_that_are_kept_go_back_as_they_came(
     name: str, directory: Any, tmp_path: Path
