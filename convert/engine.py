@@ -71,6 +71,8 @@ READERS: dict[str, tuple[Any, Architecture]] = {
 }
 
 FORM = "Hugging Face"
+SINGLE = "model"  # a file of weights, without its ending
+OLDER = "quantize_config.json"  # where AutoGPTQ wrote what is now in config.json
 
 # What generation_config.json says, where older checkpoints have it in config.json instead.
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -191,14 +193,32 @@ def _ours(
 
 def _scheme(directory: Path, data: Mapping[str, Any], tensors: Iterable[str]) -> Scheme | None:
     """How the weights are quantized; older files of AutoGPTQ say it in a file of its own."""
-    older = directory / "quantize_config.json"
     if data.get(KEY) is not None:
         return read_scheme(data[KEY])
-    if not any(name.endswith(".qweight") for name in tensors) or not is_there(older):
+    older = _older_settings(directory)
+    if older is None or not any(name.endswith(".qweight") for name in tensors):
         return None
-    return read_scheme(
-        {"quant_method": "gptq", **read_json(inside(directory, older.name))}, str(older)
-    )
+    missing = {"quant_method": "gptq", "group_size": -1, "desc_act": True}  # AutoGPTQ's defaults
+    return read_scheme({**missing, **older}, str(directory / OLDER))
+
+
+def _older_settings(directory: Path) -> dict[str, Any] | None:
+    """Return the contents of AutoGPTQ's own file of settings; None without one."""
+    return read_json(inside(directory, OLDER)) if is_there(directory / OLDER) else None
+
+
+def _base_names(directory: Path) -> list[str]:
+    """Return what files of weights may be called before `.safetensors`, the preferred name first.
+
+    AutoGPTQ names them by bits and group size, or as its settings say.
+    """
+    older = _older_settings(directory)
+    if older is None:
+        return [SINGLE]
+    own = older.get("model_file_base_name")
+    by_size = f"gptq_model-{older.get('bits')}bit-{older.get('group_size', -1)}g"
+    names = [name for name in (own, by_size, SINGLE) if isinstance(name, str) and name]
+    return list(dict.fromkeys(names))
 
 
 def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -227,24 +247,36 @@ def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> 
 
 def _open_files(directory: Path, model_type: str) -> dict[str, LazyTensor]:
     """All tensors, under the names of a PyTorch checkpoint."""
-    single, index = "model.safetensors", "model.safetensors.index.json"
-    if (found := _open(directory, single, index, open_tensors)) is not None:
+    names = [f"{base}.safetensors" for base in _base_names(directory)]
+    for name in names:
+        if (found := _open(directory, name, f"{name}.index.json", open_tensors)) is None:
+            continue
         # What was saved by a Flax class has names of Flax here too, with a point between them.
         if not any(name.endswith(".kernel") for name in found):
             return found
         return _of_flax(directory, {n.replace(".", "/"): t for n, t in found.items()}, model_type)
     if (found := _open(directory, flaxfiles.NAME, flaxfiles.INDEX, open_flax)) is not None:
         return _of_flax(directory, found, model_type)
-    if pickles := sorted(p.name for p in directory.glob("*.bin")):
+    others = sorted(p.name for p in directory.glob("*.safetensors"))
+    pickles = sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}"))
+    if pickles and not others:
         raise CheckpointError(
             f"{directory}: {pickles[0]} is a pickle, which can run code when it is read, and is"
             " never opened here. Convert it with transformers:"
             " AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
         )
+    known = [other for name in names for other in (name, f"{name}.index.json")]
     raise CheckpointError(
-        f"{directory}: no model.safetensors, no model.safetensors.index.json and no"
-        f" {flaxfiles.NAME}"
+        f"{directory} has no weights: got {', '.join(others) or 'no .safetensors file'}, expected"
+        f" {', '.join(known)} or {flaxfiles.NAME}." + _missing_weights(directory, others)
     )
+
+
+def _missing_weights(directory: Path, others: list[str]) -> str:
+    """Return the remedy for files of weights that have another name."""
+    if any(name.startswith("gptq_model-") for name in others) and not is_there(directory / OLDER):
+        return f" AutoGPTQ's files need {OLDER}, which has their bits and group_size."
+    return f" Rename {others[0]} to {SINGLE}.safetensors." if len(others) == 1 else ""
 
 
 def _open(

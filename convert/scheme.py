@@ -92,7 +92,11 @@ _GPTQ = _table(
         Field("format", "same_version", None),  # as newer files call it too
         Field("dynamic", "dynamic", None),
     ),
-    {"pack_dtype": ("int32",), "is_marlin_format": (False,)},
+    {
+        "awq_gemm_checkpoint": (False,),
+        "is_marlin_format": (False,),
+        "pack_dtype": ("int32",),
+    },
 )
 _AWQ = _table(
     (),

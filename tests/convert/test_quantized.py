@@ -290,6 +290,58 @@ def test_an_older_file_of_settings_is_read_where_config_json_has_none(tmp_path: 
         open_hf(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "settings", "base"),
+    [
+        ({"act_order": True}, {"desc_act": True, "sym": False}, "gptq_model-4bit-32g"),
+        (
+            {"group": -1, "symmetric": True, "bits": 8},
+            {"sym": True, "model_file_base_name": None, "quant_method": "gptq"},
+            "gptq_model-8bit--1g",
+        ),
+        ({"shards": True}, {"desc_act": False, "sym": False}, "gptq_model-4bit-32g"),
+        ({}, {"sym": False, "model_file_base_name": "of-its-own"}, "of-its-own"),
+        ({}, {"sym": False, "awq_gemm_checkpoint": False}, "model"),
+    ],
+)
+def test_older_autogptq_folders_are_read(
+    options: dict[str, Any], settings: dict[str, Any], base: str, tmp_path: Path
+) -> None:
+    """Settings in quantize_config.json, weights under AutoGPTQ's names; the first version's zero
+    points, since nothing names another."""
+    meant = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1), **options)
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = {"bits": said["bits"], "group_size": said["group_size"], "damp_percent": 0.01}
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**sizes, **settings}))
+    for file in [*tmp_path.glob("model*.safetensors*")]:
+        new = file.rename(tmp_path / file.name.replace("model", base, 1))
+        if new.suffix == ".json":
+            new.write_text(new.read_text().replace('"model-', f'"{base}-'))
+    found = leaves(tmp_path)
+    assert found.keys() == meant.keys()
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(values(leaf), meant[path], err_msg=path)
+
+
+def test_folders_without_weights_name_all_files_that_were_expected(tmp_path: Path) -> None:
+    hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        open_hf(tmp_path)
+    assert "got gptq_model-4bit-32g.safetensors, expected model.safetensors" in str(caught.value)
+    assert "AutoGPTQ's files need quantize_config.json" in str(caught.value)
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    with pytest.raises(CheckpointError) as caught:
+        open_hf(tmp_path)
+    assert "expected gptq_model-4bit-128g.safetensors, " in str(caught.value)
+    assert "Rename gptq_model-4bit-32g.safetensors to model.safetensors" in str(caught.value)
+    (tmp_path / "gptq_model-4bit-32g.safetensors").rename(tmp_path / "gptq_model-4bit-128g.pt")
+    with pytest.raises(CheckpointError, match=r"gptq_model-4bit-128g\.pt is a pickle"):
+        open_hf(tmp_path)
+
+
 def test_layers_that_differ_have_rules_of_their_own() -> None:
     paths = [f"layers.{i}.mlp.{n}.weight" for i in range(12) for n in ("up_proj", "down_proj")]
     formats = {path: "int4-g128" for path in paths if path != "layers.11.mlp.up_proj.weight"}
