@@ -7,10 +7,10 @@ by squared error stays. Larger numbers count more, as in ggml, which has the sam
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-SUPER = 256
 _AT_ONCE = 128  # super-blocks, whose arrays stay in a processor's cache
 _SMALLEST = np.float32(1e-15)  # of a run's magnitudes: below it a run is zeros
 
@@ -31,9 +31,12 @@ def quantize_q6_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _in_parts(quantize: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        parts = [quantize(blocks[i : i + _AT_ONCE]) for i in range(0, len(blocks), _AT_ONCE)]
-    return np.concatenate(parts) if parts else quantize(blocks)
+    def part(begin: int) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return quantize(blocks[begin : begin + _AT_ONCE])
+
+    with ThreadPoolExecutor() as threads:  # numpy lets other threads run
+        return np.concatenate([*threads.map(part, range(0, max(len(blocks), 1), _AT_ONCE))])
 
 
 def _q4_k(blocks: np.ndarray) -> np.ndarray:

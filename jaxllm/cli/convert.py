@@ -49,7 +49,7 @@ def convert(
         typer.Option(
             "--to-gguf",
             metavar="TYPE",
-            help="Write a GGUF file for llama.cpp: F32, F16, BF16, Q8_0 or Q4_0.",
+            help="Write a GGUF file for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M, Q6_K, ...",
         ),
     ] = None,
 ) -> None:
@@ -58,7 +58,7 @@ def convert(
 
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
     (bf16-packed to bfloat16) unless --dtype says otherwise. In GGUF's, matrices are of the type
-    that is named, vectors of F32.
+    that is named (Q4_K_M and Q5_K_M: a mixture, as in llama-quantize), vectors of F32.
     """
     forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
     if to_hf and to_gguf is not None:
@@ -115,12 +115,14 @@ def _write_gguf(source: str, target: Path, kind: str) -> None:
         spoken = folder is not None and find_form(folder) is not None
         tokenizer = read_tree(folder) if folder is not None and spoken else None
         template = template_source(folder) if folder is not None and spoken else None
-        write_gguf(target, opened, kind.upper(), tokenizer=tokenizer, template=template)
+        replaced = write_gguf(target, opened, kind.upper(), tokenizer=tokenizer, template=template)
     note(
         f"{target}: {opened.config.model_type}, {target.stat().st_size / 1e6:.1f} MB,"
         f" {kind.upper()}"
         + (", with its tokenizer" if tokenizer is not None else ", no tokenizer found")
     )
+    for name, count in replaced.items():
+        note(f"{count} matrices are {name}, as in llama-quantize: their rows are no whole blocks")
 
 
 def recast(opened: Any, dtype: str) -> Any:
