@@ -39,7 +39,9 @@ from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 
 from . import flaxfiles
+from .compressed import METHOD, Compressed, read_compressed, take_compressed
 from .flaxfiles import as_torch, open_flax
+from .kept import keep_quantized
 from .quantized import rules, take_quantized, their_names
 from .scheme import KEY, Scheme, read_scheme
 from .tables import HEAD, Architecture
@@ -82,7 +84,8 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
     """Open a Hugging Face checkpoint of a known family: one safetensors file or shards; or, where
     there is none, what a Flax class of transformers 4 wrote (`flaxfiles`).
 
-    What GPTQ or AWQ have quantized (`quantization_config`) becomes leaves of the same integers.
+    What GPTQ, AWQ or compressed-tensors have quantized (`quantization_config`) becomes leaves of
+    the same integers.
 
     data: its config.json, where that has been read. Raises ConfigError or CheckpointError with all
     that is wrong; no tensor has been read then.
@@ -96,7 +99,10 @@ def open_hf(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoin
     complaints: list[str] = []
     if (scheme := _scheme(directory, data, tensors)) is not None:
         paths = dict(flatten(param_shapes(build(config))))
-        formats = take_quantized(scheme, tensors, _linears(config), paths, complaints)
+        if isinstance(scheme, Compressed):
+            formats = take_compressed(scheme, tensors, _linears(config), complaints)
+        else:
+            formats = take_quantized(scheme, tensors, _linears(config), paths, complaints)
         precision = dataclasses.replace(precision, quantize=rules(formats, paths))
     check_names(tensors, config, str(directory), formats, complaints)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
@@ -116,7 +122,7 @@ def read_config(data: Mapping[str, Any]) -> tuple[ModelConfig, Architecture]:
             f" (known: {', '.join(READERS)})"
         )
     if data.get(KEY) is not None:  # before the rest: what it says may be why
-        read_scheme(data[KEY])
+        _read_settings(data[KEY])
     if "auto_map" in data:
         raise ConfigError(
             "config.json: the checkpoint brings code of its own (auto_map), which is never run"
@@ -137,20 +143,34 @@ def write_hf(
     checkpoint: Checkpoint,
     *,
     files: Iterable[Path] = (),
+    keep: tuple[str, Checkpoint] | None = None,
     show_progress: bool | None = None,
 ) -> None:
     """Write a Hugging Face directory that transformers loads: all of it, or nothing.
 
-    files: further files of the checkpoint's directory to copy (the tokenizer's). Raises
-    CheckpointError if `directory` already holds a checkpoint, or cannot be written; ConfigError for
-    a configuration of a class that no table writes.
+    Args:
+        directory: The directory to write.
+        checkpoint: The checkpoint, no weight quantized.
+        files: Further files of the checkpoint's directory to copy (the tokenizer's).
+        keep: A name of `kept.METHODS` and the same checkpoint quantized: its integer matrices are
+            written in that form.
+
+    Raises:
+        CheckpointError: If `directory` already holds a checkpoint, or cannot be written.
+        ConfigError: For a configuration of a class that no table writes, and for weights that the
+            form to keep cannot hold.
     """
     claim(directory)
     config = checkpoint.config
     if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
         raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
     data, table = TABLES[config.model_type].write_config(config)
-    theirs = dict(checkpoint.tensors)
+    kept = None
+    if keep is not None:
+        kept = keep_quantized(keep[1], keep[0], table, _linears(config))
+        data = {**data, KEY: kept.settings}
+    without = kept.paths if kept is not None else frozenset[str]()
+    theirs = {path: x for path, x in checkpoint.tensors.items() if path not in without}
     for layout in table.layouts:
         theirs = layout.write(theirs, config)
     tensors = {
@@ -158,6 +178,7 @@ def write_hf(
     }
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     dtype = native_precision(tensors).weights
+    tensors |= kept.tensors if kept is not None else {}
     generation = {"generation_config.json": checkpoint.generation} if checkpoint.generation else {}
     write_checkpoint(
         directory,
@@ -181,6 +202,8 @@ def _ours(
         path = HEAD if name == table.head else name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
+        if path.endswith(".weight_shape"):  # compressed-tensors': the configuration has it too
+            continue
         theirs = any(layout.knows(path) for layout in table.layouts)
         path = path if path in known or theirs else name
         if path in found:
@@ -191,15 +214,28 @@ def _ours(
     return found
 
 
-def _scheme(directory: Path, data: Mapping[str, Any], tensors: Iterable[str]) -> Scheme | None:
+def _scheme(
+    directory: Path, data: Mapping[str, Any], tensors: Iterable[str]
+) -> Scheme | Compressed | None:
     """How the weights are quantized; older files of AutoGPTQ say it in a file of its own."""
     if data.get(KEY) is not None:
-        return read_scheme(data[KEY])
+        return _read_settings(data[KEY])
     older = _older_settings(directory)
     if older is None or not any(name.endswith(".qweight") for name in tensors):
         return None
     missing = {"quant_method": "gptq", "group_size": -1, "desc_act": True}  # AutoGPTQ's defaults
     return read_scheme({**missing, **older}, str(directory / OLDER))
+
+
+def _read_settings(settings: Any) -> Scheme | Compressed:
+    """Return how config.json's `quantization_config` stores the weights.
+
+    Raises:
+        ConfigError: With every option that is not supported.
+    """
+    if isinstance(settings, Mapping) and settings.get("quant_method") == METHOD:
+        return read_compressed(settings, f"config.json: {KEY}")
+    return read_scheme(settings)
 
 
 def _older_settings(directory: Path) -> dict[str, Any] | None:

@@ -21,7 +21,9 @@ Examples:
 
   jaxllm convert tinyllama-q4_k_m.gguf tinyllama-hf --to-hf --dtype bfloat16
 
-  jaxllm convert ~/models/TinyLlama-1.1B tinyllama-q8_0.gguf --to-gguf Q8_0
+  jaxllm convert tinyllama-int4 tinyllama-gptq --to-hf --keep-quantized gptq
+
+  jaxllm convert ~/models/TinyLlama-1.1B tinyllama-q4_k_m.gguf --to-gguf Q4_K_M
 """
 
 
@@ -44,6 +46,14 @@ def convert(
     to_hf: Annotated[
         bool, typer.Option("--to-hf", help="Write a Hugging Face directory for transformers.")
     ] = False,
+    keep_quantized: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-quantized",
+            metavar="FORM",
+            help="With --to-hf: integer weights stay so, as gptq or compressed-tensors.",
+        ),
+    ] = None,
     to_gguf: Annotated[
         str | None,
         typer.Option(
@@ -57,8 +67,9 @@ def convert(
     --to-gguf.
 
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
-    (bf16-packed to bfloat16) unless --dtype says otherwise. In GGUF's, matrices are of the type
-    that is named (Q4_K_M and Q5_K_M: a mixture, as in llama-quantize), vectors of F32.
+    (bf16-packed to bfloat16) unless --dtype says otherwise, or --keep-quantized keeps them. In
+    GGUF's, matrices are of the type that is named (Q4_K_M and Q5_K_M: a mixture, as in
+    llama-quantize), vectors of F32.
     """
     forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
     if to_hf and to_gguf is not None:
@@ -66,6 +77,8 @@ def convert(
     for form, asked in forms.items():
         if asked and precision is not None:
             raise ConfigError(f"{form}: that form has no place for --precision; leave one out")
+    if keep_quantized is not None and not to_hf:
+        raise ConfigError("--keep-quantized is a form of --to-hf; add --to-hf")
     if to_gguf is not None and dtype is not None:
         raise ConfigError("--to-gguf names the type of all weights; leave --dtype out")
     with waiting("starting"):  # JAX is imported
@@ -80,7 +93,7 @@ def convert(
         _write_gguf(source, target, to_gguf)
         return
     claim(target)  # before the work, not after it
-    opened = open_checkpoint(source)
+    opened = quantized = open_checkpoint(source)
     if opened.formats and (to_hf or dtype is not None):
         opened = dequantized(opened)
     if dtype is not None:
@@ -89,10 +102,16 @@ def convert(
         chosen = precision_over(opened.precision, table, f"--precision {precision}")
         opened = in_memory(opened, load_params(opened, chosen), chosen)
     with texts_files(opened.directory) as files:
-        (write_hf if to_hf else save)(target, opened, files=files)
+        if to_hf:
+            keep = None if keep_quantized is None else (keep_quantized, quantized)
+            write_hf(target, opened, files=files, keep=keep)
+        else:
+            save(target, opened, files=files)
     size = sum(tensor.nbytes for tensor in opened.tensors.values())
     formats = sorted({t.dtype.name for t in opened.tensors.values()} & {*DTYPES})
     named = sorted(set(opened.formats.values())) or formats
+    if keep_quantized is not None:
+        size, named = (target / "model.safetensors").stat().st_size, [keep_quantized]
     note(
         f"{target}: {opened.config.model_type}, {len(opened.tensors)} tensors,"
         f" {size / 1e6:.1f} MB, {' and '.join(named)}"

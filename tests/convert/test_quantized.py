@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "gptq, 2 bits, act-order": (
         {"bits": 2, "symmetric": True, "act_order": True}, {"ordered/int2-g32-f16"},
     ),
-    "gptq, 8 bits, a row": ({"bits": 8, "group": -1, "symmetric": True}, {"int8-zp-f16"}),
+    "gptq, 8 bits, a row": ({"bits": 8, "group": -1, "symmetric": True}, {"int8-f16"}),
     "gptq, 8 bits": ({"bits": 8}, {"int8-g32-zp-f16"}),
     "gptq, wide scales": ({"group": 64, "scales": np.float32}, {"int4-g64-zp"}),
     "gptq, odd groups": ({"group": 96}, {"int4-g32-zp-f16"}),
@@ -54,7 +54,7 @@ def codes(leaf: Any) -> np.ndarray:
     i = np.arange(data.shape[1] * 8 // bits)
     block, j, shift = i // 32 % 4, i % 16, (4 * (i // 16 % 2)).astype(np.uint8)
     if bits == 8:
-        return data
+        return data.astype(np.int16) + (128 if data.dtype == np.int8 else 0)
     if bits == 4:
         return data[:, 16 * (i // 32) + j] >> shift & 15
     begin = i // 128 * 16 * bits
