@@ -1,4 +1,4 @@
-"""Integers as GPTQ and AWQ files pack them into int32 words, as one number each.
+"""Integers as GPTQ and AWQ files pack them into int32 words, and as one number each.
 
 GPTQ (AutoGPTQ's `QuantLinear.pack`) packs along an axis of the words, the first number in the
 lowest bits and every next one above it; of 3 bits a number may begin in one word and end in the
@@ -22,6 +22,21 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
         return _apart(byte, bits, range(8 // bits))
     first, second, third = (byte[:, i::3].astype(np.uint32) for i in range(3))
     return _apart(first | second << 8 | third << 16, 3, range(8))
+
+
+def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 `[R, N]` as GPTQ's int32 `[R, N bits / 32]`, packed along the last axis."""
+    if bits == 8:
+        byte = np.ascontiguousarray(numbers)
+    elif bits == 3:
+        each = np.unpackbits(numbers[..., None], axis=-1, count=3, bitorder="little")
+        byte = np.packbits(each.reshape(len(numbers), -1), axis=1, bitorder="little")
+    else:
+        share = 8 // bits
+        byte = np.zeros((len(numbers), numbers.shape[1] // share), np.uint8)
+        for place in range(share):
+            byte |= numbers[:, place::share] << np.uint8(bits * place)
+    return byte.view("<i4")
 
 
 def unpacked_awq(words: np.ndarray) -> np.ndarray:

@@ -39,8 +39,10 @@ from jaxllm.weights.leaves.leaf import ROWS
 from jaxllm.weights.paths import flatten
 
 from . import flaxfiles
+from .compressed import METHOD, Compressed, read_compressed, take_compressed
 from .decoders import unknown_rope_settings
 from .flaxfiles import as_torch, open_flax
+from .kept import keep_quantized
 from .quantized import rules, take_quantized, their_names
 from .scheme import KEY, Scheme, read_scheme
 from .tables import HEAD, Architecture, unknown_fields
@@ -72,6 +74,8 @@ READERS: dict[str, tuple[Any, Architecture]] = {
 }
 
 FORM = "Hugging Face"
+SINGLE = "model"  # a file of weights, without its ending
+OLDER = "quantize_config.json"  # where AutoGPTQ wrote what is now in config.json
 
 # What generation_config.json says, where older checkpoints have it in config.json instead.
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -83,7 +87,8 @@ def open_hf(
     """Open a Hugging Face checkpoint of a known family: one safetensors file or shards; or, where
     there is none, what a Flax class of transformers 4 wrote (`flaxfiles`).
 
-    What GPTQ or AWQ have quantized (`quantization_config`) becomes leaves of the same integers.
+    What GPTQ, AWQ or compressed-tensors have quantized (`quantization_config`) becomes leaves of
+    the same integers.
 
     data: its config.json, where that has been read. strict: as for `read_config`. Raises
     ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
@@ -97,7 +102,10 @@ def open_hf(
     complaints: list[str] = []
     if (scheme := _scheme(directory, data, tensors)) is not None:
         paths = dict(flatten(param_shapes(build(config))))
-        formats = take_quantized(scheme, tensors, _linears(config), paths, complaints)
+        if isinstance(scheme, Compressed):
+            formats = take_compressed(scheme, tensors, _linears(config), complaints)
+        else:
+            formats = take_quantized(scheme, tensors, _linears(config), paths, complaints)
         precision = dataclasses.replace(precision, quantize=rules(formats, paths))
     check_names(tensors, config, str(directory), formats, complaints)
     ids = {k: data[k] for k in GENERATION_IDS if data.get(k) is not None}
@@ -142,7 +150,7 @@ def read_config(
             f" (known: {', '.join(READERS)})"
         )
     if data.get(KEY) is not None:  # before the rest: what it says may be why
-        read_scheme(data[KEY])
+        _read_settings(data[KEY])
     if strict and (names := unread_fields(data)):
         raise ConfigError(
             f"config.json: unknown fields {', '.join(names)}. Leave strict out to ignore them"
@@ -163,20 +171,34 @@ def write_hf(
     checkpoint: Checkpoint,
     *,
     files: Iterable[Path] = (),
+    keep: tuple[str, Checkpoint] | None = None,
     show_progress: bool | None = None,
 ) -> None:
     """Write a Hugging Face directory that transformers loads: all of it, or nothing.
 
-    files: further files of the checkpoint's directory to copy (the tokenizer's). Raises
-    CheckpointError if `directory` already holds a checkpoint, or cannot be written; ConfigError for
-    a configuration of a class that no table writes.
+    Args:
+        directory: The directory to write.
+        checkpoint: The checkpoint, no weight quantized.
+        files: Further files of the checkpoint's directory to copy (the tokenizer's).
+        keep: A name of `kept.METHODS` and the same checkpoint quantized: its integer matrices are
+            written in that form.
+
+    Raises:
+        CheckpointError: If `directory` already holds a checkpoint, or cannot be written.
+        ConfigError: For a configuration of a class that no table writes, and for weights that the
+            form to keep cannot hold.
     """
     claim(directory)
     config = checkpoint.config
     if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
         raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
     data, table = TABLES[config.model_type].write_config(config)
-    theirs = dict(checkpoint.tensors)
+    kept = None
+    if keep is not None:
+        kept = keep_quantized(keep[1], keep[0], table, _linears(config))
+        data = {**data, KEY: kept.settings}
+    without = kept.paths if kept is not None else frozenset[str]()
+    theirs = {path: x for path, x in checkpoint.tensors.items() if path not in without}
     for layout in table.layouts:
         theirs = layout.write(theirs, config)
     tensors = {
@@ -184,6 +206,7 @@ def write_hf(
     }
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     dtype = native_precision(tensors).weights
+    tensors |= kept.tensors if kept is not None else {}
     generation = {"generation_config.json": checkpoint.generation} if checkpoint.generation else {}
     write_checkpoint(
         directory,
@@ -207,6 +230,8 @@ def _ours(
         path = HEAD if name == table.head else name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
+        if path.endswith(".weight_shape"):  # compressed-tensors': the configuration has it too
+            continue
         theirs = any(layout.knows(path) for layout in table.layouts)
         path = path if path in known or theirs else name
         if path in found:
@@ -217,16 +242,47 @@ def _ours(
     return found
 
 
-def _scheme(directory: Path, data: Mapping[str, Any], tensors: Iterable[str]) -> Scheme | None:
+def _scheme(
+    directory: Path, data: Mapping[str, Any], tensors: Iterable[str]
+) -> Scheme | Compressed | None:
     """How the weights are quantized; older files of AutoGPTQ say it in a file of its own."""
-    older = directory / "quantize_config.json"
     if data.get(KEY) is not None:
-        return read_scheme(data[KEY])
-    if not any(name.endswith(".qweight") for name in tensors) or not is_there(older):
+        return _read_settings(data[KEY])
+    older = _older_settings(directory)
+    if older is None or not any(name.endswith(".qweight") for name in tensors):
         return None
-    return read_scheme(
-        {"quant_method": "gptq", **read_json(inside(directory, older.name))}, str(older)
-    )
+    missing = {"quant_method": "gptq", "group_size": -1, "desc_act": True}  # AutoGPTQ's defaults
+    return read_scheme({**missing, **older}, str(directory / OLDER))
+
+
+def _read_settings(settings: Any) -> Scheme | Compressed:
+    """Return how config.json's `quantization_config` stores the weights.
+
+    Raises:
+        ConfigError: With every option that is not supported.
+    """
+    if isinstance(settings, Mapping) and settings.get("quant_method") == METHOD:
+        return read_compressed(settings, f"config.json: {KEY}")
+    return read_scheme(settings)
+
+
+def _older_settings(directory: Path) -> dict[str, Any] | None:
+    """Return the contents of AutoGPTQ's own file of settings; None without one."""
+    return read_json(inside(directory, OLDER)) if is_there(directory / OLDER) else None
+
+
+def _base_names(directory: Path) -> list[str]:
+    """Return what files of weights may be called before `.safetensors`, the preferred name first.
+
+    AutoGPTQ names them by bits and group size, or as its settings say.
+    """
+    older = _older_settings(directory)
+    if older is None:
+        return [SINGLE]
+    own = older.get("model_file_base_name")
+    by_size = f"gptq_model-{older.get('bits')}bit-{older.get('group_size', -1)}g"
+    names = [name for name in (own, by_size, SINGLE) if isinstance(name, str) and name]
+    return list(dict.fromkeys(names))
 
 
 def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -255,24 +311,36 @@ def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> 
 
 def _open_files(directory: Path, model_type: str) -> dict[str, LazyTensor]:
     """All tensors, under the names of a PyTorch checkpoint."""
-    single, index = "model.safetensors", "model.safetensors.index.json"
-    if (found := _open(directory, single, index, open_tensors)) is not None:
+    names = [f"{base}.safetensors" for base in _base_names(directory)]
+    for name in names:
+        if (found := _open(directory, name, f"{name}.index.json", open_tensors)) is None:
+            continue
         # What was saved by a Flax class has names of Flax here too, with a point between them.
         if not any(name.endswith(".kernel") for name in found):
             return found
         return _of_flax(directory, {n.replace(".", "/"): t for n, t in found.items()}, model_type)
     if (found := _open(directory, flaxfiles.NAME, flaxfiles.INDEX, open_flax)) is not None:
         return _of_flax(directory, found, model_type)
-    if pickles := sorted(p.name for p in directory.glob("*.bin")):
+    others = sorted(p.name for p in directory.glob("*.safetensors"))
+    pickles = sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}"))
+    if pickles and not others:
         raise CheckpointError(
             f"{directory}: {pickles[0]} is a pickle, which can run code when it is read, and is"
             " never opened here. Convert it with transformers:"
             " AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
         )
+    known = [other for name in names for other in (name, f"{name}.index.json")]
     raise CheckpointError(
-        f"{directory}: no model.safetensors, no model.safetensors.index.json and no"
-        f" {flaxfiles.NAME}"
+        f"{directory} has no weights: got {', '.join(others) or 'no .safetensors file'}, expected"
+        f" {', '.join(known)} or {flaxfiles.NAME}." + _missing_weights(directory, others)
     )
+
+
+def _missing_weights(directory: Path, others: list[str]) -> str:
+    """Return the remedy for files of weights that have another name."""
+    if any(name.startswith("gptq_model-") for name in others) and not is_there(directory / OLDER):
+        return f" AutoGPTQ's files need {OLDER}, which has their bits and group_size."
+    return f" Rename {others[0]} to {SINGLE}.safetensors." if len(others) == 1 else ""
 
 
 def _open(

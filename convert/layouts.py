@@ -18,6 +18,7 @@ from jaxllm.weights.lazy import LazyTensor, joined
 Tensors = dict[str, LazyTensor]
 Span = tuple[int, int]  # from a row to before another
 _BY_COLUMN = (".qweight", ".qzeros", ".scales")  # a matrix's rows are columns of these, or in them
+_BY_ROW = (".weight_packed", ".weight_scale", ".weight_zero_point")
 
 
 class Layout(Protocol):
@@ -84,6 +85,9 @@ class Fused:
         if axis and size and whole:
             ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
             return [_columns(tensor, each) for each in ours]
+        if end == ".weight_zero_point" and size and whole:  # several rows in a word
+            ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
+            return [joined([tensor.rows(*span) for span in each]) for each in ours]
         if axis or size != total:
             raise CheckpointError(
                 f"{path} has shape {tensor.shape}, config.json makes it {total} rows"
@@ -105,7 +109,7 @@ class Fused:
         return made
 
     def _found(self, path: str) -> re.Match[str] | None:
-        pieces = "".join(rf"|\{end}" for end in (*_BY_COLUMN, ".g_idx"))
+        pieces = "".join(rf"|\{end}" for end in (*_BY_COLUMN, *_BY_ROW, ".g_idx"))
         return re.fullmatch(f"{_within(self.theirs)[:-1]}{pieces})", path)
 
 

@@ -23,6 +23,7 @@ from jaxllm.weights.leaves.integers import GROUPS, Integer
 from jaxllm.weights.leaves.leaf import up
 from jaxllm.weights.leaves.ordered import OrderedFormat
 
+from . import compressed
 from .codes import unpacked, unpacked_awq
 from .scheme import Scheme
 
@@ -33,7 +34,7 @@ _SCALES = ("float16", "bfloat16", "float32")
 def their_names(linears: Iterable[str]) -> set[str]:
     """What a quantized linear's tensors may be called. linears: the paths of the weights."""
     stems = [path.removesuffix(".weight") for path in linears]
-    return {f"{stem}.{piece}" for stem in stems for piece in (*PIECES, "bias")}
+    return {f"{stem}.{piece}" for stem in stems for piece in (*PIECES, *compressed.PIECES, "bias")}
 
 
 def take_quantized(
@@ -153,8 +154,7 @@ class _Matrix:
             )
         if complaints:
             return None, None
-        # Of 8 bits our symmetric integers have no -128, which is a code of theirs.
-        zero_point = self.scheme.bits == 8 or bool((zeros != middle).any())
+        zero_point = bool((zeros != middle).any())
         half = self.found["scales"].dtype == np.float16
         kind = Integer(
             self.scheme.bits, self._group(), zero_point, "float16" if half else "float32"
@@ -172,7 +172,9 @@ class _Matrix:
             if order is not None:
                 codes = np.take(codes, order, axis=1)  # ten times as fast as an index
             rows, columns = self.shape
-            zeros = np.full((rows, up(columns, digits.CHUNK)), kind.middle, np.uint8)
+            if kind.code_dtype == np.int8:  # 128 is zero there
+                codes = (codes ^ np.uint8(128)).view(np.int8)
+            zeros = np.full((rows, up(columns, digits.CHUNK)), kind.middle, codes.dtype)
             if kind.zero_point:  # the code of zero, which what is added has
                 zeros = np.repeat(zero(), kind.size(columns), axis=1)
             zeros[:, :columns] = codes

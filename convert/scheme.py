@@ -92,7 +92,11 @@ _GPTQ = _table(
         Field("format", "same_version", None),  # as newer files call it too
         Field("dynamic", "dynamic", None),
     ),
-    {"pack_dtype": ("int32",), "is_marlin_format": (False,)},
+    {
+        "awq_gemm_checkpoint": (False,),
+        "is_marlin_format": (False,),
+        "pack_dtype": ("int32",),
+    },
 )
 _AWQ = _table(
     (),
@@ -118,8 +122,8 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> 
     method = data.get("quant_method")
     if not isinstance(method, str) or method not in _READS:
         raise ConfigError(
-            f"{where}: quant_method {method!r:.40} is not supported (known: {', '.join(_READS)});"
-            " load the checkpoint that was quantized"
+            f"{where}: quant_method {method!r:.40} is not supported (known: {', '.join(_READS)},"
+            " compressed-tensors); load the checkpoint that was quantized"
         )
     table, widths = _READS[method]
     fields, complaints = read_fields(table, {k: v for k, v in data.items() if v is not None})

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from .super_blocks import quantize_q4_k, quantize_q5_k, quantize_q6_k
+
 SUPER = 256  # columns of a block of the K types
 SMALL = 32  # of all others
 
@@ -165,6 +167,26 @@ def _made_q4_0(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([_as_half(scale), codes[:, :16] | codes[:, 16:] << 4], axis=1)
 
 
+def _made_q5_0(blocks: np.ndarray) -> np.ndarray:
+    largest = np.abs(blocks).argmax(axis=1, keepdims=True)
+    scale = np.take_along_axis(blocks, largest, axis=1) / np.float32(-16)
+    codes = np.trunc(blocks * _inverse(scale) + np.float32(16.5)).astype(np.uint8).clip(0, 31)
+    return np.concatenate([_as_half(scale), _five_bits(codes)], axis=1)
+
+
+def _made_q5_1(blocks: np.ndarray) -> np.ndarray:
+    low = blocks.min(axis=1, keepdims=True)
+    scale = (blocks.max(axis=1, keepdims=True) - low) / np.float32(31)
+    codes = np.trunc((blocks - low) * _inverse(scale) + np.float32(0.5)).astype(np.uint8)
+    return np.concatenate([_as_half(scale), _as_half(low), _five_bits(codes.clip(0, 31))], axis=1)
+
+
+def _five_bits(codes: np.ndarray) -> np.ndarray:
+    """Return codes of five bits `[n, 32]` as bytes: four of fifth bits, then nibbles."""
+    low, fifth = codes & 15, np.packbits(codes >> 4, axis=1, bitorder="little")
+    return np.concatenate([fifth, low[:, :16] | low[:, 16:] << 4], axis=1)
+
+
 def _inverse(scale: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
@@ -182,11 +204,11 @@ _ROWS = (
     Block(8, "Q8_0", SMALL, 34, numbers=_q8_0, made=_made_q8_0),
     Block(2, "Q4_0", SMALL, 18, numbers=_q4_0, made=_made_q4_0),
     Block(3, "Q4_1", SMALL, 20, numbers=_q4_1),
-    Block(6, "Q5_0", SMALL, 22, numbers=_q5_0),
-    Block(7, "Q5_1", SMALL, 24, numbers=_q5_1),
-    Block(12, "Q4_K", SUPER, 144, numbers=_q4_k),
-    Block(13, "Q5_K", SUPER, 176, numbers=_q5_k),
-    Block(14, "Q6_K", SUPER, 210, numbers=_q6_k),
+    Block(6, "Q5_0", SMALL, 22, numbers=_q5_0, made=_made_q5_0),
+    Block(7, "Q5_1", SMALL, 24, numbers=_q5_1, made=_made_q5_1),
+    Block(12, "Q4_K", SUPER, 144, numbers=_q4_k, made=quantize_q4_k),
+    Block(13, "Q5_K", SUPER, 176, numbers=_q5_k, made=quantize_q5_k),
+    Block(14, "Q6_K", SUPER, 210, numbers=_q6_k, made=quantize_q6_k),
 )
 BLOCKS = {row.number: row for row in _ROWS}
 BY_NAME = {row.name: row for row in _ROWS}

@@ -1,10 +1,11 @@
-"""Checkpoints as GGUF files: one type for all matrices, F32 for vectors, as llama.cpp writes them.
+"""Checkpoints as GGUF files: a type or a mixture for matrices, F32 for vectors, as llama.cpp does.
 
 What is quantized in the same groups already keeps its integers; all else is rounded once, a block
 of rows at a time.
 """
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +23,16 @@ from jaxllm.weights.leaves.integers import Integer
 from jaxllm.weights.leaves.leaf import ROWS
 
 from . import names
-from .blocks import BY_NAME, WRITTEN, Block
+from .blocks import BY_NAME, Block
+from .header import ALIGNMENT
 from .names import Named
 from .settings import write_config
 from .stored import LEAVES, blocks_of
+from .tensor_types import FILE_TYPES, KINDS, choose_block
 from .vocabulary_keys import tokenizer_keys
 
-ALIGNMENT = 64  # bytes: what reads it mapped can use it as it lies
 QUANTIZATION_VERSION = 2
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # general.file_type
+FULL = 1 << 10  # columns that are whole blocks of every type
 _TYPES: dict[type, tuple[int, str]] = {bool: (7, "<B"), int: (4, "<I"), float: (6, "<f")}
 _ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6}
 
@@ -56,16 +58,25 @@ def write_gguf(
     tokenizer: TokenizerTree | None = None,
     template: str | None = None,
     show_progress: bool | None = None,
-) -> None:
+) -> dict[str, int]:
     """Write a GGUF file that llama.cpp loads: all of it, or nothing.
 
-    kind: a name of `WRITTEN`. tokenizer, template: what goes with it. Raises ConfigError for what
-    GGUF has no words for; CheckpointError where the file is there or cannot be written, and for
-    numbers that the type cannot hold.
+    Args:
+        kind: A name of `KINDS`.
+        tokenizer: The tokenizer that is written with it.
+        template: The chat template that is written with it.
+
+    Returns:
+        How many matrices have each type that `kind` does not name, because of short rows.
+
+    Raises:
+        ConfigError: For what GGUF has no words for.
+        CheckpointError: If the file exists or cannot be written, and for numbers that the type
+            cannot hold.
     """
     check_absent(path)
-    if kind not in FILE_TYPES:
-        raise ConfigError(f"GGUF is written in {', '.join(WRITTEN)}, got {kind!r:.40}")
+    if kind not in KINDS:
+        raise ConfigError(f"GGUF is written in {', '.join(KINDS)}, got {kind!r:.40}")
     config = checkpoint.config
     architecture, row, keys, divisors = write_config(config)
     spoken: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
@@ -75,7 +86,6 @@ def write_gguf(
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": checkpoint.directory.resolve().stem,
-        "general.alignment": ALIGNMENT,
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": QUANTIZATION_VERSION,
         **keys,
@@ -83,11 +93,17 @@ def write_gguf(
     }
     plain = dequantized(checkpoint) if checkpoint.formats else checkpoint
     tensors, parts = list[Written](), dict[str, list[tuple[int, Written]]]()
+    replaced = dict[str, str]()
     for found in names.theirs(row.modules, plain.tensors):
         if isinstance(found, str):
             raise ConfigError(f"{found} has no name in GGUF")
-        held = _held(checkpoint, found, kind)
-        made = held or _rounded(plain.tensors[found.path], found, kind, config)
+        tensor = plain.tensors[found.path]
+        single, columns = tensor.ndim < 2 or found.module.single, tensor.columns
+        block = BY_NAME["F32"] if single else choose_block(kind, found.name, columns, config)
+        if not single and block is not choose_block(kind, found.name, FULL, config):
+            replaced[found.name] = block.name
+        held = _held(checkpoint, found, block)
+        made = held or _rounded(tensor, found, block, config)
         if found.module.part is None:
             tensors.append(made)
         else:
@@ -98,6 +114,7 @@ def write_gguf(
     ]
     tensors += [_vector(name, vector) for name, vector in divisors.items()]
     _write(path, settings, tensors, show_progress)
+    return dict(Counter(replaced.values()))
 
 
 def check_absent(path: Path) -> None:
@@ -109,12 +126,12 @@ def check_absent(path: Path) -> None:
 def write_file(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """A small file of float32 arrays."""
     held = [_vector(name, array) for name, array in tensors.items()]
-    _write(path, {"general.alignment": ALIGNMENT, **settings}, held, show_progress=False)
+    _write(path, settings, held, show_progress=False)
 
 
-def _held(checkpoint: Checkpoint, found: Named, kind: str) -> Written | None:
+def _held(checkpoint: Checkpoint, found: Named, block: Block) -> Written | None:
     """A leaf whose integers and scales are the type's own, as they are."""
-    leaf = LEAVES[kind].format if kind in LEAVES else None
+    leaf = LEAVES[block.name].format if block.name in ("Q8_0", "Q4_0") else None
     if not isinstance(leaf, Integer) or checkpoint.formats.get(found.path) != leaf.name:
         return None
     data, scale = (checkpoint.tensors[f"{found.path}.{piece}"] for piece in ("data", "scale"))
@@ -128,13 +145,10 @@ def _held(checkpoint: Checkpoint, found: Named, kind: str) -> Written | None:
 
     if columns % leaf.size(columns):
         return None
-    return Written(found.name, BY_NAME[kind], (*lead, columns), rows)
+    return Written(found.name, block, (*lead, columns), rows)
 
 
-def _rounded(tensor: LazyTensor, found: Named, kind: str, config: ModelConfig) -> Written:
-    block = BY_NAME["F32" if tensor.ndim < 2 or found.module.single else kind]
-    if tensor.columns % block.columns:
-        block = BY_NAME["F16"]  # as llama.cpp does where rows are no whole blocks
+def _rounded(tensor: LazyTensor, found: Named, block: Block, config: ModelConfig) -> Written:
     order, plus = _order(found, config), np.float32(found.module.plus)
 
     def checked(part: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import compile_pattern, complaints_of
+from jaxllm.files import check_name_pattern, compile_pattern, complaints_of
 
 Names = str | Sequence[str]
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -63,15 +63,17 @@ class LoraConfig:
             )
         if self.layers_pattern and self.layers_to_transform is None:
             raise ConfigError("layers_pattern goes with layers_to_transform, which is missing")
+        for regex, _ in self.rules or ():
+            compile_pattern(regex, "rules")
         for name, pattern in self._patterns():
-            compile_pattern(pattern, name)
+            check_name_pattern(pattern, name)
 
     def scale(self, rank: int, alpha: float) -> float:
         """What is between the two matrices, times which their product is added."""
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
 
     def _patterns(self) -> list[tuple[str, str]]:
-        found = [("rules", regex) for regex, _ in self.rules or ()]
+        found: list[tuple[str, str]] = []
         if isinstance(self.target_modules, str):
             found.append(("target_modules", self.target_modules))
         if isinstance(self.exclude_modules, str):

@@ -4,7 +4,7 @@ PEFT's names are those of Hugging Face's modules: our paths after a prefix, that
 table.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from jaxllm import models
@@ -14,7 +14,7 @@ from jaxllm.convert.engine import TABLES
 from jaxllm.convert.layouts import Fused
 from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
-from jaxllm.files import compile_pattern
+from jaxllm.files import match_names
 from jaxllm.weights.leaves.adapted import Site
 from jaxllm.weights.paths import first_match, flatten
 
@@ -83,7 +83,10 @@ def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
     Raises ConfigError, naming what is there, where a name or all of it matches nothing.
     """
     targets = targets_of(config)
-    chosen = {module for module, target in targets.items() if _is_chosen(lora, module, target)}
+    names = [name for target in targets.values() for name in target.names]
+    wanted = _named(lora.target_modules, names, "target_modules")
+    excluded = _named(lora.exclude_modules or (), names, "exclude_modules")
+    chosen = {m for m, t in targets.items() if _is_chosen(lora, m, t, wanted, excluded)}
     if unmatched := _unmatched(lora, targets.values()):
         experts = models.family(config.model_type).router is not None
         raise ConfigError(
@@ -94,10 +97,12 @@ def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
         raise ConfigError(
             f"the adapter's target_modules or rules choose no module; there are {_known(targets)}"
         )
+    ranks = _by_pattern(lora.rank_pattern, names, "rank_pattern")
+    alphas = _by_pattern(lora.alpha_pattern, names, "alpha_pattern")
     found = {}
     for module in (m for m in targets if m in chosen):
-        rank = _by_pattern(lora.rank_pattern, targets[module].names, lora.r)
-        alpha = _by_pattern(lora.alpha_pattern, targets[module].names, lora.lora_alpha)
+        rank = _first(ranks, targets[module].names, lora.r)
+        alpha = _first(alphas, targets[module].names, lora.lora_alpha)
         found[module] = Low(targets[module], rank, lora.scale(rank, alpha), alpha)
     return found
 
@@ -111,22 +116,24 @@ def shortest(names: Iterable[str], targets: Iterable[Target]) -> list[str]:
     return sorted(chosen)
 
 
-def _is_chosen(lora: LoraConfig, module: str, target: Target) -> bool:
+def _is_chosen(
+    lora: LoraConfig, module: str, target: Target, wanted: set[str], excluded: set[str]
+) -> bool:
+    """Whether the adapter has this module. wanted, excluded: names that its fields match."""
     if lora.rules is not None:
         return bool(first_match(lora.rules, f"{module}.weight"))
-    excluded = lora.exclude_modules
-    if excluded and any(_matches(name, excluded) for name in target.names):
+    if not excluded.isdisjoint(target.names):
         return False
     if isinstance(lora.target_modules, str) and lora.target_modules.lower() == ALL_LINEAR:
         return target.site == "product" and module != HEAD
-    wanted = lora.target_modules
-    return any(_matches(name, wanted) and _in_layers(lora, name) for name in target.names)
+    return any(name in wanted and _in_layers(lora, name) for name in target.names)
 
 
-def _matches(name: str, wanted: Names) -> bool:
+def _named(wanted: Names, names: Sequence[str], what: str) -> set[str]:
+    """Return the names that a field of PEFT's matches: a regex, or ends of names."""
     if isinstance(wanted, str):
-        return compile_pattern(wanted, "target_modules").fullmatch(name) is not None
-    return _ends_in(name, wanted)
+        return match_names(wanted, names, what)
+    return {name for name in names if _ends_in(name, wanted)}
 
 
 def _ends_in(name: str, ends: Iterable[str]) -> bool:
@@ -148,13 +155,19 @@ def _in_layers(lora: LoraConfig, name: str) -> bool:
     return int(parts[number]) in ([wanted] if isinstance(wanted, int) else wanted)
 
 
-def _by_pattern(patterns: Mapping[str, V], names: Iterable[str], otherwise: V) -> V:
-    """The value of the first pattern with which one of the names ends, from a dot on."""
-    for pattern, value in patterns.items():
-        regex = compile_pattern(rf"(.*\.)?({pattern})", "the adapter's pattern")
-        if any(regex.fullmatch(name) for name in names):
-            return value
-    return otherwise
+def _by_pattern(
+    patterns: Mapping[str, V], names: Sequence[str], what: str
+) -> list[tuple[set[str], V]]:
+    """Return the names that end, from a dot on, with each pattern, and the pattern's value."""
+    return [
+        (match_names(rf"(.*\.)?({pattern})", names, what), value)
+        for pattern, value in patterns.items()
+    ]
+
+
+def _first(found: Iterable[tuple[set[str], V]], names: Iterable[str], otherwise: V) -> V:
+    """Return the value of the first pattern that matches one of these names."""
+    return next((value for some, value in found if not some.isdisjoint(names)), otherwise)
 
 
 def _unmatched(lora: LoraConfig, targets: Iterable[Target]) -> list[str]:

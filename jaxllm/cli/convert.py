@@ -29,7 +29,9 @@ Examples:
 
   jaxllm convert tinyllama-q4_k_m.gguf tinyllama-hf --to-hf --dtype bfloat16
 
-  jaxllm convert ~/models/TinyLlama-1.1B tinyllama-q8_0.gguf --to-gguf Q8_0
+  jaxllm convert tinyllama-int4 tinyllama-gptq --to-hf --keep-quantized gptq
+
+  jaxllm convert ~/models/TinyLlama-1.1B tinyllama-q4_k_m.gguf --to-gguf Q4_K_M
 """
 
 
@@ -54,12 +56,20 @@ def convert(
     to_hf: Annotated[
         bool, typer.Option("--to-hf", help="Write a Hugging Face directory for transformers.")
     ] = False,
+    keep_quantized: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-quantized",
+            metavar="FORM",
+            help="With --to-hf: integer weights stay so, as gptq or compressed-tensors.",
+        ),
+    ] = None,
     to_gguf: Annotated[
         str | None,
         typer.Option(
             "--to-gguf",
             metavar="TYPE",
-            help="Write a GGUF file for llama.cpp: F32, F16, BF16, Q8_0 or Q4_0.",
+            help="Write a GGUF file for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M, Q6_K, ...",
         ),
     ] = None,
     strict: Strict = False,
@@ -69,13 +79,14 @@ def convert(
     Our own form loads by memory map; --to-hf and --to-gguf write the others.
 
     Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
-    (bf16-packed to bfloat16) unless --dtype says otherwise. In GGUF's, matrices are of the type
-    that is named, vectors of F32.
+    (bf16-packed to bfloat16) unless --dtype says otherwise, or --keep-quantized keeps them. In
+    GGUF's, matrices are of the type that is named (Q4_K_M and Q5_K_M: a mixture, as in
+    llama-quantize), vectors of F32.
     """
     if target.suffix == ".gguf" and to_gguf is None:
         raise ConfigError(
-            f"{target} is the name of a GGUF file: give --to-gguf TYPE (F32, F16, BF16, Q8_0 or"
-            " Q4_0), or name a directory"
+            f"{target} is the name of a GGUF file: give --to-gguf TYPE (Q8_0, Q4_K_M, F16,"
+            " ...), or name a directory"
         )
     forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
     if to_hf and to_gguf is not None:
@@ -83,6 +94,8 @@ def convert(
     for form, asked in forms.items():
         if asked and precision is not None:
             raise ConfigError(f"{form}: that form has no place for --precision; leave one out")
+    if keep_quantized is not None and not to_hf:
+        raise ConfigError("--keep-quantized is a form of --to-hf; add --to-hf")
     if to_gguf is not None and dtype is not None:
         raise ConfigError("--to-gguf names the type of all weights; leave --dtype out")
     with waiting("starting"):  # JAX is imported
@@ -97,7 +110,7 @@ def convert(
         _write_gguf(model, target, to_gguf, strict)
         return
     claim(target)  # before the work, not after it
-    opened = open_checkpoint(model, strict=strict)
+    opened = quantized = open_checkpoint(model, strict=strict)
     if opened.formats and (to_hf or dtype is not None):
         opened = dequantized(opened)
     if dtype is not None:
@@ -106,10 +119,16 @@ def convert(
         chosen = precision_over(opened.precision, table, f"--precision {precision}")
         opened = in_memory(opened, load_params(opened, chosen), chosen)
     with texts_files(opened.directory) as files:
-        (write_hf if to_hf else save)(target, opened, files=files)
+        if to_hf:
+            keep = None if keep_quantized is None else (keep_quantized, quantized)
+            write_hf(target, opened, files=files, keep=keep)
+        else:
+            save(target, opened, files=files)
     size = sum(tensor.nbytes for tensor in opened.tensors.values())
     formats = sorted({t.dtype.name for t in opened.tensors.values()} & {*DTYPES})
     named = sorted(set(opened.formats.values())) or formats
+    if keep_quantized is not None:
+        size, named = (target / "model.safetensors").stat().st_size, [keep_quantized]
     note(
         f"{target}: {opened.config.model_type}, {len(opened.tensors)} tensors,"
         f" {size / 1e6:.1f} MB, {' and '.join(named)}"
@@ -132,12 +151,14 @@ def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
         spoken = folder is not None and find_form(folder) is not None
         tokenizer = read_tree(folder) if folder is not None and spoken else None
         template = template_source(folder) if folder is not None and spoken else None
-        write_gguf(target, opened, kind.upper(), tokenizer=tokenizer, template=template)
+        replaced = write_gguf(target, opened, kind.upper(), tokenizer=tokenizer, template=template)
     note(
         f"{target}: {opened.config.model_type}, {target.stat().st_size / 1e6:.1f} MB,"
         f" {kind.upper()}"
         + (", with its tokenizer" if tokenizer is not None else ", no tokenizer found")
     )
+    for name, count in replaced.items():
+        note(f"{count} matrices are {name}, as in llama-quantize: their rows are no whole blocks")
 
 
 def recast(opened: Any, dtype: str) -> Any:

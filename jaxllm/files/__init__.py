@@ -7,7 +7,7 @@ and locks. patterns: regular expressions that a file may bring. memory: what the
 
 from jaxllm.files.lines import json_lines, split_lines
 from jaxllm.files.memory import check_memory, give_back, machine_memory
-from jaxllm.files.patterns import compile_pattern
+from jaxllm.files.patterns import check_name_pattern, compile_pattern, match_names
 from jaxllm.files.reading import (
     as_path,
     inside,
@@ -35,6 +35,7 @@ __all__ = [
     "as_path",
     "as_schema",
     "check_memory",
+    "check_name_pattern",
     "check_vacant",
     "compile_pattern",
     "complaints_of",
@@ -46,6 +47,7 @@ __all__ = [
     "json_lines",
     "locked",
     "machine_memory",
+    "match_names",
     "open_regular",
     "parse_json",
     "read_bytes",

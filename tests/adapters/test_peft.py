@@ -1,6 +1,7 @@
 """PEFT's files both ways, with equal logits: PEFT loads ours, and we load what it wrote."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxllm.adapters import (
     with_adapters,
     write_adapter,
 )
+from jaxllm.adapters.targets import plan, targets_of
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import build
 from tests.adapters.made import random_adapter
@@ -188,6 +190,44 @@ def test_what_was_trained_apart_is_one_module_of_peft(
         write_adapter(tmp_path / "dora", adapter, twin.config)
 
 
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"^(?!.*lm_head).*\.(q_proj|up_proj)$",
+        r"model\.layers\.(?!1\.).*(?<!down)_proj",
+        r".*\.(q|k)_proj(?=$)",
+        r".*\.(?P<x>\w)(?P=x)?_proj",
+        r"model\.layers\.\d+\.(?>mlp|self_attn)\.(?:up|o)_proj",
+    ],
+)
+def test_look_around_matches_what_peft_matches(twins: dict[str, Twin], regex: str) -> None:
+    """For target_modules, exclude_modules, rank_pattern and alpha_pattern."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    config = twins["llama"].config
+    names = {target.name for target in targets_of(config).values()}
+
+    def chosen(**asked: Any) -> set[str]:
+        return {low.target.name for low in plan(config, LoraConfig(**asked)).values()}
+
+    def by_peft(**asked: Any) -> set[str]:
+        theirs = peft.LoraConfig(**asked)
+        return {name for name in names if check_target_module_exists(theirs, name) is True or (
+            isinstance(check_target_module_exists(theirs, name), re.Match)
+        )}  # fmt: skip
+
+    assert chosen(target_modules=regex) == by_peft(target_modules=regex) != set()
+    asked = {"target_modules": ["q_proj", "up_proj", "down_proj"], "exclude_modules": regex}
+    assert chosen(**asked) == by_peft(**asked)
+    patterns = {regex.removeprefix("^").removesuffix("$"): 3, "gate_proj": 5}
+    lora = LoraConfig(r=2, target_modules=".*", rank_pattern=patterns, alpha_pattern=patterns)
+    for low in plan(config, lora).values():
+        expected = patterns.get(get_pattern_key(patterns.keys(), low.target.name))
+        assert low.rank == (expected or 2), low.target.name
+        assert low.alpha == (expected or 8), low.target.name
+
+
 @pytest.fixture(scope="module")
 def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that is in order."""
@@ -216,7 +256,11 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model"),
         ({"target_modules": None}, "target_modules is missing"),
         ({"target_modules": ["c_attn"]}, "not an adapter of this model: target_modules: 'c_attn'"),
-        ({"target_modules": r"q_proj(?=x)"}, "is no valid regex"),
+        ({"target_modules": r"q_proj(?=x"}, "target_modules: 'q_proj(?=x' is no valid regex"),
+        (
+            {"target_modules": r"(?=m)((\w|\w\w|\.)+)+y"},
+            r"target_modules takes too long: '(?=m)((\\w|\\w\\w|\\.)+)+y'",
+        ),
         ({"r": 3}, "q_proj.lora_A.weight has shape (2, 40), this model wants (3, 40)"),
         ({"r": 1.5}, "r must be a whole number"),
         ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "gptq, 2 bits, act-order": (
         {"bits": 2, "symmetric": True, "act_order": True}, {"ordered/int2-g32-f16"},
     ),
-    "gptq, 8 bits, a row": ({"bits": 8, "group": -1, "symmetric": True}, {"int8-zp-f16"}),
+    "gptq, 8 bits, a row": ({"bits": 8, "group": -1, "symmetric": True}, {"int8-f16"}),
     "gptq, 8 bits": ({"bits": 8}, {"int8-g32-zp-f16"}),
     "gptq, wide scales": ({"group": 64, "scales": np.float32}, {"int4-g64-zp"}),
     "gptq, odd groups": ({"group": 96}, {"int4-g32-zp-f16"}),
@@ -54,7 +54,7 @@ def codes(leaf: Any) -> np.ndarray:
     i = np.arange(data.shape[1] * 8 // bits)
     block, j, shift = i // 32 % 4, i % 16, (4 * (i // 16 % 2)).astype(np.uint8)
     if bits == 8:
-        return data
+        return data.astype(np.int16) + (128 if data.dtype == np.int8 else 0)
     if bits == 4:
         return data[:, 16 * (i // 32) + j] >> shift & 15
     begin = i // 128 * 16 * bits
@@ -287,6 +287,58 @@ def test_an_older_file_of_settings_is_read_where_config_json_has_none(tmp_path: 
     assert open_hf(tmp_path).formats.keys() == meant.keys()
     (tmp_path / "quantize_config.json").write_text(json.dumps({**said, "bits": 5}))
     with pytest.raises(ConfigError, match=r"quantize_config\.json: bits 5 is not supported"):
+        open_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "base"),
+    [
+        ({"act_order": True}, {"desc_act": True, "sym": False}, "gptq_model-4bit-32g"),
+        (
+            {"group": -1, "symmetric": True, "bits": 8},
+            {"sym": True, "model_file_base_name": None, "quant_method": "gptq"},
+            "gptq_model-8bit--1g",
+        ),
+        ({"shards": True}, {"desc_act": False, "sym": False}, "gptq_model-4bit-32g"),
+        ({}, {"sym": False, "model_file_base_name": "of-its-own"}, "of-its-own"),
+        ({}, {"sym": False, "awq_gemm_checkpoint": False}, "model"),
+    ],
+)
+def test_older_autogptq_folders_are_read(
+    options: dict[str, Any], settings: dict[str, Any], base: str, tmp_path: Path
+) -> None:
+    """Settings in quantize_config.json, weights under AutoGPTQ's names; the first version's zero
+    points, since nothing names another."""
+    meant = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1), **options)
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = {"bits": said["bits"], "group_size": said["group_size"], "damp_percent": 0.01}
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**sizes, **settings}))
+    for file in [*tmp_path.glob("model*.safetensors*")]:
+        new = file.rename(tmp_path / file.name.replace("model", base, 1))
+        if new.suffix == ".json":
+            new.write_text(new.read_text().replace('"model-', f'"{base}-'))
+    found = leaves(tmp_path)
+    assert found.keys() == meant.keys()
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(values(leaf), meant[path], err_msg=path)
+
+
+def test_folders_without_weights_name_all_files_that_were_expected(tmp_path: Path) -> None:
+    hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        open_hf(tmp_path)
+    assert "got gptq_model-4bit-32g.safetensors, expected model.safetensors" in str(caught.value)
+    assert "AutoGPTQ's files need quantize_config.json" in str(caught.value)
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    with pytest.raises(CheckpointError) as caught:
+        open_hf(tmp_path)
+    assert "expected gptq_model-4bit-128g.safetensors, " in str(caught.value)
+    assert "Rename gptq_model-4bit-32g.safetensors to model.safetensors" in str(caught.value)
+    (tmp_path / "gptq_model-4bit-32g.safetensors").rename(tmp_path / "gptq_model-4bit-128g.pt")
+    with pytest.raises(CheckpointError, match=r"gptq_model-4bit-128g\.pt is a pickle"):
         open_hf(tmp_path)
 
 

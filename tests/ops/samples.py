@@ -32,7 +32,10 @@ def _integers(bits: int, group: int, zero_point: bool, scales: str) -> Callable[
         groups = width // group if group else 1
         scale = rng.normal(0, 0.01, (rows, groups)).astype(scales)
         if bits == 8:
-            q = rng.integers(-127, 128, (rows, width))
+            q = rng.integers(-128, 128, (rows, width))
+            lowest = rng.random(rows) < 0.2  # all -128, whose magnitude int8 does not have
+            lowest[:1] = False
+            q[lowest] = -128
             data, zero = q.astype(np.int8), np.zeros((rows, groups), np.uint8)
         else:
             q = rng.integers(0, 16, (rows, width))
@@ -99,7 +102,7 @@ def _sparse(name: str, pattern: int) -> Callable[..., Matrix]:
             there[:, columns:] = False
         scale = rng.normal(0, 0.01, (rows, 1)).astype(np.float32)
         if name == "int8":
-            value = rng.integers(-127, 128, (rows, width)).astype(np.int8)
+            value = rng.integers(-128, 128, (rows, width)).astype(np.int8)
             numbers = np.where(there, value * scale.astype(np.float64), 0)[:, :columns]
         else:
             dtype = bfloat16 if name == "bfloat16" else np.dtype(np.float32)

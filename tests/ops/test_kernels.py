@@ -200,6 +200,7 @@ def test_integers_times_integers_are_whole_numbers_scaled_once(isa: str, name: s
     matrix = FORMATS[name](rng, 33, 1300)
     assert matrix.scale is not None
     x = placed(rng.integers(-128, 128, (40, 1300)).astype(np.int8))
+    x[1:3] = [[127], [-127]]  # the largest products, with weights of -128
     near = np.maximum(x, -127).astype(np.float32)
     alone = product(isa, matrix, x[:1])
     for rows in (1, 3, 40):

@@ -228,6 +228,8 @@ def test_inputs_of_int8_are_multiplied_as_they_are() -> None:
     near = np.maximum(x, -127).astype(np.int64)
     for name in ("int8", "int8-2:4", "int4-g64", "float32"):
         weight = matrix(rng, (33, 200), name)
+        if name == "int8":  # what no rounding makes, and a file may have
+            weight = weight.replace(data=weight.data.at[::3].set(-128))
         w = np.asarray(dense(weight), np.float64)
         here = np.asarray(apply(jnp.asarray(x), weight))
         with native.disabled():

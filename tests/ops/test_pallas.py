@@ -17,6 +17,8 @@ FORMATS = (
 def test_a_product_is_that_of_the_dense_weights(name: str, rows: int) -> None:
     rng = np.random.default_rng(rows)
     weight = as_format(jnp.asarray(rng.normal(0, 1, (48, 300)), jnp.float32), name)
+    if weight.data.dtype == jnp.int8:
+        weight = weight.replace(data=weight.data.at[::3, ::2].set(-128))
     x_RI = jnp.asarray(rng.normal(0, 1, (rows, 300)), jnp.bfloat16)
     assert pallas.fits(x_RI, weight.data)
     y_RO = pallas.multiply(

@@ -226,8 +226,6 @@ def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path, shallow: An
 
     with pytest.raises(CheckpointError, match=r"up_proj.weight.scale holds NaN"):
         crafted("int8", item(".scale", (0, 0), np.nan))
-    with pytest.raises(CheckpointError, match=r"up_proj.weight.data holds -128"):
-        crafted("int8", item(".data", (0, 0), -128))
     with pytest.raises(CheckpointError, match=r"zero holds 16"):
         crafted("int4-g32-zp", item(".zero", (0, 0), 16))
     with pytest.raises(CheckpointError, match=r"up_proj.weight.scale has shape"):

@@ -201,10 +201,6 @@ def _scale(pieces: dict[str, np.ndarray]) -> None:
     pieces[".scale"][0] = np.nan
 
 
-def _code(pieces: dict[str, np.ndarray]) -> None:
-    pieces[".values"].reshape(-1)[0] = -128
-
-
 @pytest.mark.parametrize(
     ("name", "spoil", "what"),
     [
@@ -215,7 +211,6 @@ def _code(pieces: dict[str, np.ndarray]) -> None:
         ("float32-bitmap", _begin, "w.begin does not fit the rows' bits"),
         ("int8-bitmap", _short, r"w.values has \d+ numbers, w.begin says \d+ \+ 128"),
         ("int8-bitmap", _scale, "w.scale holds NaN"),
-        ("int8-2:4", _code, "w.values holds -128"),
     ],
 )
 def test_pieces_that_no_leaf_has_are_refused(

@@ -22,7 +22,6 @@ from jaxllm.weights.leaves.leaf import (
     Linear,
     Shape,
     check_finite,
-    check_signs,
     filled,
     joined,
     on_borders,
@@ -39,7 +38,7 @@ HALF, PAIR = 16, 32  # columns of a group, and of two
 class Fine(Leaf, struct.PyTreeNode):
     """`weight[o, i] = q[o, i] * scale[o, i // 16]`, computed in float32.
 
-    data: int8 `[..., O, I']`, q from -127 to 127; I' is `columns` in whole chunks of 128, what is
+    data: int8 `[..., O, I']`, q itself; I' is `columns` in whole chunks of 128, what is
     added is zero. first, second: float32 `[..., O, I' / 32]`, the scales of even and of odd groups.
     columns: I.
     """
@@ -138,7 +137,6 @@ class FineFormat:
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Fine:
         check_finite(path, pieces, ".first", ".second")
-        check_signs(path, pieces, ".data")
         return self.of_pieces(shape, on_device(pieces))
 
 

@@ -22,7 +22,6 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     check_finite,
-    check_signs,
     collected,
     joined,
     on_borders,
@@ -39,9 +38,10 @@ FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16, in plain JAX
 class QTensor(Leaf, struct.PyTreeNode):
     """`weight[o, i] = (q[o, i] - zero[o, g]) * scale[o, g]`, with g = i // group.
 
-    bits 8: `data` is int8 `[..., O, I']`, q from -127 to 127; with a zero point uint8, q from 0 to
-    255. bits 4, 3 and 2: `data` is uint8 `[..., O, I' bits / 8]`, q from 0 to 2^bits - 1, packed as
-    `digits` says. I' is `columns` rounded up to whole chunks of 128; what is added is zero.
+    bits 8: `data` is int8 `[..., O, I']`, q itself (rounding makes no -128, a file may have it);
+    with a zero point uint8, q from 0 to 255. bits 4, 3 and 2: `data` is uint8
+    `[..., O, I' bits / 8]`, q from 0 to 2^bits - 1, packed as `digits` says. I' is
+    `columns` rounded up to whole chunks of 128; what is added is zero.
 
     scale: float32 or float16 `[..., O, G]`, G = I' / group, or 1 where `group` is None: one scale a
     row. May be negative. zero: uint8 `[..., O, G]`, or None: 2^(bits - 1), and 0 for 8 bits.
@@ -273,8 +273,6 @@ class Integer(Affine):
             raise CheckpointError(
                 f"{path}.zero holds {zero.max()}: a zero point is at most {self.levels[1]}"
             )
-        if self.levels[0] < 0:
-            check_signs(path, pieces, ".data")
         return self.of_pieces(shape, on_device(pieces))
 
 
@@ -295,7 +293,7 @@ def parse(name: str) -> Integer | None:
 
 
 def _exact(x_RI: jax.Array, weight: QTensor) -> jax.Array:
-    """Integers times integers from -127 to 127: sums are whole numbers, scaled once."""
+    """Integers of 8 bits times inputs from -127 to 127: sums are whole numbers, scaled once."""
     data_OI = weight.data[:, : weight.columns]
     whole_RO = jax.lax.dot_general(
         x_RI, data_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32

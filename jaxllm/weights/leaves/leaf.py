@@ -187,12 +187,6 @@ def check_finite(path: str, pieces: Mapping[str, np.ndarray], *names: str) -> No
             raise CheckpointError(f"{path}{name} holds NaN or infinity")
 
 
-def check_signs(path: str, pieces: Mapping[str, np.ndarray], name: str) -> None:
-    """Raise CheckpointError for an int8 of which there is no negative: the kernels change signs."""
-    if pieces[name].min(initial=0) < -127:
-        raise CheckpointError(f"{path}{name} holds -128: integers run from -127 to 127")
-
-
 def on_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """A leaf's pieces on the device, where they lie if that is possible."""
     return {key: jax.device_put(piece, may_alias=True) for key, piece in pieces.items()}

@@ -21,7 +21,6 @@ from jaxllm.weights.leaves.leaf import (
     Leaf,
     Shape,
     check_finite,
-    check_signs,
     on_device,
     or_nan,
     up,
@@ -39,7 +38,7 @@ class Sparse(Leaf, struct.PyTreeNode):
 
     mask: uint8 `[..., O, I' / 8]`, bit i % 8 of byte i // 8 for column i; I' is `columns` rounded
     up to whole chunks of 128. values: the numbers, in the order of the columns; float32, bfloat16,
-    or int8 from -127 to 127 (`SparseInt8`) with scale, float32 `[..., O, 1]`, of a row: the codes
+    or int8 (`SparseInt8`) with scale, float32 `[..., O, 1]`, of a row: the codes
     and scales that a QTensor int8 has. columns: I.
 
     pattern "2:4": of each aligned 4 columns exactly two bits are set; values `[..., O, I' / 2]`, 0
@@ -275,7 +274,6 @@ class SparseFormat:
             _check_counts(path, mask, values, shape[-1], pieces[".begin"])
         if self.dtype == "int8":
             check_finite(path, pieces, ".scale")
-            check_signs(path, pieces, ".values")
         return self.of_pieces(shape, on_device(pieces))
 
 

@@ -99,6 +99,27 @@ def test_logits_are_those_of_the_dequantized_model(
     assert_close(ours(lm), logits(model))
 
 
+def test_codes_of_minus_128_are_read_exactly(directory: Any, tmp_path: Path) -> None:
+    """Q8_0 holds int8: llama.cpp writes none below -127, others may."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+
+    def raw(name: str, array: np.ndarray) -> Any:
+        data, found = raw_of(kind)(name, array)
+        if found == kind:
+            data = data.copy().reshape(-1, 34)
+            data[:, 2::3] = 0x80
+            data = data.reshape(len(array), -1)
+        return data, found
+
+    file = write(tmp_path / "a.gguf", directory("llama"), raw)
+    model, lm = in_torch(directory("llama"), file), jaxllm.load(file)
+    theirs = dict(model.named_parameters())
+    for path, weight in flatten(lm.params):
+        name = path if path.startswith("lm_head") else f"model.{path}"
+        np.testing.assert_array_equal(dense(weight), theirs[name].detach().numpy(), path)
+    assert_close(ours(lm), logits(model))
+
+
 @pytest.mark.parametrize("kind", [k for k in TYPES if k.name in KEPT and "_K" not in k.name])
 def test_columns_that_are_added_stand_for_zero(
     kind: gguf.GGMLQuantizationType, directory: Any, tmp_path: Path

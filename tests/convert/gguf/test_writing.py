@@ -20,7 +20,7 @@ from jaxllm.loading import open_checkpoint
 from jaxllm.weights.formats import dense
 from jaxllm.weights.paths import flatten
 from tests.conftest import Run
-from tests.convert.gguf.made import raw_of, write
+from tests.convert.gguf.made import dequantized, raw_of, write
 from tests.convert.gguf.test_opening import SMALL
 from tests.convert.gguf.test_vocabulary import LINES, PUBLISHED, ours, trained
 from tests.twins import random_model, save_random, saved_once, tokens
@@ -76,6 +76,21 @@ def test_a_file_of_ours_is_the_packages_own(
         np.testing.assert_array_equal(opened.tensors[path].read(), tensor.read(), path)
 
 
+def test_tensors_begin_at_the_default_alignment(directory: Any, tmp_path: Path) -> None:
+    """llama-quantize pads to the default whatever the key says, so no other may be written."""
+    path = tmp_path / "a.gguf"
+    write_gguf(path, open_hf(directory("gpt2")), "Q8_0")
+    reader, offset = gguf.GGUFReader(path), 0
+    assert "general.alignment" not in reader.fields
+    odd = 0
+    for tensor in reader.tensors:
+        assert tensor.data_offset == reader.data_offset + offset, tensor.name
+        offset += gguf.GGUFWriter.ggml_pad(tensor.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+        odd += 0 < tensor.n_bytes % 64 <= 32
+    assert odd, "no tensor shows the difference"
+    assert path.stat().st_size == reader.data_offset + offset
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
 def test_integers_that_are_kept_go_back_as_they_came(
     name: str, directory: Any, tmp_path: Path
@@ -96,6 +111,54 @@ def test_integers_that_are_kept_go_back_as_they_came(
     jaxllm.load(theirs).save(tmp_path / "native")
     write_gguf(tmp_path / "from native.gguf", open_checkpoint(tmp_path / "native"), name)
     assert_same(tmp_path / "from native.gguf", theirs)
+
+
+# llama-quantize's types of the tensors that are not of the most frequent one, by layers.
+MIXED = {
+    ("llama", "Q4_K_M"): {
+        "output": "Q6_K", "blk.0.attn_v": "Q4_K", "blk.2.attn_v": "Q6_K", "blk.3.ffn_down": "Q6_K",
+        "blk.2.ffn_down": "Q6_K", "blk.1.ffn_down": "Q4_K", "token_embd": "Q4_K",
+        "blk.3.attn_q": "Q4_K",
+    },
+    ("gpt2", "Q5_K_M"): {
+        "token_embd": "Q6_K", "blk.0.attn_qkv": "Q6_K", "blk.3.ffn_down": "Q6_K",
+        "blk.1.ffn_down": "Q5_K", "blk.0.ffn_up": "Q5_K", "position_embd": "F32",
+    },
+    ("mixtral", "Q4_K_M"): {
+        "output": "Q6_K", "blk.0.attn_v": "Q8_0", "blk.0.attn_k": "Q8_0",
+        "blk.0.attn_output": "Q5_K", "blk.0.ffn_down_exps": "Q6_K", "blk.0.ffn_gate_inp": "F32",
+        "blk.0.ffn_up_exps": "Q4_K",
+    },
+    ("qwen3", "Q6_K"): {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q8_0", "token_embd": "Q6_K"},
+}  # fmt: skip
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(("family", "kind"), MIXED)
+def test_mixtures_have_the_types_of_llama_quantize(
+    family: str, kind: str, tmp_path: Path, run: Run
+) -> None:
+    sizes = {
+        "llama": {**WIDE, "num_hidden_layers": 4, "tie_word_embeddings": False},
+        "gpt2": {"n_layer": 4, "n_embd": 256, "n_inner": 256, "n_head": 4},
+        "mixtral": {**WIDE, "num_hidden_layers": 1, "num_local_experts": 8},
+        "qwen3": {**WIDE, "num_hidden_layers": 1, "intermediate_size": 96},
+    }[family]
+    save_random(tmp_path / "hf", family, **sizes)
+    file = tmp_path / "a.gguf"
+    status, _, said = run("convert", tmp_path / "hf", file, "--to-gguf", kind.lower())
+    assert status == 0, said
+    found = raw_tensors(file)
+    kinds = {name.removesuffix(".weight"): kind for name, (kind, _) in found.items()}
+    assert MIXED[family, kind].items() <= kinds.items()
+    assert ("1 matrices are Q8_0, as in llama-quantize" in said) is (family == "qwen3")
+    read, lm = dequantized(file), jaxllm.load(file)
+    by_size: dict[tuple[int, ...], Any] = {}
+    for _, weight in flatten(lm.params):
+        by_size.setdefault(np.asarray(dense(weight)).shape, []).append(np.asarray(dense(weight)))
+    for name, array in read.items():  # rows of queries and keys may lie otherwise
+        rows = np.sort(array, axis=0)
+        assert any(np.array_equal(rows, np.sort(x, axis=0)) for x in by_size[array.shape]), name
 
 
 def test_a_file_becomes_a_hugging_face_directory_and_back(directory: Any, tmp_path: Path) -> None:
@@ -256,7 +319,7 @@ def test_what_has_no_gguf_form_is_refused_by_name(what: str, tmp_path: Path) -> 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, run: Run) -> None:
     (tmp_path / "there.gguf").touch()
     for arguments, said in {
-        ("--to-gguf", "Q4_K"): "GGUF is written in F32, F16, BF16, Q8_0, Q4_0, got 'Q4_K'",
+        ("--to-gguf", "Q4_K_S"): "Q6_K, Q4_K_M, Q5_K_M, got 'Q4_K_S'",
         ("--to-gguf", "F16", "--to-hf"): "two forms",
         ("--to-gguf", "F16", "--dtype", "bfloat16"): "leave --dtype out",
     }.items():

@@ -13,8 +13,8 @@
 //      from_f16(p), from_int8(p)          N numbers, in order, as Floats;
 //      kOffset                what is added to signed weights before add_bytes: 128 where it takes them
 //                             unsigned (VNNI), else 0;
-//      add_bytes(sum, w, x)   products of 8-bit numbers, w with that offset and x signed (-127 to 127), those of
-//                             four neighbours added to their lane;
+//      add_bytes(sum, w, x)   products of 8-bit numbers, w (-128 to 127) with that offset and x signed (-127 to
+//                             127), those of four neighbours added to their lane;
 //      add_nibbles(sum, w, x) the same for w from 0 to 15;
 //      Exponents(base).join(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
 //                             exponent base + index; put together from the lower and the upper eight bytes of

@@ -54,7 +54,7 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {
   const int8x16_t a = vreinterpretq_s8_u8(uint8x16_t(w)), b = vreinterpretq_s8_u8(uint8x16_t(x));
 #ifdef __ARM_FEATURE_DOTPROD
   sum = Ints(vdotq_s32(int32x4_t(sum), a, b));
-#else  // two products of 7 bits and a sign fit 16 bits
+#else  // two products fit 16 bits: 2 * 128 * 127
   const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_s8(vget_high_s8(a), vget_high_s8(b));
   sum = Ints(vpadalq_s16(int32x4_t(sum), vpaddq_s16(low, high)));
 #endif

@@ -45,7 +45,7 @@ JAXLLM_INLINE Floats from_int8(const int8_t* p) {
   return __builtin_convertvector(Ints(widened(Halves(high), Halves{})) >> 24, Floats);
 }
 
-JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products of 7 bits and a sign fit 16 bits
+JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products fit 16 bits: 2 * 128 * 127
   const Shorts even = (Shorts(Halves(w) << 8) >> 8) * (Shorts(Halves(x) << 8) >> 8);
   const Shorts pair = even + (Shorts(w) >> 8) * (Shorts(x) >> 8);
   sum += (Ints(Bits(pair) << 16) >> 16) + (Ints(pair) >> 16);

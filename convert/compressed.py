@@ -1,0 +1,216 @@
+"""Matrices that compressed-tensors has quantized: their integers, scales and zero points as leaves.
+
+Of a linear `[O, I]` the form "pack-quantized" has numbers from 0 to 2^bits - 1, `weight_packed`
+int32 `[O, I bits / 32]` and `weight_zero_point` `[O bits / 32, G]`. "int-quantized" has them less
+128, `weight` int8 and `weight_zero_point` int8 `[O, G]`. Both have `weight_scale` `[O, G]`; a scale
+of a whole tensor is one number. Where inputs are rounded for each token (W8A8), ours are not.
+"""
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.leaves import digits
+from jaxllm.weights.leaves.integers import GROUPS, Integer
+from jaxllm.weights.leaves.leaf import up
+
+from .codes import unpacked
+
+METHOD = "compressed-tensors"
+PACKED, PLAIN = ("pack-quantized",), ("int-quantized", "naive-quantized")
+PIECES = ("weight_packed", "weight_scale", "weight_zero_point")
+_SCALES = ("float16", "bfloat16", "float32")
+_STRATEGIES = ("group", "channel", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+    """How a checkpoint's matrices are stored. widths: the bits that its groups of modules have."""
+
+    packed: bool
+    widths: frozenset[int]
+
+
+def read_compressed(data: Mapping[str, Any], where: str) -> Compressed:
+    """Return what a `quantization_config` of compressed-tensors says.
+
+    Raises:
+        ConfigError: With every option that is not supported.
+    """
+    complaints = []
+    form, groups = data.get("format"), data.get("config_groups")
+    if form not in (*PACKED, *PLAIN):
+        known = ", ".join((*PACKED, *PLAIN))
+        complaints.append(f"format {form!r:.40} is not supported (known: {known})")
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config"):
+        if data.get(name) not in (None, {}):
+            complaints.append(f"{name} is not supported (got {data[name]!r:.60})")
+    if not isinstance(groups, Mapping) or not groups:
+        complaints.append(f"config_groups must be an object of groups, got {groups!r:.60}")
+        groups = {}
+    widths = set()
+    for name, group in groups.items():
+        found, wrong = _width_of(group)
+        widths.add(found)
+        complaints += [f"config_groups.{name}: {text}" for text in wrong]
+    if complaints:
+        raise ConfigError(f"{where}: {'; '.join(complaints)}")
+    return Compressed(form in PACKED, frozenset(widths))
+
+
+def _width_of(group: Any) -> tuple[int, list[str]]:
+    """Return the bits of a group's weights, and what is not supported of it."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return 0, [f"weights must be an object, got {weights!r:.60}"]
+    wanted: dict[str, tuple[Any, ...]] = {
+        "num_bits": (4, 8),
+        "type": ("int",),
+        "strategy": (*_STRATEGIES, None),
+        "dynamic": (False, None),
+        "actorder": (None, False, "static", "weight"),
+        "block_structure": (None,),
+    }
+    wrong = [
+        f"weights.{name} {weights.get(name)!r:.40} is not supported (known:"
+        f" {', '.join(str(v) for v in values if v is not None)})"
+        for name, values in wanted.items()
+        if not any(weights.get(name) is v or weights.get(name) == v for v in values)
+    ]
+    inputs = group.get("input_activations")
+    if inputs is not None and not (isinstance(inputs, Mapping) and inputs.get("dynamic") is True):
+        wrong.append("input_activations are rounded on a fixed grid, which is not supported")
+    if group.get("output_activations") is not None:
+        wrong.append("output_activations are not supported")
+    bits = weights.get("num_bits")
+    return (bits if type(bits) is int else 0), wrong
+
+
+def take_compressed(
+    scheme: Compressed,
+    tensors: MutableMapping[str, LazyTensor],
+    linears: Mapping[str, tuple[int, int]],
+    complaints: list[str],
+) -> dict[str, str]:
+    """Put the pieces of leaves in place of theirs; return the formats of the leaves, by path.
+
+    Args:
+        scheme: How the matrices are stored.
+        tensors: By our paths, theirs ending in one of `PIECES`.
+        linears: The shapes `[O, I]` of all weights that can be quantized.
+        complaints: What is wrong with theirs is added.
+    """
+    formats = {}
+    for path, shape in linears.items():
+        stem = path.removesuffix(".weight")
+        found = {p: t for p in PIECES if (t := tensors.pop(f"{stem}.{p}", None)) is not None}
+        if not scheme.packed and path in tensors and tensors[path].dtype == np.int8:
+            found["weight_packed"] = tensors.pop(path)
+        if not found:
+            continue
+        wrong, kind = _kind_of(scheme, stem, shape, found)
+        complaints += wrong
+        if kind is None or path in tensors:
+            if kind is not None:
+                complaints.append(f"{path} is there beside {stem}.weight_packed")
+            tensors[path] = LazyTensor(np.dtype(np.float32), shape, lambda: np.empty(0))
+            continue
+        formats[path] = kind.name
+        for name, tensor in _pieces(scheme, kind, shape, found).items():
+            tensors[f"{path}{name}"] = tensor
+    if not formats and not complaints:
+        complaints.append("no tensor is quantized, though config.json has a quantization_config")
+    return formats
+
+
+def _kind_of(
+    scheme: Compressed, stem: str, shape: tuple[int, int], found: Mapping[str, LazyTensor]
+) -> tuple[list[str], Integer | None]:
+    """Return what is wrong with a matrix's tensors, and its format if nothing is."""
+    rows, columns = shape
+    missing = [f"{stem}.{p} is missing" for p in PIECES[:2] if p not in found]
+    if missing:
+        return missing, None
+    codes, scale, zero = (found.get(piece) for piece in PIECES)
+    assert codes is not None
+    assert scale is not None
+    by_shape: dict[tuple[int, ...], int]
+    by_shape = {(rows, up(columns * bits, 32) // 32): bits for bits in scheme.widths}
+    bits = by_shape.get(codes.shape, 0) if scheme.packed else 8 * (codes.shape == shape)
+    wanted = "int32" if scheme.packed else "int8"
+    if not bits or codes.dtype.name != wanted:
+        return [
+            f"{stem}.{PIECES[0]} is {codes.dtype.name} {codes.shape}, not {wanted} of {shape}"
+        ], None
+    groups = scale.shape[1] if scale.ndim == 2 else 1
+    size = columns // groups if groups else 0
+    wrong = []
+    if scale.shape not in ((rows, groups), (1,), (), (1, 1)) or size * groups != columns:
+        wrong.append(f"{stem}.weight_scale has shape {scale.shape}, which does not divide {shape}")
+    if scale.dtype.name not in _SCALES:
+        wrong.append(f"{stem}.weight_scale is {scale.dtype.name}, not {' or '.join(_SCALES)}")
+    ours = [group for group in reversed(GROUPS) if size % group == 0]
+    if groups > 1 and not ours:
+        wrong.append(f"{stem}: groups of {size} columns are no whole ones of {GROUPS}")
+    whole = (up(rows * bits, 32) // 32, groups) if scheme.packed else scale.shape
+    if zero is not None and zero.shape != whole:
+        wrong.append(f"{stem}.weight_zero_point has shape {zero.shape}, expected {whole}")
+    if wrong:
+        return wrong, None
+    group = None if groups == 1 and bits == 8 else ours[0] if groups > 1 else GROUPS[-1]
+    half = scale.dtype == np.float16
+    return [], Integer(bits, group, zero is not None, "float16" if half else "float32")
+
+
+def _pieces(
+    scheme: Compressed, kind: Integer, shape: tuple[int, int], found: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Return the pieces of the leaf, made when they are read."""
+    rows, columns = shape
+    expected = kind.expected(shape)
+    middle = np.uint8(2 ** (kind.bits - 1))
+
+    def zeros() -> np.ndarray:
+        stored = found["weight_zero_point"].read()
+        if scheme.packed:
+            numbers = unpacked(np.ascontiguousarray(stored.T), kind.bits)[:, :rows].T
+        else:
+            numbers = stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1)
+            numbers = numbers.view(np.uint8) ^ middle
+        return spread(numbers, ".zero")
+
+    def data() -> np.ndarray:
+        stored = found["weight_packed"].read()
+        codes = unpacked(stored, kind.bits)[:, :columns] if scheme.packed else stored
+        if kind.code_dtype == np.int8 and scheme.packed:
+            codes = (codes ^ middle).view(np.int8)
+        elif kind.code_dtype == np.uint8 and not scheme.packed:
+            codes = codes.view(np.uint8) ^ middle
+        whole = np.full((rows, up(columns, digits.CHUNK)), kind.middle, codes.dtype)
+        if kind.zero_point:  # the code of zero, which what is added has
+            whole = np.repeat(zeros(), kind.size(columns), axis=1)
+        whole[:, :columns] = codes
+        packed: np.ndarray = digits.packed(whole, kind.bits)
+        return packed
+
+    def scales() -> np.ndarray:
+        stored = found["weight_scale"].read()
+        return spread(stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1), ".scale")
+
+    def spread(numbers: np.ndarray, name: str) -> np.ndarray:
+        """What each of their groups has, for each of ours."""
+        size, dtype = expected[name]
+        whole = np.zeros([n or 0 for n in size], dtype)
+        count = -(-columns // kind.size(columns))
+        whole[:, :count] = np.repeat(numbers, -(-count // numbers.shape[1]), axis=1)[:, :count]
+        return whole
+
+    reads = {".data": data, ".scale": scales, ".zero": zeros}
+    return {
+        name: LazyTensor(np.dtype(dtype), tuple(n or 0 for n in size), reads[name])
+        for name, (size, dtype) in expected.items()
+    }

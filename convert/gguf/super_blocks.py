@@ -1,0 +1,165 @@
+"""Numbers rounded to GGUF's K types: super-blocks of 256 columns.
+
+A super-block has one float16 scale (Q4_K and Q5_K: and one of minima), and its runs of columns have
+small integers that it is multiplied with. The scale of each run is searched: steps near that of the
+run's range are tried, each with the least-squares fit to the codes that it gives, and the best one
+by squared error stays. Larger numbers count more, as in ggml, which has the same search.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+_AT_ONCE = 128  # super-blocks, whose arrays stay in a processor's cache
+_SMALLEST = np.float32(1e-15)  # of a run's magnitudes: below it a run is zeros
+
+
+def quantize_q4_k(blocks: np.ndarray) -> np.ndarray:
+    """Return super-blocks float32 `[n, 256]` as Q4_K's bytes `[n, 144]`."""
+    return _in_parts(_q4_k, blocks)
+
+
+def quantize_q5_k(blocks: np.ndarray) -> np.ndarray:
+    """Return super-blocks float32 `[n, 256]` as Q5_K's bytes `[n, 176]`."""
+    return _in_parts(_q5_k, blocks)
+
+
+def quantize_q6_k(blocks: np.ndarray) -> np.ndarray:
+    """Return super-blocks float32 `[n, 256]` as Q6_K's bytes `[n, 210]`."""
+    return _in_parts(_q6_k, blocks)
+
+
+def _in_parts(quantize: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
+    def part(begin: int) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return quantize(blocks[begin : begin + _AT_ONCE])
+
+    with ThreadPoolExecutor() as threads:  # numpy lets other threads run
+        return np.concatenate([*threads.map(part, range(0, max(len(blocks), 1), _AT_ONCE))])
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    head, codes = _affine(blocks, 15, np.arange(-1.0, 1.05, 0.1))
+    return np.concatenate([head, _pairs(codes)], axis=1)
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    head, codes = _affine(blocks, 31, np.arange(-0.5, 1.05, 0.1))
+    fifth = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]  # bit r is of run r
+    return np.concatenate([head, fifth, _pairs(codes & 15)], axis=1)
+
+
+def _pairs(codes: np.ndarray) -> np.ndarray:
+    """Return codes of four bits `[n, 8, 32]` as bytes: runs 2 i (low) and 2 i + 1 share 32."""
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(len(codes), -1)
+
+
+def _affine(blocks: np.ndarray, most: int, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales' bytes `[n, 16]` and the codes uint8 `[n, 8, 32]`, 0 to `most`.
+
+    Args:
+        blocks: float32 `[n, 256]`.
+        most: The largest code.
+        tried: What is added to `most` for each step that the search tries.
+    """
+    x = blocks.reshape(-1, 32)
+    weight = np.sqrt(np.einsum("ni,ni->n", x, x) / np.float32(32))[:, None] + np.abs(x)
+    scale, minimum = _search_affine(x, weight, most, tried)
+    wide, scales = _six_bits(scale.reshape(-1, 8))
+    wide_minimum, minima = _six_bits(minimum.reshape(-1, 8))
+    step = (wide * scales).reshape(-1, 1)
+    offset = (wide_minimum * minima).reshape(-1, 1)
+    codes = np.rint((x + offset) * _inverse(step)).clip(0, most).astype(np.uint8)
+    halves = [half.astype(np.float16).view(np.uint8) for half in (wide, wide_minimum)]
+    head = np.concatenate([*halves, _packed_scales(scales, minima)], axis=1)
+    return head, codes.reshape(-1, 8, 32)
+
+
+def _search_affine(
+    x: np.ndarray, weight: np.ndarray, most: int, tried: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales and minima `[n]`, none negative, of runs `x` `[n, 32]`.
+
+    A code c stands for `scale c - minimum`. The weighted squared error is that of all of `x` less
+    `gain`, so the largest gain wins.
+    """
+    low, high = np.minimum(x.min(axis=1), 0), x.max(axis=1)
+    weighted = weight * x
+    sum_w, sum_x = weight.sum(axis=1), weighted.sum(axis=1)
+    best = np.full(len(x), -np.inf, np.float32)
+    scale, minimum = np.zeros_like(low), -low
+    span, above = high - low, x - low[:, None]
+    for more in tried:
+        codes = above * (np.float32(most + more) / span)[:, None]
+        np.minimum(np.rint(codes, out=codes), np.float32(most), out=codes)
+        coded = weight * codes
+        sum_l, sum_l2 = coded.sum(axis=1), np.einsum("ni,ni->n", coded, codes)
+        sum_xl = np.einsum("ni,ni->n", weighted, codes)
+        spread = sum_w * sum_l2 - sum_l * sum_l
+        slope = (sum_w * sum_xl - sum_x * sum_l) / spread
+        base = (sum_l2 * sum_x - sum_l * sum_xl) / spread
+        alone = (base > 0) | ~(spread > 0)  # no minimum above zero: the scale by itself
+        slope = np.where(alone, sum_xl / sum_l2, slope)
+        base = np.where(alone, np.float32(0), base)
+        gain = slope * sum_xl + base * sum_x  # as the fit leaves it
+        better = gain > best
+        best = np.where(better, gain, best)
+        scale, minimum = np.where(better, slope, scale), np.where(better, -base, minimum)
+    flat = ~(span > 0)  # all of a run is one number, zero or less
+    return np.where(flat, np.float32(0), scale), np.where(flat, -low, minimum)
+
+
+def _six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a float16 scale `[n, 1]`, as float32, and what numbers `[n, 8]` are of it, 0 to 63."""
+    largest = numbers.max(axis=1, keepdims=True)
+    whole = np.rint(numbers * (np.float32(63) * _inverse(largest))).clip(0, 63).astype(np.uint8)
+    half = (largest / np.float32(63)).astype(np.float16)
+    return half.astype(np.float32), whole
+
+
+def _packed_scales(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    """Return 8 scales and 8 minima of six bits in 12 bytes."""
+    first = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    second = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    return np.concatenate([first, second, scales[:, 4:] & 15 | minima[:, 4:] << 4], axis=1)
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    x = blocks.reshape(-1, 16)
+    scale = _search_symmetric(x).reshape(-1, 16)
+    largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
+    half = (largest / np.float32(-128)).astype(np.float16)
+    scales = np.rint(scale * (np.float32(-128) * _inverse(largest))).clip(-128, 127).astype(np.int8)
+    step = (half.astype(np.float32) * scales).reshape(-1, 1)
+    codes = np.rint(x * _inverse(step)).clip(-32, 31).astype(np.int8).view(np.uint8) + np.uint8(32)
+    quarters = codes.reshape(-1, 2, 4, 32)  # of each half: two pairs of nibbles, four of two bits
+    low, high = quarters & 15, quarters >> 4
+    nibbles = low[:, :, :2] | low[:, :, 2:] << 4
+    upper = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    parts = [nibbles, upper, scales.view(np.uint8), half.view(np.uint8)]
+    return np.concatenate([part.reshape(len(blocks), -1) for part in parts], axis=1)
+
+
+def _search_symmetric(x: np.ndarray) -> np.ndarray:
+    """Return scales `[n]` of runs `[n, 16]` whose codes are -32 to 31, each weighted by its square.
+
+    The number of the largest magnitude has about the code -32, which 31 has no counterpart of.
+    """
+    end = np.take_along_axis(x, np.abs(x).argmax(axis=1)[:, None], axis=1)
+    weight = x * x
+    weighted = weight * x
+    best, scale = np.full(len(x), -np.inf, np.float32), np.zeros(len(x), np.float32)
+    for more in np.arange(-9, 10):
+        codes = np.rint(x * (-np.float32(32 + more / 10) / end)).clip(-32, 31)
+        sum_xl = np.einsum("ni,ni->n", weighted, codes)
+        sum_l2 = np.einsum("ni,ni->n", weight * codes, codes)
+        slope = sum_xl / sum_l2
+        better = slope * sum_xl > best
+        best = np.where(better, slope * sum_xl, best)
+        scale = np.where(better, slope, scale)
+    return np.where(np.abs(end[:, 0]) > _SMALLEST, scale, np.float32(0))
+
+
+def _inverse(step: np.ndarray) -> np.ndarray:
+    return np.where(step == 0, np.float32(0), np.float32(1) / step)

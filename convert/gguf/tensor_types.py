@@ -1,0 +1,64 @@
+"""Types of a GGUF file's matrices by name: one type for all, or a mixture as llama-quantize has it.
+
+A mixture gives more bits to what loses most: the head, and values and down projections in the first
+and the last eighth of the layers and every third one between.
+"""
+
+import re
+
+from jaxllm.config import ModelConfig
+
+from .blocks import BY_NAME, WRITTEN, Block
+
+MIXED = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # and the type of most matrices
+KINDS = (*WRITTEN, *MIXED)
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15,
+    "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18, "BF16": 32,
+}  # general.file_type  # fmt: skip
+# For rows that are no whole super-blocks, as llama-quantize has it.
+_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+def choose_block(kind: str, name: str, columns: int, config: ModelConfig) -> Block:
+    """Return the type of a matrix.
+
+    Args:
+        kind: A name of `KINDS`.
+        name: The tensor's name in GGUF.
+        columns: The length of its rows. A type whose blocks do not fit is replaced by a smaller
+            one, or by F16.
+        config: The model's configuration.
+    """
+    block = BY_NAME[_mixed(kind, name, config) if kind in MIXED else kind]
+    if columns % block.columns and block.name in _SMALLER:
+        block = BY_NAME[_SMALLER[block.name]]
+    return BY_NAME["F16"] if columns % block.columns else block
+
+
+def _mixed(kind: str, name: str, config: ModelConfig) -> str:
+    most = MIXED[kind]
+    layers, experts = config.num_hidden_layers, getattr(config, "num_experts", 0)
+    number = re.match(r"blk\.(\d+)\.", name)
+    more = number is not None and _needs_more(int(number[1]), layers)
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module == "output" or (module == "token_embd" and config.tie_word_embeddings):
+        return "Q6_K"
+    if module in ("attn_v", "attn_k") and experts == 8:
+        return "Q8_0"
+    if module == "attn_v":
+        grouped = config.num_attention_heads > getattr(config, "num_key_value_heads", 1 << 30)
+        few = "Q5_K" if layers == 80 and grouped else most  # of 70 billion weights: small ones
+        return "Q6_K" if more else few
+    if module in ("ffn_down", "ffn_down_exps") and more:
+        return "Q6_K"
+    if module == "attn_qkv":
+        return {"Q4_K_M": "Q5_K", "Q5_K_M": "Q6_K"}[kind]
+    if module == "attn_output" and experts == 8 and kind == "Q4_K_M":
+        return "Q5_K"
+    return most
+
+
+def _needs_more(layer: int, layers: int) -> bool:
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

@@ -1,0 +1,332 @@
+"""Integer weights written as other programs read them: GPTQ's form and compressed-tensors.
+
+Nothing is rounded: integers, scales and zero points are the leaf's own. Tables of tokens and the
+head are written as numbers, which is what these programs read there. `quantized` and `compressed`
+read both forms back.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint import Checkpoint
+from jaxllm.errors import ConfigError
+from jaxllm.weights.formats import parse
+from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.leaves import digits
+from jaxllm.weights.leaves.integers import Integer
+from jaxllm.weights.leaves.ordered import OrderedFormat
+
+from .codes import packed
+from .layouts import Fused
+from .tables import HEAD, Architecture
+
+GPTQ, COMPRESSED = "gptq", "compressed-tensors"
+METHODS = (GPTQ, COMPRESSED)
+_WIDTHS = {GPTQ: (2, 3, 4, 8), COMPRESSED: (4, 8)}
+_REMEDY = "Leave --keep-quantized out, which writes numbers"
+Tensors = dict[str, LazyTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Quantized matrices as a file has them.
+
+    paths: The parameters that are kept so. tensors: Their tensors, by the names of the file.
+    settings: `quantization_config`.
+    """
+
+    paths: frozenset[str]
+    tensors: Tensors
+    settings: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Codes:
+    """A matrix as unsigned integers. order: our column j is their column order[j]; None: as it is.
+
+    codes: uint8 `[O, I]`. zeros, scales: `[O, G]`.
+    """
+
+    kind: Integer
+    shape: tuple[int, int]
+    codes: LazyTensor
+    zeros: LazyTensor
+    scales: LazyTensor
+    order: np.ndarray | None
+
+    @property
+    def index(self) -> np.ndarray:
+        """The group of each of their columns, int32 `[I]`."""
+        ours = np.arange(self.shape[1], dtype=np.int32) // self.kind.size(self.shape[1])
+        if self.order is None:
+            return ours
+        index = np.empty_like(ours)
+        index[self.order] = ours
+        return index
+
+
+def keep_quantized(
+    checkpoint: Checkpoint,
+    method: str,
+    table: Architecture,
+    linears: Mapping[str, tuple[int, int]],
+) -> Kept:
+    """Return the integer matrices of a checkpoint in one of `METHODS`.
+
+    Args:
+        checkpoint: The checkpoint, its weights quantized.
+        method: A name of `METHODS`.
+        table: The table of the architecture, whose layouts and names the file has.
+        linears: The shapes `[O, I]` of the weights that are multiplied with.
+
+    Raises:
+        ConfigError: With every matrix that the form cannot hold.
+    """
+    if method not in METHODS:
+        raise ConfigError(
+            f"--keep-quantized {method!r:.40} is not a form: expected {' or '.join(METHODS)}"
+        )
+    tables = {HEAD, *(path for path in checkpoint.formats if path not in linears)}
+    stacks = [p for p in tables & {*checkpoint.formats} if ".experts." in p]
+    complaints = [f"{path}: experts are kept in no such form" for path in stacks]
+    matrices: dict[str, _Codes] = {}
+    for path in (path for path in checkpoint.formats if path not in tables):
+        kind = parse(checkpoint.formats[path])
+        inner = kind.inner if isinstance(kind, OrderedFormat) else kind
+        if not isinstance(inner, Integer) or inner.bits not in _WIDTHS[method]:
+            complaints.append(f"{path} is {kind.name}, which {method} does not have")
+        else:
+            matrices[path] = _codes(checkpoint, path, inner, linears[path], inner is not kind)
+    if not checkpoint.formats or not (matrices or complaints):
+        raise ConfigError(
+            "--keep-quantized needs integer weights, and no linear of this model has any. Quantize"
+            " it first: jaxllm quantize MODEL OUT --weights int4-g64"
+        )
+    joined = {} if complaints else _joined(matrices, checkpoint.config, table, complaints)
+    write = _gptq if method == GPTQ else _compressed
+    tensors: Tensors = {}
+    settings: dict[str, Any] = {}
+    if not complaints:
+        plain = _unquantized(linears, matrices, checkpoint.config, table)
+        tensors, settings = write(joined, table, plain, complaints)
+    if complaints:
+        raise ConfigError(
+            f"--keep-quantized {method}: {'; '.join(complaints[:20])}. {_REMEDY}, or take"
+            f" {COMPRESSED if method == GPTQ else GPTQ}"
+        )
+    return Kept(frozenset(matrices), tensors, settings)
+
+
+def _codes(
+    checkpoint: Checkpoint, path: str, kind: Integer, shape: tuple[int, int], ordered: bool
+) -> _Codes:
+    stem = f"{path}.weight" if ordered else path
+    pieces = checkpoint.tensors
+    order = pieces[f"{path}.order"].read() if ordered else None
+    columns = shape[1]
+    count = -(-columns // kind.size(columns))
+    middle = 2 ** (kind.bits - 1)
+
+    def codes() -> np.ndarray:
+        data: Any = pieces[f"{stem}.data"].read()
+        numbers: np.ndarray = np.asarray(digits.unpacked(data, kind.bits))[:, :columns]
+        if numbers.dtype == np.int8:  # unsigned: 128 is 0
+            return numbers.view(np.uint8) ^ np.uint8(128)
+        return numbers
+
+    def groups(name: str) -> LazyTensor:
+        tensor = pieces[f"{stem}.{name}"]
+        size = (shape[0], count)
+        return LazyTensor(tensor.dtype, size, lambda: tensor.read()[:, :count], tensor.release)
+
+    zeros = groups("zero") if kind.zero_point else _filled((shape[0], count), middle)
+    made = LazyTensor(np.dtype(np.uint8), shape, codes, pieces[f"{stem}.data"].release)
+    return _Codes(kind, shape, made, zeros, groups("scale"), order)
+
+
+def _filled(shape: tuple[int, int], value: int) -> LazyTensor:
+    return LazyTensor(np.dtype(np.uint8), shape, lambda: np.full(shape, value, np.uint8))
+
+
+def _joined(
+    matrices: Mapping[str, _Codes], config: Any, table: Architecture, complaints: list[str]
+) -> dict[str, _Codes]:
+    """Return the matrices as the file has them, where several of ours may be one."""
+    made = dict(matrices)
+    for layout in (layout for layout in table.layouts if isinstance(layout, Fused)):
+        ends = [f"{name}.weight" for name in layout.ours]
+        found = [p.removesuffix(end) for p in matrices for end in ends if p.endswith(f".{end}")]
+        for layer in dict.fromkeys(found):
+            paths = [f"{layer}{end}" for end in ends]
+            parts = [made.pop(path, None) for path in paths]
+            one = parts[0]
+            if one is None or not all(part is not None and _alike(one, part) for part in parts):
+                complaints.append(f"{', '.join(paths)} are one matrix there, and differ here")
+                continue
+            theirs = f"{layer}{layout.theirs}.weight"
+            codes, zeros, scales = (
+                layout.write({path: getattr(matrices[path], field) for path in paths}, config)
+                for field in ("codes", "zeros", "scales")
+            )
+            rows = sum(matrices[path].shape[0] for path in paths)
+            made[theirs] = dataclasses.replace(
+                one,
+                shape=(rows, one.shape[1]),
+                codes=codes[theirs],
+                zeros=zeros[theirs],
+                scales=scales[theirs],
+            )
+    return made
+
+
+def _alike(one: _Codes, other: _Codes) -> bool:
+    """Whether two matrices can be one: of one format, their columns in one order."""
+    orders = one.order is other.order or (
+        one.order is not None and other.order is not None and np.array_equal(one.order, other.order)
+    )
+    return one.kind == other.kind and orders
+
+
+def _gptq(
+    matrices: Mapping[str, _Codes],
+    table: Architecture,
+    plain: list[str],
+    complaints: list[str],
+) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors and the settings of GPTQ's form, which has one format for all."""
+    kinds = Counter((x.kind.bits, x.kind.group) for x in matrices.values())
+    (bits, group), _ = kinds.most_common(1)[0]
+    # The first version of the form stores zero points less one, which readers add without a modulo.
+    less = 0 if any((x.zeros.read() == 0).any() for x in matrices.values()) else 1
+    tensors: Tensors = {}
+    for path, x in matrices.items():
+        (rows, columns), stem = x.shape, table.written_name(path).removesuffix(".weight")
+        if (x.kind.bits, x.kind.group) != (bits, group):
+            complaints.append(f"{path} is {x.kind.name}, others have {bits} bits or another group")
+        elif rows * bits % 32 or columns * bits % 32:
+            complaints.append(f"{path}: {x.shape} of {bits} bits does not fill whole int32 words")
+        else:
+            tensors |= {f"{stem}.{name}": piece for name, piece in _gptq_pieces(x, less).items()}
+    settings = {
+        "bits": bits,
+        "group_size": group or -1,
+        "sym": not any(x.kind.zero_point for x in matrices.values()),
+        "desc_act": any(x.order is not None for x in matrices.values()),
+        "checkpoint_format": "gptq" if less else "gptq_v2",
+        "quant_method": GPTQ,
+    }
+    head = table.head.removesuffix(".weight")
+    dynamic: dict[str, Any] = {f"-:{re.escape(name)}$": {} for name in plain if name != head}
+    return tensors, {**settings, **({"dynamic": dynamic} if dynamic else {})}
+
+
+def _gptq_pieces(x: _Codes, less: int) -> Tensors:
+    (rows, columns), bits = x.shape, x.kind.bits
+    groups = x.zeros.shape[1]
+
+    def qweight() -> np.ndarray:
+        codes = x.codes.read()
+        if x.order is not None:
+            codes = np.take(codes, np.argsort(x.order), axis=1)
+        return np.ascontiguousarray(packed(codes, bits).T)
+
+    def qzeros() -> np.ndarray:
+        stored = (x.zeros.read().T - np.uint8(less)) & np.uint8(2**bits - 1)
+        return packed(stored, bits)
+
+    words = np.dtype(np.int32)
+    return {
+        "qweight": LazyTensor(words, (columns * bits // 32, rows), qweight),
+        "qzeros": LazyTensor(words, (groups, rows * bits // 32), qzeros),
+        "scales": x.scales.transposed(),
+        "g_idx": LazyTensor.of(x.index),
+    }
+
+
+def _compressed(
+    matrices: Mapping[str, _Codes],
+    table: Architecture,
+    plain: list[str],
+    complaints: list[str],
+) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors and the settings of compressed-tensors, a group for each format."""
+    groups: dict[Integer, list[str]] = {}
+    tensors: Tensors = {}
+    for path, x in matrices.items():
+        columns, stem = x.shape[1], table.written_name(path).removesuffix(".weight")
+        if x.order is not None:
+            complaints.append(f"{path}: its columns are in another order (act_order)")
+        elif x.kind.group and columns % x.kind.group:
+            complaints.append(f"{path}: {columns} columns are no whole groups of {x.kind.group}")
+        else:
+            kind = dataclasses.replace(x.kind, scale="float32")
+            groups.setdefault(kind, []).append(stem)
+            pieces = _compressed_pieces(x)
+            tensors |= {f"{stem}.weight_{name}": piece for name, piece in pieces.items()}
+    settings = {
+        "quant_method": COMPRESSED,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": {
+                "targets": ["Linear"] if len(groups) == 1 else stems,
+                "weights": {
+                    "num_bits": kind.bits,
+                    "type": "int",
+                    "symmetric": not kind.zero_point,
+                    "strategy": "group" if kind.group else "channel",
+                    "group_size": kind.group,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+            }
+            for i, (kind, stems) in enumerate(groups.items())
+        },
+        "ignore": plain,
+    }
+    return tensors, settings
+
+
+def _compressed_pieces(x: _Codes) -> Tensors:
+    (rows, columns), bits = x.shape, x.kind.bits
+    words = np.dtype(np.int32)
+
+    def wide(numbers: np.ndarray) -> np.ndarray:
+        """Whole words of numbers along the last axis."""
+        return packed(np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits)))), bits)
+
+    size = (rows, -(-columns * bits // 32))
+    pieces = {
+        "packed": LazyTensor(words, size, lambda: wide(x.codes.read())),
+        "scale": x.scales,
+        "shape": LazyTensor.of(np.array(x.shape, np.int64)),
+    }
+    if x.kind.zero_point:
+        size = (-(-rows * bits // 32), x.zeros.shape[1])
+        zeros = LazyTensor(words, size, lambda: np.ascontiguousarray(wide(x.zeros.read().T).T))
+        pieces["zero_point"] = zeros
+    return pieces
+
+
+def _unquantized(
+    linears: Mapping[str, tuple[int, int]],
+    matrices: Iterable[str],
+    config: Any,
+    table: Architecture,
+) -> list[str]:
+    """Return the names in the file of linears that are written as numbers."""
+    kept = set(matrices)
+    tensors = {
+        path: LazyTensor.of(np.empty((shape[0], 0)))
+        for path, shape in linears.items()
+        if path not in kept
+    }
+    for layout in table.layouts:
+        tensors = layout.write(tensors, config)
+    return [table.written_name(path).removesuffix(".weight") for path in tensors]

@@ -1,0 +1,239 @@
+"""Integer weights written for other programs: GPTQ's form, compressed-tensors; and read back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import jaxllm
+from jaxllm.convert.engine import open_hf
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.weights.formats import dense, format_of
+from jaxllm.weights.paths import flatten
+from tests.conftest import Run
+from tests.convert import hub
+
+LAYER = {"num_hidden_layers": 1, "vocab_size": 136}
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Each row one long number, the first code lowest: int32 `[R, W]` as `[R, 32 W / bits]`."""
+    bit = (words.to(torch.int64)[..., None] >> torch.arange(32)) & 1
+    codes = bit.reshape(len(words), -1, bits) << torch.arange(bits)
+    return codes.sum(-1)
+
+
+def by_gptq(state: dict[str, torch.Tensor], stem: str, said: dict[str, Any]) -> torch.Tensor:
+    """What GPTQ's tensors mean, float32 `[O, I]`."""
+    bits, less = said["bits"], said["checkpoint_format"] == "gptq"
+    codes = unpacked(state[f"{stem}.qweight"].T, bits)
+    zeros = (unpacked(state[f"{stem}.qzeros"], bits) + less) % 2**bits
+    index, scales = state[f"{stem}.g_idx"].long(), state[f"{stem}.scales"].float()
+    return (codes - zeros[index].T) * scales[index].T
+
+
+def by_compressed(state: dict[str, torch.Tensor], stem: str, bits: int) -> torch.Tensor:
+    """What compressed-tensors' packed tensors mean, float32 `[O, I]`."""
+    rows, columns = state[f"{stem}.weight_shape"].tolist()
+    codes = unpacked(state[f"{stem}.weight_packed"], bits)[:, :columns]
+    scale = state[f"{stem}.weight_scale"].float()
+    zeros = torch.full(scale.shape, 2 ** (bits - 1))
+    if f"{stem}.weight_zero_point" in state:
+        zeros = unpacked(state[f"{stem}.weight_zero_point"].T, bits)[:, :rows].T
+    size = columns // scale.shape[1]
+    return (codes - zeros.repeat_interleave(size, 1)) * scale.repeat_interleave(size, 1)
+
+
+def quantized(tmp_path: Path, family: str, rules: Any, **sizes: Any) -> Path:
+    """A random model of transformers, quantized, in our own form."""
+    layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1, "vocab_size": 136}
+    hub.random_model(family, **{**layers, **sizes}).save_pretrained(tmp_path / "hf")
+    jaxllm.load(tmp_path / "hf", dtype="float32", quantize=rules).save(tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+def assert_same_numbers(one: Path, other: Path) -> set[str]:
+    """Every parameter is the same; the formats of the layers' matrices in `other`."""
+    expected, found = (dict(flatten(jaxllm.load(path).params)) for path in (one, other))
+    assert expected.keys() == found.keys()
+    for path, weight in expected.items():
+        np.testing.assert_array_equal(dense(found[path]), dense(weight), path)
+    return {format_of(x) for path, x in found.items() if x.ndim > 1 and not is_table(path)}
+
+
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "gptq, 4 bits": ("gptq", "llama", "int4-g32", {}),
+    "gptq, zero points": ("gptq", "llama", "int4-g64-zp-f16", {}),
+    "gptq, 3 bits": ("gptq", "llama", "int3-g32", {}),
+    "gptq, 2 bits": ("gptq", "llama", "int2-g32-zp", {}),
+    "gptq, 8 bits": ("gptq", "llama", "int8", {}),
+    "gptq, 8 bits in groups": ("gptq", "llama", "int8-g32-zp", {}),
+    "gptq, Conv1D": ("gptq", "gpt2", "int4-g32-f16", {}),
+    "gptq, several in one": ("gptq", "phi3", "int4-g32-zp", {}),
+    "packed, 4 bits": ("compressed-tensors", "llama", "int4-g32", {}),
+    "packed, zero points": ("compressed-tensors", "llama", "int4-g32-zp-f16", {}),
+    "packed, 8 bits": ("compressed-tensors", "llama", "int8-f16", {}),
+    "packed, 8 bits in groups": ("compressed-tensors", "llama", "int8-g32-zp", {}),
+    "packed, several in one": ("compressed-tensors", "gpt_neox", "int4-g32-zp", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_integers_are_the_same_numbers_everywhere(case: str, tmp_path: Path, run: Run) -> None:
+    """Bit for bit: in the file, decoded by its description; and read back."""
+    method, family, format, sizes = CASES[case]
+    rules = [(r".*(proj|attention|mlp|attn)\..*weight", format), (r"lm_head|embed_out", "int8")]
+    if family == "llama":
+        rules = format  # the table of tokens and the head too, which become numbers
+    ours, back = quantized(tmp_path, family, rules, **sizes), tmp_path / "back"
+    status, _, said = run("convert", ours, back, "--to-hf", "--keep-quantized", method)
+    assert status == 0, said
+    assert assert_same_numbers(ours, back) == {format}
+    settings = json.loads((back / "config.json").read_text())["quantization_config"]
+    state, meant = load_file(back / "model.safetensors"), {}
+    ending = ".qweight" if method == "gptq" else ".weight_packed"
+    for stem in (name.removesuffix(ending) for name in state if name.endswith(ending)):
+        bits = int(format[3])
+        value = by_gptq(state, stem, settings) if method == "gptq" else None
+        meant[stem] = by_compressed(state, stem, bits) if value is None else value
+    params = {p: np.asarray(dense(x)) for p, x in flatten(jaxllm.load(ours).params)}
+    rows = sorted(
+        map(bytes, np.concatenate([x.numpy() for x in meant.values() if x.shape[1] == 64]))
+    )
+    kept = [x for p, x in params.items() if x.ndim == 2 and x.shape[1] == 64 and not is_table(p)]
+    assert rows == sorted(map(bytes, np.concatenate(kept)))
+
+
+def is_table(path: str) -> bool:
+    return any(name in path for name in ("embed", "wte", "wpe", "lm_head", "norm"))
+
+
+def test_an_order_of_columns_goes_to_gptq_and_back(tmp_path: Path, run: Run) -> None:
+    meant = hub.write(tmp_path / "hub", hub.random_model("llama", **LAYER), act_order=True)
+    status, _, said = run(
+        "convert", tmp_path / "hub", tmp_path / "back", "--to-hf", "--keep-quantized", "gptq"
+    )
+    assert status == 0, said
+    state = load_file(tmp_path / "back/model.safetensors")
+    settings = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
+    assert settings["desc_act"] is True
+    for path, array in meant.items():
+        stem = f"model.{path.removesuffix('.weight')}"
+        np.testing.assert_array_equal(by_gptq(state, stem, settings).numpy(), array)
+    assert_same_numbers(tmp_path / "hub", tmp_path / "back")
+
+
+def test_formats_of_several_widths_are_groups_of_compressed_tensors(
+    tmp_path: Path, run: Run
+) -> None:
+    rules = [(r".*mlp.*", "int4-g32"), (r".*[qk]_proj.*", "int8")]
+    ours, back = quantized(tmp_path, "llama", rules), tmp_path / "back"
+    convert = ("convert", ours, back, "--to-hf", "--keep-quantized")
+    status, _, said = run(*convert, "gptq")
+    assert status and "others have 4 bits or another group" in said
+    status, _, said = run(*convert, "compressed-tensors")
+    assert status == 0, said
+    assert assert_same_numbers(ours, back) == {"int4-g32", "int8", "float32"}
+    settings = json.loads((back / "config.json").read_text())["quantization_config"]
+    groups = settings["config_groups"].values()
+    assert {len(group["targets"]) for group in groups} == {2, 3}
+    assert {x.rpartition(".")[2] for x in settings["ignore"]} == {"v_proj", "o_proj", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "method", "said"),
+    [
+        ("nf4", "gptq", r"q_proj.weight is nf4, which gptq does not have"),
+        ("int3-g32", "compressed-tensors", "int3-g32, which compressed-tensors does not have"),
+        ("int4-g64", "compressed-tensors", "96 columns are no whole groups of 64"),
+        ("bfloat16", "gptq", "needs integer weights, and no linear of this model has any"),
+        ("int4-g32", "awq", "'awq' is not a form: expected gptq or compressed-tensors"),
+    ],
+)
+def test_what_a_form_does_not_have_is_refused(
+    rules: str, method: str, said: str, tmp_path: Path, run: Run
+) -> None:
+    ours = quantized(tmp_path, "llama", rules)
+    status, _, error = run(
+        "convert", ours, tmp_path / "back", "--to-hf", "--keep-quantized", method
+    )
+    assert status and said in error, error
+    assert not (tmp_path / "back").exists()
+    status, _, error = run("convert", ours, tmp_path / "back", "--keep-quantized", "gptq")
+    assert status and "add --to-hf" in error
+
+
+def int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict[str, np.ndarray]:
+    """A random model whose linears are int8, as compressed-tensors' int-quantized has them."""
+    model = hub.random_model("llama", **LAYER)
+    model.save_pretrained(directory)
+    state, meant = load_file(directory / "model.safetensors"), {}
+    rng = torch.Generator().manual_seed(0)
+    for name in [name for name in state if "proj.weight" in name]:
+        rows = state[name].shape[0]
+        codes = torch.randint(-128, 128, state[name].shape, generator=rng, dtype=torch.int8)
+        scale = torch.rand((rows, 1) if strategy == "channel" else (1,), generator=rng).bfloat16()
+        zero = torch.zeros(scale.shape, dtype=torch.int8)
+        state[name], state[f"{name}_scale"] = codes, scale
+        if not symmetric:
+            zero = torch.randint(-128, 128, scale.shape, generator=rng, dtype=torch.int8)
+            state[f"{name}_zero_point"] = zero
+        meant[name.removeprefix("model.")] = ((codes.int() - zero.int()) * scale.float()).numpy()
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    weights = {"num_bits": 8, "type": "int", "strategy": strategy, "symmetric": symmetric}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    settings = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group}, "kv_cache_scheme": None, "sparsity_config": {},
+    }  # fmt: skip
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("symmetric", "strategy", "format"),
+    [(True, "channel", "int8"), (False, "channel", "int8-zp"), (True, "tensor", "int8")],
+)
+def test_int_quantized_matrices_are_read_exactly(
+    symmetric: bool, strategy: str, format: str, tmp_path: Path
+) -> None:
+    meant = int_quantized(tmp_path, symmetric, strategy)
+    params = dict(flatten(jaxllm.load(tmp_path).params))
+    for path, array in meant.items():
+        assert format_of(params[path]) == format
+        np.testing.assert_array_equal(dense(params[path]), array, path)
+
+
+def test_wrong_files_of_compressed_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    int_quantized(tmp_path, True, "channel")
+    config = json.loads((tmp_path / "config.json").read_text())
+    good = json.dumps(config["quantization_config"])
+    for old, new, said in (
+        ('"int-quantized"', '"float-quantized"', "format 'float-quantized' is not supported"),
+        ('"num_bits": 8, "type": "int", "strategy": "channel"', '"num_bits": 8, "type": "float"',
+         "weights.type 'float' is not supported"),
+        ('"dynamic": true', '"dynamic": false', "rounded on a fixed grid"),
+        ('"kv_cache_scheme": null', '"kv_cache_scheme": {"num_bits": 8}', "kv_cache_scheme is not"),
+    ):  # fmt: skip
+        assert old in good
+        settings = json.loads(good.replace(old, new))
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, "quantization_config": settings})
+        )
+        with pytest.raises(ConfigError, match=said):
+            open_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.0.mlp.up_proj.weight_scale"]
+    state["model.layers.0.mlp.gate_proj.weight_scale"] = torch.ones(7, 1)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        open_hf(tmp_path)
+    assert "up_proj.weight_scale is missing" in str(caught.value)
+    assert "gate_proj.weight_scale has shape (7, 1)" in str(caught.value)
