@@ -249,7 +249,7 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
         ("sensitivity", none, "--text", f"@{story}", "--plot", away): nowhere,
         ("verify", none, "--plot", away): nowhere,
         ("convert", none, story): "is not a directory",
-        ("quantize", none, story / "x"): "is not a directory",
+        ("quantize", none, story / "x"): "no such folder",
         ("export", none, story): "is not a directory",
         ("vectors", "make", none, story): "is not a directory",
     }.items():

@@ -3,6 +3,7 @@
 A model that is not there is refused before the command runs, so before JAX is imported.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,9 +50,10 @@ class Command(TyperCommand):
         return parser
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises CheckpointError for a model that is not there."""
+        """Run the command. Raises CheckpointError for a model or an adapter that is not there."""
         if any(p.name == MODEL and isinstance(p, TyperArgument) for p in self.params):
             check_model(ctx.params)
+        check_adapters(ctx.params.get("adapter"))
         return super().invoke(ctx)
 
 
@@ -71,6 +73,17 @@ def check_model(given: Mapping[str, Any]) -> None:
         if "prompt" in given and not given["prompt"]:
             hint = " A prompt goes after the model, or with -p."
         raise CheckpointError(f"{error}{hint}") from None
+
+
+def check_adapters(given: Any) -> None:
+    """Raise CheckpointError for an adapter that is no file and no directory.
+
+    given: the value of --adapter: DIR or NAME=DIR, one or several, or None.
+    """
+    for item in given if isinstance(given, list) else [given] if given else []:
+        path = str(item).partition("=")[2] or str(item)
+        if not os.path.exists(path):
+            raise CheckpointError(f"--adapter: {path} is not there")
 
 
 def describe_error(error: typer.TyperException, name: str) -> str:

@@ -7,7 +7,7 @@ import typer
 
 from jaxllm.cli.console import note, waiting
 from jaxllm.cli.corpus import Text, bos_id, described, make_loader, read_corpus
-from jaxllm.cli.options import Dtype, Exact, Mesh, Model, Out, Quantize, check_adapters, load_model
+from jaxllm.cli.options import Dtype, Exact, Mesh, Model, Out, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ def merge(
     target: Out,
     adapter: Annotated[
         str,
-        typer.Option(
-            "--adapter", metavar="DIR", callback=check_adapters, help="An adapter in PEFT's form."
-        ),
+        typer.Option("--adapter", metavar="DIR", help="An adapter in PEFT's form."),
     ],
     format: Annotated[
         str,

@@ -115,15 +115,6 @@ def check_folder(out: Path) -> Path:
     return out
 
 
-def check_adapters(given: Any) -> Any:
-    """One adapter or several, as they are. Raises CheckpointError for one that is not there."""
-    for item in [given] if isinstance(given, str) else given or []:
-        path = item.partition("=")[2] or item
-        if not os.path.exists(path):
-            raise CheckpointError(f"--adapter: {path} is not there")
-    return given
-
-
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", callback=check_folder, help="The directory to write.")
 ]
@@ -132,7 +123,6 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="[NAME=]DIR",
-        callback=check_adapters,
         help="An adapter beside the model: PEFT's directory (LoRA, DoRA), or a GGUF file. May be"
         " given more than once: the first is taken where none is named (-o adapter=NAME).",
     ),
