@@ -42,8 +42,8 @@ from . import flaxfiles
 from .compressed import METHOD, Compressed, read_compressed, take_compressed
 from .decoders import unknown_rope_settings
 from .flaxfiles import as_torch, open_flax
-from .kept import keep_quantized
 from .quantized import rules, take_quantized, their_names
+from .quantized_export import keep_quantized
 from .scheme import KEY, Scheme, read_scheme
 from .tables import HEAD, Architecture, unknown_fields
 
@@ -180,7 +180,7 @@ def write_hf(
         directory: The directory to write.
         checkpoint: The checkpoint, no weight quantized.
         files: Further files of the checkpoint's directory to copy (the tokenizer's).
-        keep: A name of `kept.METHODS` and the same checkpoint quantized: its integer matrices are
+        keep: A name of `quantized_export.METHODS` and the same checkpoint quantized: its integer matrices are
             written in that form.
 
     Raises:
@@ -193,11 +193,11 @@ def write_hf(
     if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
         raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
     data, table = TABLES[config.model_type].write_config(config)
-    kept = None
+    export = None
     if keep is not None:
-        kept = keep_quantized(keep[1], keep[0], table, _linears(config))
-        data = {**data, KEY: kept.settings}
-    without = kept.paths if kept is not None else frozenset[str]()
+        export = keep_quantized(keep[1], keep[0], table, _linears(config))
+        data = {**data, KEY: export.settings}
+    without = export.paths if export is not None else frozenset[str]()
     theirs = {path: x for path, x in checkpoint.tensors.items() if path not in without}
     for layout in table.layouts:
         theirs = layout.write(theirs, config)
@@ -206,7 +206,7 @@ def write_hf(
     }
     ids = {k: v for k in GENERATION_IDS if (v := checkpoint.generation.get(k)) is not None}
     dtype = native_precision(tensors).weights
-    tensors |= kept.tensors if kept is not None else {}
+    tensors |= export.tensors if export is not None else {}
     generation = {"generation_config.json": checkpoint.generation} if checkpoint.generation else {}
     write_checkpoint(
         directory,

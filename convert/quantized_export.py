@@ -33,7 +33,7 @@ Tensors = dict[str, LazyTensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class QuantizedExport:
     """Quantized matrices as a file has them.
 
     paths: The parameters that are kept so. tensors: Their tensors, by the names of the file.
@@ -75,7 +75,7 @@ def keep_quantized(
     method: str,
     table: Architecture,
     linears: Mapping[str, tuple[int, int]],
-) -> Kept:
+) -> QuantizedExport:
     """Return the integer matrices of a checkpoint in one of `METHODS`.
 
     Args:
@@ -105,7 +105,7 @@ def keep_quantized(
     if not checkpoint.formats or not (matrices or complaints):
         raise ConfigError(
             "--keep-quantized needs integer weights, and no linear of this model has any. Quantize"
-            " it first: jaxllm quantize MODEL OUT --weights int4-g64"
+            " it first: jaxllm quantize MODEL OUT --format int4-g64"
         )
     joined = {} if complaints else _joined(matrices, checkpoint.config, table, complaints)
     write = _gptq if method == GPTQ else _compressed
@@ -119,7 +119,7 @@ def keep_quantized(
             f"--keep-quantized {method}: {'; '.join(complaints[:20])}. {_REMEDY}, or take"
             f" {COMPRESSED if method == GPTQ else GPTQ}"
         )
-    return Kept(frozenset(matrices), tensors, settings)
+    return QuantizedExport(frozenset(matrices), tensors, settings)
 
 
 def _codes(
