@@ -180,8 +180,8 @@ def write_hf(
         directory: The directory to write.
         checkpoint: The checkpoint, no weight quantized.
         files: Further files of the checkpoint's directory to copy (the tokenizer's).
-        keep: A name of `quantized_export.METHODS` and the same checkpoint quantized: its integer matrices are
-            written in that form.
+        keep: A name of `quantized_export.METHODS` and the same checkpoint quantized: its integer
+            matrices are written in that form.
 
     Raises:
         CheckpointError: If `directory` already holds a checkpoint, or cannot be written.
