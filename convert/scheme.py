@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxllm.errors import ConfigError
 
-from .tables import REQUIRED, Architecture, Field, read_fields, refuse
+from .tables import REQUIRED, Architecture, Field, read_fields, refuse, unknown_fields
 
 KEY = "quantization_config"
 
@@ -126,7 +126,9 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> 
             " compressed-tensors); load the checkpoint that was quantized"
         )
     table, widths = _READS[method]
-    fields, complaints = read_fields(table, {k: v for k, v in data.items() if v is not None})
+    stated = {name: value for name, value in data.items() if value is not None}
+    fields, complaints = read_fields(table, stated)
+    complaints += [f"{name} is not supported" for name in unknown_fields(table, stated)]
     bits, group = fields.get("bits"), fields.get("group")
     if "bits" in fields and (type(bits) is not int or bits not in widths):
         known = ", ".join(map(str, widths))

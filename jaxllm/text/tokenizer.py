@@ -243,8 +243,14 @@ def _without_names(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str,
 
 
 def _makes_none(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:
-    """Whether a merge, as a text or as a pair, has to do with none of these tokens."""
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    """Whether a merge, as a text or as a pair, has to do with none of these tokens.
+
+    What is no merge stays, for the tokenizer's own reader to refuse.
+    """
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if len(parts) != 2:
+        return True
+    left, right = parts
     return left not in names and right not in names and left + right[prefix:] not in names
 
 

@@ -27,7 +27,7 @@ def test_the_commands_run() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     for line in "".join(found).splitlines():
-        if line not in readme:
+        if line not in readme and line.startswith("jaxllm "):
             words = shlex.split(line)
             done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"

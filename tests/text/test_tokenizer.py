@@ -242,6 +242,8 @@ def test_adds_bos_is_the_configuration_s_word_or_else_the_post_processor_s(
         ("tokenizer.json", json.dumps(tree({"a": 0}, decoder={"type": "Evil"})).encode()),
         ("tokenizer.json", json.dumps(tree({"a": 0}, added_tokens=[added(7, "<s>")])).encode()),
         ("tokenizer.json", json.dumps(tree({"a": 0}, model={"merges": ["a b"]})).encode()),
+        ("tokenizer.json", json.dumps(tree({"a": 0}, model={"merges": ["a"]})).encode()),
+        ("tokenizer.json", json.dumps(tree({"a": 0}, model={"merges": ["a a a"]})).encode()),
         ("tokenizer.model", b"\x00\xffno such model"),
         ("tokenizer.model", b""),
         ("merges.txt", b"#version: 0.2\na b c\n"),

@@ -225,7 +225,7 @@ def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
 
 def test_bad_plans_are_refused() -> None:
     for wrong in (0, 1.5, True, "3", None, 1 << 40):
-        for name in ("steps", "accumulate"):
+        for name in ("steps", "gradient_accumulation_steps"):
             with pytest.raises(ConfigError, match=f"{name} must be a whole number from 1 "):
                 Plan(**{"steps": 1, name: wrong})
     for seed in (-1, 1.0, "a", None, 1 << 32):

@@ -239,5 +239,5 @@ def test_bad_options_are_refused_first(run: Run, tmp_path: Path) -> None:
         ("--depths", ""): "--depths takes numbers",
         ("--picture", tmp_path / "away" / "x.png"): "is not a directory",
     }.items():
-        status, out, err = run("recall", "none", *given)
+        status, out, err = run("recall", tmp_path, *given)
         assert (status, out) == (1, "") and message in err
