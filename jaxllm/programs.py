@@ -15,10 +15,9 @@ import os
 import pickle
 import platform
 import stat
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -181,69 +180,26 @@ class Program:
         self._options: Any = {"static_argnums": tuple(static), "donate_argnums": donated}
         self._jit = jax.jit(function, **self._options)
         self._loaded: dict[Hashable, list[Any]] = {}
-        self._prepared: set[Hashable] = set()
-        self._compiling: threading.Thread | None = None
-
-    def prepare(self, *args: Any) -> None:
-        """Compile for arguments like these in a thread, while the caller compiles something else.
-
-        Traces and lowers at once, for JAX's settings are those of a thread. A call waits for the
-        thread; whatever fails in it fails again in the call.
-        """
-        if get_opaque_trace_state(convention="flax") != _OUTSIDE:
-            return
-        constant, traced = self._split(args)
-        leaves, structure = jax.tree.flatten(traced)
-        form = (constant, _settings(), structure, tuple((x.shape, x.dtype) for x in leaves))
-        if form in self._prepared:
-            return
-        self._prepared.add(form)
-        self._wait()
-        finish = None if _folder is None else self._kept(_folder, constant, args, traced)
-        known = self._loaded.setdefault(form[:2], [])
-        work = self._jit.lower(*args).compile if finish is None else finish
-
-        def compile_now() -> None:
-            with contextlib.suppress(Exception):
-                compiled = work()
-                if finish is not None:
-                    known.append(compiled)
-
-        self._compiling = threading.Thread(target=compile_now)
-        self._compiling.start()
-
-    def _wait(self) -> None:
-        if self._compiling is not None:
-            self._compiling.join()
-            self._compiling = None
-
-    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-        """The static arguments, and the others."""
-        constant = tuple(args[i] for i in sorted(self._static))
-        return constant, [x for i, x in enumerate(args) if i not in self._static]
 
     def __call__(self, *args: Any) -> Any:
-        self._wait()
         if _folder is None or get_opaque_trace_state(convention="flax") != _OUTSIDE:
             return self._jit(*args)
-        constant, traced = self._split(args)
+        constant = tuple(args[i] for i in sorted(self._static))
+        traced = [x for i, x in enumerate(args) if i not in self._static]
         known = self._loaded.setdefault((constant, _settings()), [])
         for compiled in known:
             try:
                 return compiled(*traced)
             except TypeError:  # of other shapes; nothing has run
                 continue
-        if (finish := self._kept(_folder, constant, args, traced)) is None:
+        compiled = self._kept(_folder, constant, args, traced)
+        if compiled is None:
             return self._jit(*args)
-        compiled = finish()
         known.append(compiled)
         return compiled(*traced)
 
-    def _kept(
-        self, folder: Path, constant: Any, args: Any, traced: Any
-    ) -> Callable[[], Any] | None:
-        """What gives the program for these arguments, from the folder or compiled for it; None if
-        none is kept."""
+    def _kept(self, folder: Path, constant: Any, args: Any, traced: Any) -> Any:
+        """The program for these arguments, from the folder or for it; None where none is kept."""
         leaves, structure = jax.tree.flatten(traced)
         if not all(map(_describes, (constant, *_static_data(structure)))) or not _one_processor():
             return None
@@ -251,22 +207,14 @@ class Program:
         function, options = self._function, sorted(self._options.items())
         what = (function.__module__, function.__qualname__, options, constant, structure, forms)
         key = _key(*what)
-        file = folder / f"{key}{SUFFIX}"
-
-        def lower() -> Any:
-            # Under a name of its own, or JAX's cache would give what earlier code left there.
-            return jax.jit(_named(function, key), **self._options).lower(*args)
-
-        def compiled(lowered: Any) -> Any:
-            before = _hits
-            made = lowered.compile()
-            if _hits == before:
-                _write(file, made)
-            return made
-
-        if not file.exists():
-            return partial(compiled, lower())
-        return lambda: _read(file) or compiled(lower())
+        if (found := _read(folder / f"{key}{SUFFIX}")) is not None:
+            return found
+        before = _hits
+        # Under a name of its own, or JAX's cache would give what earlier code left there.
+        compiled = jax.jit(_named(function, key), **self._options).lower(*args).compile()
+        if _hits == before:
+            _write(folder / f"{key}{SUFFIX}", compiled)
+        return compiled
 
 
 def _key(*what: Any) -> str:

@@ -1,6 +1,5 @@
 """Programs that outlive the process: the same numbers, and no tracing the second time."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,38 +152,3 @@ def test_texts_are_the_same_from_kept_programs(folder: Path) -> None:
     assert list(folder.iterdir())
     programs.keep(None)
     assert lm.generate("Once", **options).tokens == kept  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize("size", [5, 6])
-def test_a_prepared_program_is_traced_once(folder: Path, size: int) -> None:
-    """The call takes what a thread has compiled, or (of 6) read where a process left it."""
-    programs.keep(folder if size == 6 else None)
-    x = np.arange(size, dtype=np.float32)
-    for _ in range(2):
-        one = fresh()
-        for _ in range(2):
-            one.prepare(x, 2.0, ())
-        np.testing.assert_array_equal(one(x, 2.0, ()), x * 2)
-        np.testing.assert_array_equal(one(x[1:], 2.0, ()), x[1:] * 2)
-    assert traced.count(f"2.0 ({size},)") == 1
-    assert len(list(folder.iterdir())) == (2 if size == 6 else 0)
-
-
-def test_decoding_is_compiled_before_the_first_token(
-    compiled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And once, whether the text is streamed or not."""
-    lm = jaxllm.load("demo:llama", dtype="float32")
-    config = dataclasses.replace(lm.config, norm_eps=3e-5)  # of which no test has programs yet
-    lm = dataclasses.replace(lm, config=config, model=models.build(config))
-    compiled.clear()
-    pieces = lm.stream("Once upon", max_new_tokens=3, top_logprobs=7)
-    next(pieces)
-    assert sum("advance" in name for name in compiled) == 1
-    assert len(list(pieces)) == 2
-    lm.generate("Once upon", max_new_tokens=3, top_logprobs=7)
-    assert sum("advance" in name for name in compiled) == 1
-    assert sum("until_ended" in name for name in compiled) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(Program, "prepare", lambda *_: pytest.fail("nothing runs next"))
-        lm.generate("Once upon", max_new_tokens=1)

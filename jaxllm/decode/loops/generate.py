@@ -24,7 +24,7 @@ from jaxllm.inputs import check_model, checked_prompts
 from jaxllm.programs import Program
 from jaxllm.shapes import bucket
 from jaxllm.steps import Mass, prefill
-from jaxllm.weights.paths import InRounds, Params, Placed
+from jaxllm.weights.paths import InRounds, Params
 from jaxllm.whole import whole
 
 # Told each row's newest token (-1: it has ended), says which rows end with it.
@@ -90,8 +90,7 @@ def generate(
     cache or the model, SamplingError for a budget below one.
     """
     until, asked = _until_of(options)
-    then = _loop if until is None else _one
-    limits, cache, state = _begin(model, params, tokens_BT, then, **asked)
+    limits, cache, state = _begin(model, params, tokens_BT, **asked)
     if until is not None:
         *_, (cache, state) = _steps(model, params, limits, cache, state, until, options)
         return _generated(state, cache, options)
@@ -116,7 +115,7 @@ def stream(
     mass is each step's own, the prompt's at first.
     """
     until, asked = _until_of(options)
-    limits, cache, state = _begin(model, params, tokens_BT, _one, **asked)
+    limits, cache, state = _begin(model, params, tokens_BT, **asked)
     before_B = np.asarray(state.context.prompt_B)
     for now, step in _steps(model, params, limits, cache, state, until, options):
         yield _generated(step, now, options, before_B, width=1)
@@ -135,7 +134,6 @@ def _begin(
     model: nn.Module,
     params: Params,
     tokens_BT: Any,
-    then: Program,
     *,
     max_new_tokens: int | Sequence[int],
     lengths_B: Any = None,
@@ -148,10 +146,7 @@ def _begin(
     chunk: int = 256,
     attention_mass: Mass = False,
 ) -> tuple[Limits, KVCache, State]:
-    """Check the room, prefill, and sample the first token of each row.
-
-    then: what runs next, which is compiled at the same time as the prefill.
-    """
+    """Check the room, prefill, and sample the first token of each row."""
     check_model(model, params)
     check_sampler(sampler)
     if overflow is not None and not isinstance(overflow, Overflow):
@@ -180,6 +175,14 @@ def _begin(
         tokens_BT, lengths_B = recent_part(cache, tokens_BT, lengths_B, overflow)
     if overflow is not None and overflow.reads_mass:
         attention_mass = True
+    given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
+    mass = None
+    if attention_mass is False:
+        logits_BV, cache = prefill(model, params, cache, tokens_BT, **given)
+    else:
+        logits_BV, cache, mass = prefill(
+            model, params, cache, tokens_BT, attention_mass=attention_mass, **given
+        )
     limits = Limits(*jax.device_put((budget_B, padded_eos(eos_token_ids))))
     key_B = keys_of(seed, B)
     L, N = token_BL.shape[1], top_logprobs
@@ -195,18 +198,7 @@ def _begin(
         )
     )
     context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
-    state = State(newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), None)
-    if attention_mass is False and budget_B.max() > 1 and not isinstance(model, Placed):
-        fixed = Fixed(params, cache.frozen, limits)
-        then.prepare(model, fixed, cache.replace(frozen=()), state, attention_mass)
-    given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
-    if attention_mass is False:
-        logits_BV, cache = prefill(model, params, cache, tokens_BT, **given)
-    else:
-        logits_BV, cache, mass = prefill(
-            model, params, cache, tokens_BT, attention_mass=attention_mass, **given
-        )
-        state = state.replace(mass=mass)
+    state = State(newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), mass)
     return limits, cache, _first(limits, state, logits_BV)
 
 
