@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: jaxllm chat ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
 KEYS = """\
 Ctrl-C stops an answer (with --distributed: the chat), clears a line, and leaves if pressed twice
-on an empty one; so does Ctrl-D. A paste is one line; Alt-Enter begins another one within it."""
+on an empty one; so does Ctrl-D. A paste is one turn; Alt-Enter begins another line of it."""
 
 
 class Command(NamedTuple):
