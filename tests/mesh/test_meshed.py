@@ -260,7 +260,9 @@ def test_columns_that_no_axis_divides_need_not_come_apart(mesh: str, exact: bool
     assert largest_difference(found, jaxllm.forward(model, params, None, ids).logits) < 2e-5
     whole = over.whole(shares)["layers.1"]["mlp"]["down_proj"]["weight"]
     assert np.array_equal(whole.order, params["layers.1"]["mlp"]["down_proj"]["weight"].order)
-    with pytest.raises(ConfigError, match=r"down_proj.weight over tensor.*=2: columns .* taken apart"):
+    with pytest.raises(
+        ConfigError, match=r"down_proj.weight over tensor.*=2: columns .* taken apart"
+    ):
         spread(model, params, "tensor=2")
 
 
