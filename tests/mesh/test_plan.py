@@ -141,7 +141,7 @@ def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
             ("mixtral", "expert=2,sequence=4"), ("mixtral", "data=2,expert=2,sequence=2"),
             ("llama", "data=2,stage=2,sequence=2"), ("mixtral", "stage=2,expert=2,tensor=2:tokens"),
             ("mixtral", "stage=2,sequence=2,expert=2"), ("gemma2", "stage=2"),
-            ("gemma2", "stage=2,sequence=2"), ("gemma2", "stage=2,sequence=2:heads"))),
+            ("gemma2", "stage=2,sequence=2"))),
     ],
 )  # fmt: skip
 def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
