@@ -37,6 +37,10 @@ LIBRARIES = (
 )  # fmt: skip
 COPIED = ("jaxllm", "convert", "scripts", "tests", "pyproject.toml", "README.md", "Makefile")
 KERNELS = Path("jaxllm/ops/native/csrc")
+UNEDITABLE = """\
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "skbc" not in type(f).__module__]
+"""
 SECONDS = 600  # a fault that makes its tests hang for so long is seen
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -180,9 +184,12 @@ def _run(tests: str, copy: Path, library: Path | None) -> int:
 
     os.chdir(copy)
     sys.dont_write_bytecode = True  # a fault may come and go within a file's second
-    # An editable installation finds its own sources before any path.
-    sys.meta_path[:] = [f for f in sys.meta_path if "skbc" not in type(f).__module__]
+    # An editable installation finds its own sources before any path, here and in processes that
+    # tests start, which run `sitecustomize` first.
+    exec(UNEDITABLE)
     sys.path.insert(0, str(copy))
+    (copy / "sitecustomize.py").write_text(UNEDITABLE, encoding="utf-8")
+    os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     if library:
         os.environ["JAXLLM_LIBRARY"] = str(library)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not full", "--tb", "no"]
