@@ -1,9 +1,8 @@
 """What devices can do, by name or by numbers: all that a plan knows of a machine.
 
-The numbers are the makers' (data sheets; the white papers of GA102, Ada and RTX Blackwell for RTX
-cards: dense products with float32 sums, and PCIe x16 as the link; for TPUs also "How to Scale Your
-Model", Austin et al. 2025, table of chapter 2): peaks, which nobody reaches. A plan is a bound, not
-a promise.
+The numbers are the makers' (data sheets; for the RTX card dense products with float32 sums, and
+PCIe x16 as the link; for TPUs also "How to Scale Your Model", Austin et al. 2025, table of chapter
+2): peaks, which nobody reaches. A plan is a bound, not a promise.
 """
 
 import dataclasses
@@ -47,13 +46,7 @@ HARDWARE = {
     "b200": Hardware(flops=2250e12, memory=180e9, bandwidth=8e12, link=900e9),
     "mi300x": Hardware(flops=1307e12, memory=192e9, bandwidth=5.3e12, link=448e9),
     "l40s": Hardware(flops=362e12, memory=48e9, bandwidth=864e9, link=32e9),
-    "a100-40gb": Hardware(flops=312e12, memory=40e9, bandwidth=1.555e12, link=300e9, across=25e9),
-    "a10": Hardware(flops=125e12, memory=24e9, bandwidth=600e9, link=32e9),
-    "l4": Hardware(flops=121e12, memory=24e9, bandwidth=300e9, link=32e9),
-    "rtx3090": Hardware(flops=71e12, memory=24e9, bandwidth=936e9, link=32e9),
     "rtx4090": Hardware(flops=165.2e12, memory=24e9, bandwidth=1.008e12, link=32e9),
-    "rtx5090": Hardware(flops=209.5e12, memory=32e9, bandwidth=1.792e12, link=64e9),
-    "rtx6000-ada": Hardware(flops=364.2e12, memory=48e9, bandwidth=960e9, link=32e9),
     "tpu-v5e": Hardware(
         flops=197e12, memory=16e9, bandwidth=8.1e11, link=90e9, node=256, across=3.1e9
     ),
